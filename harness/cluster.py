@@ -120,9 +120,10 @@ class Cluster:
             self.until(lambda: _healthy(self.addresses[name]), "the coordinator leads")
         return self.addresses[name]
 
-    def start_agent(self, node: str, *, slots: int, through: str | None = None) -> None:
+    def start_agent(self, node: str, *, slots: int, through: str | None = None, grace: float = 0.0) -> None:
         coordinators = through or ",".join(self.addresses.values())
         command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
+        command += ["--grace", f"{grace:g}"]
         command += self._token_option()
         log = (self.folder / f"agent-{node}.log").open("ab")
         self.agents[node] = subprocess.Popen(

@@ -113,3 +113,42 @@ def test_the_planner_counts_on_the_node_only_until_it_leaves() -> None:
     cluster.hear(msg.NodeLeft(node="d"))
     chosen = [event for event in cluster.heard if isinstance(event, msg.AssignmentChosen)][-1]
     assert not chosen.wishes
+
+
+def told_to_end(cluster: FakeCluster, node: str) -> None:
+    notice = msg.LeaveNoticed(leaves_in_s=25.0, by="its agent was told to end by SIGTERM", at_once=True)
+    cluster._report(node, notice, None)
+
+
+def test_workers_of_an_agent_that_is_told_to_end_do_not_wait_for_its_last_moment() -> None:
+    cluster = trained({"a": 2, "b": 2})
+    told_to_end(cluster, "b")
+    assert cluster.coordinator.nodes["b"].state is NodeState.DRAINING
+    assert nodes_of(cluster) == {"a"}
+    cluster.hear(msg.NodeLeft(node="b"))
+    assert cluster.coordinator.nodes["b"].state is NodeState.LEFT
+    assert cluster.coordinator.log.incidents == []
+
+
+def test_they_leave_also_where_nothing_can_be_made_safe() -> None:
+    """The agent would use up its grace for nothing."""
+    cluster = FakeCluster(nodes={"a": 2}, planned=True)
+    cluster.submit(shape=Shape(1, 2, 6), steps=40, has_checkpoints=False)
+    for _ in range(3):
+        cluster.wait(1.0)
+        cluster.seal()
+    told_to_end(cluster, "a")
+    assert cluster.coordinator.nodes["a"].state is NodeState.DRAINING
+    assert nodes_of(cluster) == set()
+
+
+def test_a_node_that_left_as_announced_is_up_when_its_agent_is_started_again() -> None:
+    """A restarted agent would otherwise wait for an operator. What an operator drained, stays drained."""
+    cluster = trained({"a": 2, "b": 2, "c": 2})
+    told_to_end(cluster, "b")
+    cluster.hear(msg.DrainRequested(node="c"))
+    for name in ("b", "c"):
+        cluster.hear(msg.NodeLeft(node=name))
+        cluster.hear(msg.NodeJoined(node=name, boot="second", slots=2, host="x"))
+    assert cluster.coordinator.nodes["b"].state is NodeState.UP
+    assert cluster.coordinator.nodes["c"].state is NodeState.DRAINING

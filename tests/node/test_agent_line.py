@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from everstep.errors import UserError
 from everstep.net.sockets import UNANSWERED_MS, watch_path
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
+from everstep.protocol.codec import decode
+from everstep.protocol.messages import LeaveNoticed, NodeReport
 from harness.cluster import small_job
 from tests.server.served import served
 
@@ -119,6 +122,60 @@ def test_of_a_coordinator_that_answers_no_ping_the_agent_says_that_the_connectio
     assert "is connected to" in said[0]
     assert "the connection broke" in said[1]
     assert "PONG" in said[1]
+
+
+def test_an_agent_that_is_told_to_end_announces_it_and_says_when_it_has_left() -> None:
+    """It ended at once: its node was given up by silence, with an incident of a lost connection."""
+    heard: list[dict[str, Any]] = []
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        line = web.WebSocketResponse()
+        await line.prepare(request)
+        await line.receive()
+        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        async for message in line:
+            said = json.loads(message.data)
+            if "beat" not in said:
+                heard.append(said)
+            if "number" in said:
+                await line.send_json({"heard": said["number"], "term": 7})
+        return line
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/agent", serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        agent = Agent(AgentSettings(node="n1", slots=1, coordinators=(address,), grace_s=60), say=said.append)
+        job = asyncio.create_task(agent.run())
+        async with asyncio.timeout(30):
+            while not said:
+                await asyncio.sleep(0.01)
+            agent.leave("an upgrade")
+            await job
+        await runner.cleanup()
+
+    said: list[str] = []
+    asyncio.run(play())
+    notice, left = heard
+    assert decode(NodeReport, notice["report"]) == LeaveNoticed(leaves_in_s=60, by="an upgrade", at_once=True)
+    assert left == {"left": True}
+    assert said[1] == "node n1 leaves: an upgrade"
+
+
+def test_an_agent_without_a_coordinator_does_not_use_up_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ALONE_S", 0.2)
+
+    async def play() -> None:
+        settings = AgentSettings(node="n1", slots=1, coordinators=("http://127.0.0.1:9",), grace_s=3600)
+        agent = Agent(settings, say=lambda line: None, warn=lambda line: None)
+        agent.leave("it is late")
+        async with asyncio.timeout(30):
+            await agent.run()
+
+    asyncio.run(play())
 
 
 def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.cli.coordinator import SAME_SIGNAL_S
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
@@ -56,3 +58,48 @@ def test_a_drain_that_cannot_make_the_state_safe_is_refused(tmp_path: Path) -> N
         with pytest.raises(UserError, match="neither a checkpoint folder nor another node"):
             cluster.client.post("/v1/nodes/a/drain")
         assert cluster.task()["state"] == "running"
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+def test_sigterm_of_an_agent_costs_no_step(tmp_path: Path, kept: str) -> None:
+    """`systemctl stop`, an eviction, a reboot: the task began again at step 1, or at its last checkpoint."""
+    job = small_job(tmp_path, steps=STEPS, replicas=1, stages=2)
+    clean = run_job(Job.from_dict(job)).by_step()
+    if kept == "disk":
+        job["checkpoint"] = {"folder": str(tmp_path / "kept"), "interval": 1000}
+    with Cluster(tmp_path) as cluster:
+        cluster.start_coordinator()
+        cluster.start_agent("a", slots=2, grace=120)
+        cluster.nodes_up(1)
+        cluster.submit(job)
+        cluster.step_reached(5)
+        cluster.start_agent("b", slots=2)
+        cluster.nodes_up(2)
+        cluster.agents["a"].terminate()
+        assert cluster.agents["a"].wait(120) == 143
+        nodes = {row["node"]: row["state"] for row in cluster.client.get("/v1/status")["nodes"]}
+        assert nodes["a"] == "left"
+        told = cluster.finished()
+        assert [row["step"] for row in told["rows"]] == list(range(1, STEPS + 1)), "every step once"
+        assert {row["step"]: row["loss"] for row in told["rows"]} == {s: row.loss for s, row in clean.items()}
+        assert cluster.incidents() == []
+        cluster.start_agent("a", slots=2)
+        cluster.nodes_up(2)
+
+
+def test_a_second_sigterm_ends_an_agent_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        cluster.start_coordinator()
+        cluster.start_agent("a", slots=1, grace=3600)
+        cluster.nodes_up(1)
+        cluster.submit(small_job(tmp_path, steps=100_000, replicas=1, stages=1, microbatches=64))
+        cluster.step_reached(1)
+        agent = cluster.agents["a"]
+        cluster.kill_coordinator()  # nobody lets its worker go
+        cluster.start_coordinator()
+        agent.terminate()
+        log = tmp_path / "agent-a.log"
+        cluster.until(lambda: "node a leaves" in log.read_text(), "it says so")
+        time.sleep(SAME_SIGNAL_S)  # two within this time are one
+        agent.terminate()
+        assert agent.wait(60) == 143

@@ -12,7 +12,7 @@ import typer
 from everstep import log
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS
-from everstep.cli.coordinator import until_signalled
+from everstep.cli.coordinator import Signalled, until_signalled
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,14 @@ def agent_command(
             "notice. Its workers then move or leave in time."
         ),
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="On SIGTERM: seconds for the workers to leave with their state safe; a second signal ends "
+            "the agent at once.",
+        ),
+    ] = 25.0,
     beat: Annotated[
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
@@ -73,7 +81,7 @@ def agent_command(
     """Run the agent of this node. It starts workers for the coordinator and monitors them.
 
     If the connection breaks or the coordinator rejects the token, the workers keep training and the agent
-    retries. It reads a token file again at each attempt.
+    retries. It reads a token file again at each attempt. SIGTERM drains the node, then the agent ends.
 
     [bold]Examples[/bold]
 
@@ -97,6 +105,7 @@ def agent_command(
         ca=ca,
         words=log_dir,
         beat_s=beat,
+        grace_s=grace,
         notice=notice_file,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
@@ -108,12 +117,13 @@ def agent_command(
 
     tokens.clean_environment()
 
-    async def run() -> None:
+    async def run(signalled: Signalled) -> None:
         agent = Agent(settings)
+        signalled.gently = agent.leave
         agent.warm_up()
         await agent.run()
 
-    return until_signalled(run())
+    return until_signalled(run)
 
 
 def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:

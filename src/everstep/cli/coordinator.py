@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import signal
 import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from everstep import log
 from everstep.cli import render
+
+SAME_SIGNAL_S = 1.0
 
 
 def coordinator_command(
@@ -146,24 +150,39 @@ def coordinator_command(
         restarts_per_place=max(3, restarts_per_node),
         isolation_s=isolation,
     )
-    return until_signalled(serve(settings, ready=ready, patience=patience))
+    return until_signalled(lambda signalled: serve(settings, ready=ready, patience=patience))
 
 
-def until_signalled(work: object) -> int:
-    """Run until SIGINT or SIGTERM; 130 or 143 then."""
+@dataclass(slots=True)
+class Signalled:
+    """What a first SIGINT or SIGTERM does, if the process is not to end at once."""
+
+    gently: Callable[[str], None] | None = None
+
+
+def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:
+    """Run until SIGINT or SIGTERM; 130 or 143 then. A scheduler may send one and the same twice."""
 
     async def main() -> int:
-        loop, job = asyncio.get_running_loop(), asyncio.ensure_future(work)  # type: ignore[call-overload]
-        ended: list[int] = []
+        loop, signalled = asyncio.get_running_loop(), Signalled()
+        job = asyncio.ensure_future(work(signalled))
+        first: tuple[int, float] | None = None
 
         def end(number: int) -> None:
-            ended.append(number)
+            nonlocal first
+            if first is None:
+                first = number, loop.time()
+                if signalled.gently is not None:
+                    return signalled.gently(f"its agent was told to end by {signal.Signals(number).name}")
+            elif signalled.gently is not None and loop.time() - first[1] < SAME_SIGNAL_S:
+                return None
             job.cancel()
+            return None
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end, number)
         with contextlib.suppress(asyncio.CancelledError):
             await job
-        return 128 + ended[0] if ended else 0
+        return 128 + first[0] if first is not None else 0
 
     return asyncio.run(main())

@@ -7,6 +7,7 @@ up to where they have heard.
     agent ──► {"hello": …, "done": 7}          coordinator ──► {"welcome": …, "heard": 12}
           ──► {"number": 13, "report": …}                  ──► {"heard": 13}
           ──► {"beat": …, "done": 8}                       ──► {"number": 8, "order": …, "because": …}
+          ──► {"left": true}      its last word, if it ends in good order
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
 PING_S = 8.0  # unanswered for half as long: a machine that lost its power closes no connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
+ALONE_S = 3.0  # without a coordinator an agent that was told to end waits no longer than this
+QUIET_S = 0.2  # after the last of its workers has gone: a commit of their state may be ordered here
 MAX_MESSAGE = 64 << 20
 
 
@@ -74,6 +77,7 @@ class AgentSettings:
     words: Path | None = None  # a folder for what workers print
     fabric: FabricSettings | None = None  # workers follow its plan
     notice: Path | None = None  # a file that says when this machine will be taken away
+    grace_s: float = 25.0  # for its workers to leave with their state safe, once the agent is told to end
     limits: DetectorLimits = field(default_factory=DetectorLimits)
 
 
@@ -95,11 +99,20 @@ class Agent:
         self._welcomed = False
         self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last printed
         self._beside: set[asyncio.Task[None]] = set()
+        self._line: aiohttp.ClientWebSocketResponse | None = None
+        self._alone_since = 0.0
+        self._told_to_end = asyncio.Event()
+        self._leaves_because = ""
 
     async def run(self) -> None:
-        """Until cancelled. Workers end with the agent."""
+        """Until cancelled, or until it has left. Workers end with the agent."""
         with temporary_folder("everstep-node-") as folder:
             await self._run(folder)
+
+    def leave(self, because: str) -> None:
+        """Let the workers go with their state safe, as a drain does, then end; within the grace period."""
+        self._leaves_because = because
+        self._told_to_end.set()
 
     async def _run(self, folder: Path) -> None:
         node = NodeSettings(
@@ -131,11 +144,14 @@ class Agent:
         self._look()
         if self.settings.notice is not None:
             self._beside.add(asyncio.create_task(self._look_for_notice(self.settings.notice)))
+        ends = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._has_left())]
         try:
-            await self._stay_connected()
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             self._next_look.cancel()
-            for task in self._beside:
+            for task in (*ends, *self._beside):
                 task.cancel()
             self._door.close()
             self.workers.close()
@@ -189,6 +205,27 @@ class Agent:
         if key not in self._servers:
             self._servers[key] = ForkServer(threads=needs.threads, preload=needs.modules).start()
         return self._servers[key]
+
+    async def _has_left(self) -> None:
+        await self._told_to_end.wait()
+        node, grace_s, workers = self.settings.node, self.settings.grace_s, len(self.workers.processes)
+        first = f"; its {workers} workers leave first, within {grace_s:g} s" if workers and grace_s else ""
+        self.say(f"node {node} leaves: {self._leaves_because}{first}")
+        if grace_s:
+            self._report(msg.LeaveNoticed(leaves_in_s=grace_s, by=self._leaves_because, at_once=True), None)
+        until, quiet_at = time.monotonic() + grace_s, time.monotonic()
+        while (now := time.monotonic()) < until and now < quiet_at + QUIET_S:
+            if self._line is None and now > self._alone_since + ALONE_S:
+                break
+            if not self.workers.is_idle or self.state.reports.num_awaited:
+                quiet_at = now
+            await asyncio.sleep(LOOK_EVERY_S)
+        if workers := len(self.workers.processes):
+            self.warn(f"node {node} ends, and with it {workers} workers")
+        if self._line is not None:
+            with contextlib.suppress(OSError, aiohttp.ClientError):
+                await self._line.send_str(json.dumps({"left": True}))
+                await self._line.close()
 
     def _do_beside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """In a thread: heartbeats and healing must continue meanwhile."""
@@ -282,6 +319,7 @@ class Agent:
         self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"]))
         self._welcomed = True
         self._troubles.clear()
+        self._line = line
         self.say(f"node {self.settings.node} is connected to {address}")
         speaking = asyncio.create_task(self._speak(line, welcome["heard"]))
         beating = asyncio.create_task(self._beat(line))
@@ -297,6 +335,7 @@ class Agent:
                 else:
                     self._take(heard)
         finally:
+            self._line, self._alone_since = None, time.monotonic()
             self._hear(LineClosed())
             speaking.cancel()
             beating.cancel()

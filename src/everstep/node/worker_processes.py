@@ -135,6 +135,7 @@ class WorkerProcesses:
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
         self._trim_at = 0.0
+        self._num_on_disk = 0  # orders that threads are carrying out
 
     # -------------------------------------------------------------- life
 
@@ -176,6 +177,11 @@ class WorkerProcesses:
     @property
     def processes(self) -> dict[tuple[str, Worker], WorkerProcess]:
         return {(s.task, s.worker): process for s, process in self._all.items() if not process.dead}
+
+    @property
+    def is_idle(self) -> bool:
+        """No process is left, and no work on a disk."""
+        return not self._all and not self._forking and not self._num_on_disk
 
     def log_path(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""
@@ -238,6 +244,7 @@ class WorkerProcesses:
             case ag.UseMemory(order=asked):
                 self._use_memory(asked)
             case ag.WorkOnDisk(order=asked):
+                self._num_on_disk += 1
                 self._beside(lambda: self._work_on_disk(asked), lambda found: self._worked(asked, found))
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:
@@ -259,6 +266,7 @@ class WorkerProcesses:
         return work_on_disk(order, None if here is None else here.needs.checkpoints)
 
     def _worked(self, order: ag.DiskOrder, found: Any) -> None:
+        self._num_on_disk -= 1
         answer = failure(order, found) if isinstance(found, Exception) else found
         if answer is not None:
             self.report(answer, None)

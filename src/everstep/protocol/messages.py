@@ -293,10 +293,13 @@ class KernelSpoke(NodeReport):
 
 @message(by=AGENT, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
 class LeaveNoticed(NodeReport):
-    """The node has a notice that it will be taken away, as spot instances get."""
+    """The node will be taken away, as spot instances are, or its agent was told to end. `at_once`: its
+    workers leave now and not as late as possible.
+    """
 
     leaves_in_s: float
     by: str
+    at_once: bool = False
 
 
 @message(by=AGENT, says="slot {slot} of node {node} is free again")

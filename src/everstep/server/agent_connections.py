@@ -136,6 +136,8 @@ class AgentConnections:
         writing = asyncio.create_task(self._write(line, queue))
         try:
             async for message in line:
+                if self._queues.get(node) is not queue:
+                    break  # the agent has another line, or another agent has this name
                 if message.type is aiohttp.WSMsgType.TEXT:
                     self._take(hello, json.loads(message.data))
                     await self._term.has_room()
@@ -158,6 +160,9 @@ class AgentConnections:
             self._term.hear(hello)  # it was silent and is back
         if "beat" in message:
             self._term.machine.acknowledged(node, int(message["done"]))
+            return
+        if "left" in message:
+            self._term.hear(msg.NodeLeft(node=node))
             return
         if "answer" in message:
             asked = self._asked.get(message["answer"])

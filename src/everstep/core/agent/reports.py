@@ -37,6 +37,11 @@ class ReportQueue:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def num_awaited(self) -> int:
+        """Reports that the coordinator will say it has: not those of which it keeps nothing."""
+        return sum(not TABLE[type(kept.report)].fleeting for kept in self._kept)
+
     def add(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         if TABLE[type(report)].fleeting and not self.connected:
             return

@@ -340,7 +340,8 @@ class Coordinator:
 
     @on_report
     def _leave_noticed(self, node: Node, report: msg.LeaveNoticed, now: Moment) -> Actions:
-        return self._nodes.announced(node, report.leaves_in_s, report.by, now)
+        at_once = report.at_once
+        return self._nodes.announced(node, report.leaves_in_s, report.by, now, at_once=at_once)
 
     @on_report
     def _slot_freed(self, node: Node, report: msg.SlotFreed, now: Moment) -> Actions:

@@ -63,7 +63,9 @@ class Nodes:
             )
             node.lost_slots = set()
             node.opened, node.memory_open = set(), set()
-            node.leaves_at = node.drain_at = None
+            left, node.leaves_at, node.drain_at = node.leaves_at is not None, None, None
+            if left and node.admin is NodeAdmin.DRAINING and node.admin_because != BY_OPERATOR:
+                actions += self._set_admin(node, NodeAdmin.UP, "it left as announced and is back", now)
             self._roster.node_changed(node)
         if node is None:
             node = Node(
@@ -134,7 +136,8 @@ class Nodes:
             actions += self._set_admin(node, NodeAdmin.DRAINING, because, now)
         why = "" if because == BY_OPERATOR else f": {because}"
         self._later.slots_changed(f"node {node.name} is drained{why}")
-        saving = set() if force else {cost.task for cost in costs_of_drain(self._roster, node.name)}
+        costs = [] if force else costs_of_drain(self._roster, node.name)
+        saving = {cost.task for cost in costs if cost.is_savable}
         for name in sorted(saving):
             actions += self._tasks.leave_safely(self._roster.tasks[name], node.name, now)
         return actions + self._evacuate(node, because, now, but=saving)
@@ -153,11 +156,14 @@ class Nodes:
         self._later.slots_changed(f"node {node.name} is isolated")
         return actions
 
-    def announced(self, node: Node, leaves_in_s: float, by: str, now: Moment) -> Actions:
+    def announced(
+        self, node: Node, leaves_in_s: float, by: str, now: Moment, *, at_once: bool = False
+    ) -> Actions:
         """A spot notice. Where its workers find slots elsewhere, they go at once and training continues
         meanwhile; where not, they train on and go shortly before the node does, with their state safe.
+        `at_once`: no workers may stay longer than that takes.
         """
-        if node.state is not NodeState.UP or node.leaves_at is not None:
+        if node.state is not NodeState.UP or (node.leaves_at is not None and not at_once):
             return []
         early_s = min(LEAVE_EARLY_S, leaves_in_s / 2)
         node.leaves_at, node.drain_at = now.at + leaves_in_s, now.at + leaves_in_s - early_s
@@ -166,6 +172,9 @@ class Nodes:
         self._roster.node_changed(node)
         self._later.slots_changed(f"node {node.name}: {because}")
         actions = self._changed(node, because, now)
+        if at_once:
+            node.drain_at = None
+            return actions + self.drain(node, now, force=False, because=because)
         used = sum(len(task.seats[worker].slots) for task, worker in self._roster.on_node(node.name))
         stays = {other.name for other in self._roster.nodes.values() if other.leaves_at is None}
         free = sum(name in stays for name, _ in self._roster.free())
