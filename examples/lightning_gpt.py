@@ -70,7 +70,9 @@ class Gpt(lightning.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.hparams.lr, total_steps=steps, cycle_momentum=False
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import queue
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from everstep.errors import PeerError
-from everstep.net.arena import Arena, Location, Mappings, SharedFiles
+from everstep.net import frames
+from everstep.net.arena import Arena, Location, Mappings, SharedFiles, UnmappableError
+from everstep.net.courier import Courier, identity_of
+from everstep.net.links import Address, Links
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 READER = """
 import sys, torch
@@ -88,3 +94,64 @@ def test_a_block_returns_when_its_last_tensor_is_gone_and_a_mapping_closes_when_
 def test_a_name_of_memory_that_is_none_is_refused(at: Location) -> None:
     with pytest.raises(PeerError):
         Mappings(SharedFiles()).tensor("owner", at, (4,), torch.float32)
+
+
+class End:
+    """A worker's courier, and what has come."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
+        self.broken: queue.SimpleQueue[Address] = queue.SimpleQueue()
+        device = torch.device("cpu")
+        identity = identity_of(device, "shm")
+        self.links = Links(
+            token=b"t" * 32,
+            host="127.0.0.1",
+            deliver=lambda frame: None if self.courier.takes(frame) else self.inbox.put(frame),
+            broken=self.broken.put,
+            failed=lambda error: None,
+            empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+            identity=identity.encode(),
+        )
+        self.courier = Courier.of(
+            self.links, identity, device, deliver=self.inbox.put, failed=lambda error: None
+        )
+        self.links.start()
+
+
+def test_memory_that_a_live_peer_cannot_map_goes_to_it_by_tcp_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As between two containers that share a GPU, and not each other's memory."""
+    sender, receiver = End(), End()
+    try:
+        to = receiver.links.address
+        sender.links.connect(to)
+        while sender.links.identity(to) is None:
+            time.sleep(0.001)
+        values = sender.courier.kept(torch.arange(8.0))
+        parcel = Parcel(ParcelKind.ACTIVATION, 0, 1, 0, None, 0, 0, 1)
+
+        def post() -> frames.Incoming:
+            sender.courier.post(to, parcel.what, parcel, {"tree": 1}, (values,))
+            return receiver.inbox.get(timeout=20)
+
+        assert receiver.courier.mappings is not None
+        monkeypatch.setattr(receiver.courier.mappings.memory, "open", unmappable)
+        lost = post()
+        assert sender.courier.carriers[to] == "shm"
+        with pytest.raises(PeerError, match="cannot be mapped"):
+            receiver.courier.opened(lost)
+        assert sender.broken.get(timeout=20) == to, "what it is owed is sent again"
+        facts, tensors = receiver.courier.opened(post())
+        assert sender.courier.carriers[to] == "tcp"
+        assert facts == {"tree": 1}
+        assert torch.equal(tensors[0], values)
+    finally:
+        for end in (sender, receiver):
+            end.courier.stop()
+            end.links.stop()
+
+
+def unmappable(handle: str, nbytes: int) -> int:
+    raise UnmappableError("a peer's memory cannot be mapped: not permitted")

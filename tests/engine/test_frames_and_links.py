@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import PeerError
+from everstep.errors import PeerError, UserError
 from everstep.net import frames
 from everstep.net.handshake import ANSWER, HELLO, PROOF, Opener
 from everstep.net.links import Address, Links
@@ -259,3 +259,8 @@ def test_no_two_kinds_of_frames_have_one_letter() -> None:
     """A chunk's state was once taken for the opening of a lane."""
     letters = [*ParcelKind, frames.STATE, frames.LANE]
     assert len({str(letter) for letter in letters}) == len(letters)
+
+
+def test_a_type_without_whole_bytes_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"a tensor of quint4x2 cannot be sent to another worker"):
+        frames.type_number(torch.quint4x2)

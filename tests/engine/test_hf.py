@@ -15,6 +15,7 @@ from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import Model, partition, skeleton, slots
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
+from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
 from everstep.job.job import DataSpec, Job, ModelSpec
@@ -354,3 +355,111 @@ def test_bf16_is_the_same_under_every_cut_and_near_fp32() -> None:
         assert torch.allclose(losses, exact, rtol=1e-3)
         assert torch.equal(losses, again)
         assert all(torch.equal(found[key], gradients[key]) for key in gradients)
+
+
+class Plus(Masked):
+    def __init__(self, **more: Any) -> None:
+        self.more = more
+
+    def batch(self, step: int, microbatch: int) -> dict[str, Any]:
+        return {**super().batch(step, microbatch), **self.more}
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "token_type_ids", "inputs_embeds"])
+def test_a_key_of_a_batch_that_would_change_nothing_is_refused(key: str) -> None:
+    work = Job(model=ModelSpec(build="x:y"), data=DataSpec(kind="synthetic"))
+    with pytest.raises(UserError, match=f"data gives '{key}', which LlamaForCausalLM does not take"):
+        preflight(work, model=hf(LLAMA), data=Plus(**{key: torch.ones(2, 12)}))
+
+
+def test_the_lengths_of_packed_documents_reach_attention_on_every_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[dict[str, Any]] = []
+    interface = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    sdpa = interface["sdpa"]
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setitem(interface._global_mapping, "sdpa", looking)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 8, 24], dtype=torch.int32), "max_length_q": 16}
+    pipeline = stages(hf(LLAMA), 2, Plus(**packed))
+    run_step(pipeline, 1, 1)
+    assert len(seen) == 4
+    for given in seen:
+        assert torch.equal(given["cu_seq_lens_q"], packed["cu_seq_lens_q"])
+        assert given["max_length_q"] == 16
+
+
+def test_evaluation_draws_no_dropout_of_the_models_frame() -> None:
+    """GPT-2 drops after its embeddings, in a module without parameters that no stage holds."""
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, embd_pdrop=0.5, bos_token_id=0
+    )
+    evaluation = Evaluation(data=Masked(), every=1, batches=1, steps=3, microbatches=1)
+    scores = []
+    for form in (config, without_dropout(config)):
+        pipeline = stages(hf(form), 2, Masked(), evaluation=evaluation)
+        run_step(pipeline, 2, 1)
+        scores.append(pipeline[-1].scores(2, 0))
+        assert pipeline[0]._through.frame.transformer.drop.training
+    assert scores[0] == scores[1] != ()
+
+
+def frozen_and_still(model: Any) -> None:
+    model.model.layers[0].requires_grad_(False).eval()
+
+
+def test_what_prepare_has_put_into_eval_stays_there() -> None:
+    config = transformers.LlamaConfig(**SMALL, attention_dropout=0.5)
+    stage = stages(hf(config, prepare=frozen_and_still), 1, Masked())[0]
+    layers = stage._modules[1:3]
+    assert [layer.self_attn.training for layer in layers] == [False, True]
+
+
+MOE = {
+    "deepseek_v3": {
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 3},
+}
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_what_transformers_keeps_in_fp32_reaches_its_module_in_fp32(kind: str, tmp_path: Path) -> None:
+    numbers = {**SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 16, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **numbers, **MOE[kind])
+    pipeline = stages(hf(config), 2, Masked(), precision="bf16")
+    losses, gradients = step_of(pipeline)
+    frames = [stage._through.frame for stage in pipeline]
+    gates = [part for frame in frames for name, part in frame.named_modules() if name.endswith("mlp.gate")]
+    kept = [tensor for gate in gates for tensor in (*gate.buffers(), *named_in(gate, "moe_statics"))]
+    assert len(gates) >= 3
+    assert kept
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    if kind == "ernie4_5_moe":  # the gate too, which is trained
+        assert {gate.weight.dtype for gate in gates} == {torch.float32}
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    whole.load_state_dict(masters(pipeline), strict=False)
+    whole.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    batch = Masked().batch(1, 0)
+    tokens = int((batch["labels"][:, 1:] != -100).sum())
+    assert float(losses[0]) == pytest.approx(theirs(**batch).loss.item() * tokens, rel=2e-3)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+def named_in(module: nn.Module, part: str) -> list[Tensor]:
+    return [p for name, p in module.named_parameters() if part in name]

@@ -12,12 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from everstep.engine.layers.software import computes_with
 from everstep.errors import PeerError
 from everstep.net import frames
 from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, Links
 from everstep.net.pipe_wire import PipeWire
-from everstep.net.transport import Announcement, Identity, LaneOpening, LaneOrder, bits_differ, chosen
+from everstep.net.transport import (
+    MAX_COMPUTES,
+    Announcement,
+    Identity,
+    LaneOpening,
+    LaneOrder,
+    bits_differ,
+    chosen,
+)
 from everstep.protocol.parcels import Parcel, ParcelKind
 
 SIZES = [dtype.itemsize for dtype in frames.DTYPES]
@@ -54,6 +63,19 @@ def test_workers_that_compute_with_other_software_say_so() -> None:
     assert "it computes with torch 2, none, this worker with torch 2, front end" in sentence
     assert bits_differ(with_it, with_it) is None
     assert bits_differ(with_it, Identity("tcp", "")) is None, "a task whose sums depend on their order"
+
+
+def test_a_cpus_instructions_and_threads_are_part_of_what_it_computes_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = computes_with(torch.device("cpu"))
+    assert computes_with(torch.device("cpu")) == here
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    more = computes_with(torch.device("cpu"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SSE")
+    assert len({here, more, computes_with(torch.device("cpu"))}) == 3
+    assert "SSE" in computes_with(torch.device("cpu"))
+    assert len(here) < MAX_COMPUTES
 
 
 def test_announcements_and_openings_are_read_back() -> None:

@@ -1,5 +1,6 @@
 """An update, its exact undoing, and a state that another worker can take over."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -253,3 +254,15 @@ def test_the_norm_of_a_tied_model_converts_no_tensor_as_a_whole(monkeypatch: pyt
     second = joined.pop(stage.model.tied[0][1])
     joined[stage.model.tied[0][0]] += second
     assert found == pytest.approx(sum(float(one.square().sum()) for one in joined.values()), rel=1e-6)
+
+
+def test_a_sum_of_squares_is_rounded_once_whatever_version_of_python_adds_it_up() -> None:
+    """From Python 3.12 on the built-in `sum` rounds otherwise than before."""
+    (stage,) = stages(gpt(**SMALL), 1, DATA)
+    numbers = [3.0e8, *[1.0] * 40]  # 9e16 + 1 is 9e16
+    squares = [n**2 for n in numbers]
+    in_order = 0.0
+    for square in squares:
+        in_order += square
+    (found,) = counted.squares_of(stage, [[torch.tensor([n]) for n in numbers]])
+    assert found == math.fsum(squares) != in_order

@@ -265,3 +265,38 @@ def test_a_layer_that_changes_what_it_is_given_is_refused_by_name() -> None:
     job = Job(model=ModelSpec(build="mine:model"), data=DataSpec(kind="synthetic"))
     with pytest.raises(UserError, match=r"^layer '1' changes a tensor in place that the layer before gives"):
         preflight(job, model=Model(layers=[Masks, Halves], loss=nn.functional.mse_loss), data=Sums())
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=3))
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ({"spectrum": Fourier}, r"^parameter spectrum\.weight is complex, and only real numbers are trained"),
+        (
+            {"a": Holds, "a.b": lambda: nn.Linear(3, 3), "c": lambda: nn.Linear(3, 1)},
+            r"^layers 'a' and 'a\.b' both have a parameter a\.b\.weight",
+        ),
+    ],
+)
+def test_parameters_that_cannot_be_kept_are_refused_by_name(layers, says: str) -> None:
+    job = Job(model=ModelSpec(build="mine:model"), data=DataSpec(kind="synthetic"))
+    with pytest.raises(UserError, match=says):
+        preflight(job, model=Model(layers=layers, loss=nn.functional.mse_loss), data=Sums())

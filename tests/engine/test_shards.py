@@ -347,6 +347,112 @@ def test_the_memory_of_shards_does_not_grow_with_the_microbatches(
         assert after - before < 20
 
 
+class Dropping(nn.Module):
+    """Drops whole values, split ones, and whole ones again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.before, self.inside, self.after = nn.Dropout(0.3), nn.Dropout(0.5), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inside(torch.ones_like(self.up(self.before(x))) + self.up(x))
+        self.masks = [hidden == 0]
+        y = self.down(hidden)
+        after = self.after(torch.ones_like(y))
+        self.masks.append(after == 0)
+        return x + y * after
+
+
+def dropping() -> Model:
+    layers = {"embed": partial(nn.Embedding, 128, 32), "net": Dropping, "more": Dropping}
+    return Model(layers={**layers, "head": partial(nn.Linear, 32, 128)}, shard_plan=PLAN)
+
+
+def masks(shards: GroupCollectives | None = None) -> list[list[int]]:
+    """Which elements were dropped, in the two layers, inside and after; gradients must not depend on whether
+    layers are recomputed.
+    """
+    found, gradients = [], []
+    for recompute in (False, True):
+        stage = Stage(dropping(), range(4), data=DATA, device=CPU, shards=shards, recompute=recompute)
+        stage.forward(1, 0)
+        found = [mask.flatten().int().tolist() for layer in stage._modules[1:3] for mask in layer.masks]
+        stage.input_grad(1, 0)
+        stage.weight_grad(1, 0)
+        gradients.append(stage.take_gradients())
+    assert torch.equal(*gradients)
+    return found
+
+
+def test_shards_drop_other_elements_of_their_heads_and_the_same_of_what_is_whole() -> None:
+    first, second = in_shards(2, masks)
+    inside, after = (0, 2), (1, 3)
+    for place in inside:
+        kept = sum(a == b for a, b in zip(first[place], second[place], strict=True)) / len(first[place])
+        assert 0.4 < kept < 0.6, "as two draws of a coin agree"
+    assert first[0] != first[2], "two layers draw differently"
+    assert [first[place] for place in after] == [second[place] for place in after]
+
+
+def ordered_sums(shards: GroupCollectives) -> list[list[float]]:
+    draw = torch.Generator().manual_seed(shards.index)
+    numbers = torch.randn(7, 3, generator=draw) * 10.0 ** torch.randint(-4, 5, (7, 3), generator=draw)
+    parts = torch.randn(shards.count, 5, generator=draw)
+    found = [
+        shards.sum(numbers.clone()),
+        shards.sum(numbers.clone().bfloat16()),
+        shards.sum(torch.tensor(1.5)),
+        torch.cat(shards.gather(shards.sum_of_part(parts))),
+    ]
+    return [one.float().flatten().tolist() for one in found]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_sums_of_three_and_more_shards_are_added_in_the_order_of_the_shards(count: int) -> None:
+    """As GPUs do it, where NCCL's own order would follow their wiring. In 16 bits they are rounded once."""
+    found = in_shards(count, ordered_sums, ordered=True)
+    assert all(one == found[0] for one in found)
+    own: list[list[torch.Tensor]] = []
+    for index in range(count):
+        draw = torch.Generator().manual_seed(index)
+        numbers = torch.randn(7, 3, generator=draw) * 10.0 ** torch.randint(-4, 5, (7, 3), generator=draw)
+        own.append([numbers, numbers.bfloat16(), torch.tensor(1.5), torch.randn(count, 5, generator=draw)])
+    for place, got in enumerate(found[0]):
+        total = own[0][place].float()
+        for other in own[1:]:
+            total = total + other[place]
+        assert got == total.to(own[0][place].dtype).float().flatten().tolist()
+
+
+USED = DATA.batch(1, 0)[0].unique()
+PADDING, OTHER = USED[USED >= 64][:2].tolist()  # two tokens of the second shard
+
+
+def padded() -> Model:
+    layers = {"embed": partial(nn.Embedding, 128, 32, padding_idx=PADDING), "net": Net}
+    return Model(layers={**layers, "head": partial(nn.Linear, 32, 128)}, shard_plan=PLAN)
+
+
+def padding_gradient(shards: GroupCollectives | None = None) -> list[float]:
+    """Of the padding's row, and of another one."""
+    stage = Stage(padded(), range(3), data=DATA, device=CPU, shards=shards)
+    stage.forward(1, 0)
+    stage.input_grad(1, 0)
+    stage.weight_grad(1, 0)
+    rows = stage.views(stage.take_gradients())["embed.weight"]
+    first = 0 if shards is None else shards.index * len(rows)
+    wanted = [row - first for row in (PADDING, OTHER)]
+    return [float(rows[row].norm()) for row in wanted if 0 <= row < len(rows)]
+
+
+def test_the_row_of_the_padding_is_not_trained_on_any_shard() -> None:
+    one, found = padding_gradient(), in_shards(2, padding_gradient)
+    assert one[0] == 0.0 < one[1]
+    assert found[0] == []
+    assert found[1] == pytest.approx(one)
+
+
 WHOLE = torch.arange(2 * 16 * 32, dtype=torch.float32).view(2, 16, 32)
 
 

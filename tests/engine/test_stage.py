@@ -8,11 +8,17 @@ import torch
 from pipeline import CPU, by_name, forward, input_grad, plain, run_step, stages
 from torch import Tensor, nn
 
+from everstep.engine import device
 from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
+from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage
 from everstep.errors import InternalError, UserError
+from everstep.net import frames
+from everstep.net.courier import Courier
+from everstep.protocol.parcels import Parcel, ParcelKind
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 3}
@@ -310,3 +316,97 @@ class TakesHidden(nn.Linear):
 
     def forward(self, given: dict[str, Tensor]) -> Tensor:
         return super().forward(given["hidden"] * given["mask"])
+
+
+class Backbone(nn.Module):
+    """A frozen part, which its user has put into eval(), and a trained one; both drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(False).eval()
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1)).eval()  # as pretrained models come
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_frozen_part_in_eval_stays_there_also_after_an_evaluation() -> None:
+    evaluation = Evaluation(data=SameTensors(), every=1, batches=1, steps=3, microbatches=1)
+    model = Model(layers=[Backbone], loss=nn.functional.mse_loss)
+    stage = Stage(model, range(1), data=SameTensors(), device=CPU, evaluation=evaluation)
+    (layer,) = stage._modules
+    for step in (1, 2):
+        run_step([stage], step, 1)
+        modes = [part.training for part in (layer.body, layer.body[1], layer.head, layer.head[0])]
+        assert modes == [False, False, True, True]
+
+
+class SmallTypes(nn.Module):
+    def __init__(self, types: list[torch.dtype]) -> None:
+        super().__init__()
+        self.linear, self.types = nn.Linear(4, 4), types
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        spectrum = torch.fft.rfft(self.linear(x))
+        more = {str(dtype): torch.ones(2, 4).to(dtype) for dtype in self.types}
+        return {"spectrum": spectrum.conj(), "turned": spectrum.conj().imag, **more}
+
+
+class TakesTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        x = torch.fft.irfft(given["spectrum"], n=4) + given["turned"].sum()
+        rest = [one.float() for name, one in given.items() if name.startswith("torch")]
+        return self.linear(x * torch.stack(rest).mean(0))
+
+
+def test_every_type_of_whole_bytes_crosses_the_edge_of_a_stage() -> None:
+    types = [dtype for dtype in frames.DTYPES if dtype not in (torch.complex64, torch.complex128)]
+    layers = {"first": lambda: SmallTypes(types), "second": TakesTypes}
+    model = Model(layers=layers, loss=nn.functional.mse_loss)
+    pipe = [Stage(model, range(i, i + 1), data=SameTensors(), device=CPU) for i in range(2)]
+    (whole,) = [Stage(model, range(2), data=SameTensors(), device=CPU)]
+    run_step([whole], 1, 1)
+
+    def sent(value: Boundary | Gradients) -> Boundary | Gradients:
+        kept = value.moved(lambda tensor: Courier.kept(Alone(), tensor))
+        parcel = Parcel(ParcelKind.ACTIVATION, 0, 1, 0, None, 0, 0, 1)
+        data = frames.encode("A", parcel, kept.facts, *kept.tensors)
+        arriving = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        for piece in (data, *map(frames.raw, kept.tensors)):
+            while len(piece):
+                count = min(len(arriving.want), len(piece))
+                arriving.want[:count], piece = piece[:count], piece[count:]
+                arriving.took(count)
+        return type(value).arrived(arriving.tensors, arriving.facts)
+
+    pipe[1].forward(1, 0, sent(pipe[0].forward(1, 0)))
+    pipe[0].input_grad(1, 0, sent(pipe[1].input_grad(1, 0)))
+    for stage in pipe:
+        stage.weight_grad(1, 0)
+    assert torch.equal(pipe[1].loss(1, 0), whole.loss(1, 0))
+    expected = whole.views(whole.take_gradients())
+    for name, gradient in by_name(pipe, [stage.take_gradients() for stage in pipe]).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+class Alone:
+    """A courier without shared memory or lanes."""
+
+    arena = lanes = None
+
+
+def test_an_operation_without_an_exact_kernel_is_told_in_words_of_the_job() -> None:
+    told = device.without_exact_kernel(
+        RuntimeError(
+            "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism ..."
+        )
+    )
+    assert told is not None
+    assert told.startswith("cumsum_cuda_kernel has no deterministic kernel on this GPU")
+    assert 'accumulate = "fp32"' in told
+    assert device.without_exact_kernel(RuntimeError("out of memory")) is None

@@ -2,7 +2,9 @@
 
 import queue
 import socket
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +12,26 @@ import torch
 from pipeline import CPU, run_step, stages
 from torch import nn
 
+from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.worker_state import WorkerState
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
+from everstep.engine.prepare.program import Program
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.worker.sharded_steps import ShardedSteps
 from everstep.engine.worker.step_tensors import Payload, StepTensors, parted
+from everstep.engine.worker.work_items import WorkItems
+from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.net import frames
 from everstep.net.handshake import Acceptor
 from everstep.net.links import Address, Links
+from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.work import AssembleSum, Send, SumChunk
+from everstep.protocol.work import AssembleSum, Restore, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
@@ -301,3 +310,47 @@ def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(
         means = me.by_chunk.means[1].values() if chunks else [me.sum_of(1)[me.stretches(part, (0, 1))[0]]]
         found = torch.cat([mean.flatten() for mean in means])
         assert set(found[found != 0].tolist()) == {301.5}  # (3 * 100 + 3 * 101) / 2
+
+
+@pytest.mark.parametrize("chunks", [0, 4])
+def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_another(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once would need twice the memory of a GPU."""
+    monkeypatch.setattr(ShardedSteps, "begin", lambda self: None)  # it would ask who is a member
+    shard = OptimizerSpec(shard=bool(chunks))
+    job = Job(
+        model=ModelSpec(preset="gpt-tiny", options=SMALL), data=DataSpec(kind="synthetic"), optimizer=shard
+    )
+    program = Program(job, gpt(**SMALL), DATA, adamw(lr=1e-2))
+    before: list[weakref.ref[Any]] = []
+
+    def build() -> tuple[Stage, Updater | ShardedUpdater]:
+        assert [one() for one in before] == [None] * len(before)
+        stage = Stage(program.model, range(4), data=DATA, device=CPU, sharded=bool(chunks))
+        updater = ShardedUpdater(stage, chunks=chunks) if chunks else Updater(stage)
+        before.extend(weakref.ref(one) for one in (stage, updater, stage.masters, stage.sums.flat))
+        return stage, updater
+
+    control = WorkerControl(
+        Sender("task", Worker(0, 0), 1), WorkerState(Worker(0, 0), program.rules(), incarnation=1)
+    )
+    work = WorkItems(
+        control, build, ports=None, courier=Idle(), signs=None, times=SimpleNamespace(recorder=None)
+    )
+    for step in (1, 2):
+        run_step([work.stage], step, 2)
+        work.stage.take_gradients()
+    work._touched = True
+    assert work.do(Restore(0))
+    assert len(before) == 8
+    run_step([work.stage], 1, 2)
+
+
+class Idle(OnTheHost):
+    """A courier with nothing to carry."""
+
+    links = None
+
+    def borrows(self, tensor: torch.Tensor) -> bool:
+        return False

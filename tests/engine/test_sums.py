@@ -1,8 +1,10 @@
 """Strict sums: the same bits in any order and any grouping, of any contributions, and close to the truth."""
 
 import math
+import operator
 import random
 from fractions import Fraction
+from functools import reduce
 
 import pytest
 import torch
@@ -223,8 +225,24 @@ def test_a_sum_is_the_sum_of_what_was_rounded_once(kind: str, late: bool) -> Non
                 totals = levels.setdefault(level, [Fraction(0)] * slot.size)
                 for i, value in enumerate(x.tolist()):
                     totals[i] += _rounded(Fraction(value) / unit, away=kind == "strict" and not late) * unit
-            expected = [sum(float(levels[level][i]) for level in sorted(levels)) for i in range(slot.size)]
+            expected = [
+                # One after the other: from Python 3.12 on `sum` makes up for what floats lose.
+                reduce(operator.add, (float(levels[level][i]) for level in sorted(levels)), 0.0)
+                for i in range(slot.size)
+            ]
             assert found[slot.offset : slot.offset + slot.size].tolist() == expected
+
+
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_a_mean_has_the_bits_of_the_kernels_which_multiply(kind: str, late: bool) -> None:
+    """With the reciprocal of the weight, in fp64. A quotient rounds otherwise now and then."""
+    weight, drew = 3.0, random.Random(f"mean {kind} {late}")
+    made = added(sums(kind, late), drawn(drew))
+    found, total = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(2))
+    made.means(WHOLE, [WHOLE], [made.part(WHOLE)], weight, found)
+    made.means(WHOLE, [WHOLE], [made.part(WHOLE)], 1.0, total)
+    assert torch.equal(found, total * (1 / weight))
+    assert not torch.equal(found, total / weight)
 
 
 def _rounded(value: Fraction, *, away: bool) -> int:

@@ -1,5 +1,6 @@
 """`everstep.fit` trains a LightningModule as Lightning's own Trainer does, and recovers from a kill."""
 
+import copy
 import json
 import os
 import subprocess
@@ -13,8 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import everstep
+from everstep.engine.layers.model import in_training
+from everstep.engine.lightning.cut import StepOfStage, parts_of
+from everstep.engine.lightning.model import LightningProgram
+from everstep.engine.lightning.optimizer import optimizer_here, rate_from
 from everstep.errors import UserError
 from everstep.launch.local import api
+from everstep.launch.local.lightning import _tried
 
 lightning = pytest.importorskip(
     "lightning", reason="lightning is not installed (pip install 'everstep[lightning]')"
@@ -106,9 +112,21 @@ class Several(Small):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)]
 
 
+class Cycling(Small):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1, betas=(0.8, 0.9))
+        one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, **self.options)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
+
+
 @pytest.mark.parametrize(
     ("module", "arguments", "sentence"),
     [
+        (Cycling(), {}, "the scheduler OneCycleLR changes betas of the optimizer"),
         (Manual(), {}, "Manual has automatic_optimization = False"),
         (Hooked(), {}, "Hooked has the hook on_after_backward"),
         (Silent(), {}, "training_step returned nothing; it must return the loss"),
@@ -134,3 +152,29 @@ def test_what_is_not_supported_is_said_in_one_sentence(
         everstep.fit(module, loader, **{"steps": 2, "page": False, **arguments})
     assert sentence in str(told.value)
     assert str(told.value).count("\n") == 0
+
+
+def test_a_cycle_of_the_rate_alone_leaves_the_momentum_as_it_was_given() -> None:
+    module = Cycling(cycle_momentum=False)
+    rate = rate_from(module, 8, None)
+    assert rate is not None
+    assert len({rate(step) for step in range(1, 9)}) == 8
+    made = optimizer_here(module, list(module.named_parameters()), 8)
+    assert made.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher() -> None:
+    module = Small()
+    module.blocks[0].requires_grad_(False).eval()
+    with _tried(module):
+        parts = parts_of(module, "blocks", lambda: module.training_step(torch.ones(2, 4), 0))
+        program = LightningProgram(module, Path("unused"), parts, 4)
+        names, model = parts.names, program.model()
+        modules = [in_training(copy.deepcopy(module.get_submodule(name))) for name in names]
+        stage = StepOfStage(copy.deepcopy(module), parts, range(len(names)), modules, torch.device("cpu"), 4)
+        modes = [part.training for part in stage.frame.blocks]
+        assert modes == [False, True]
+        stage({"batch": torch.ones(2, 4)}, lambda index, function, *args, **kwargs: function(*args, **kwargs))
+        assert [part.training for part in stage.frame.blocks] == modes
+    assert list(model.layers) == list(names)
+    assert [part.training for part in module.blocks] == modes

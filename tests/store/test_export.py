@@ -1,5 +1,6 @@
 """What was trained goes back where it came from: a folder that transformers loads, with the same logits."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import everstep
+from everstep.cli.main import run as everstep_command
 from everstep.engine.hf.model import hf
 from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.errors import UserError
@@ -66,6 +68,24 @@ def test_an_exported_model_has_the_trained_weights_and_logits(config: Any, tmp_p
     assert transformers.AutoModelForCausalLM.from_pretrained(half.folder).dtype == torch.bfloat16
 
 
+def test_a_config_with_an_infinity_is_exported(tmp_path: Path) -> None:
+    """As hybrids of Mamba 2 have it; JSON has no word for it."""
+    config = transformers.BambaConfig(
+        **SMALL,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        time_step_limit=(0.0, math.inf),
+    )
+    trained(hf(config), tmp_path / "checkpoints")
+    made = everstep.export(tmp_path / "checkpoints", tmp_path / "out")
+    assert made.architecture == "BambaForCausalLM"
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert list(loaded.time_step_limit) == [0.0, math.inf]
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     torch.manual_seed(2)
@@ -95,19 +115,45 @@ def with_lora(model: Any) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
 
 
+LORA = """
+import peft
+def with_lora(model):
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+"""
+
+
 @pytest.mark.slow  # importing peft takes seconds
-def test_adapters_are_merged(base: Path, tmp_path: Path) -> None:
-    model = hf(base, prepare=with_lora)
-    values = trained(model, tmp_path / "checkpoints")
-    with pytest.raises(UserError, match=r"if it was trained with prepare, use everstep.export"):
+def test_adapters_are_merged_or_written_alone_also_from_the_shell(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    values = trained(hf(base, prepare=with_lora), tmp_path / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lora_of_test.py").write_text(LORA)
+    with pytest.raises(UserError, match=r"if it was trained with prepare, give it: everstep ckpt export"):
         everstep.export(tmp_path / "checkpoints", tmp_path / "out")
-    everstep.export(tmp_path / "checkpoints", tmp_path / "out", model=model)
+    arguments = ["--prepare", "lora_of_test:with_lora"]
+    assert everstep_command(["ckpt", "export", "checkpoints", "out", *arguments]) == 0
+    assert everstep_command(["ckpt", "export", "checkpoints", "alone", *arguments, "--adapters"]) == 0
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
     with_lora(whole)
     whole.load_state_dict(values, strict=False)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.allclose(logits(loaded), logits(whole), atol=1e-6)
-    assert not torch.allclose(logits(loaded), logits(transformers.AutoModelForCausalLM.from_pretrained(base)))
+    merged = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert torch.allclose(logits(merged), logits(whole), atol=1e-6)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.allclose(logits(merged), logits(plain))
+    assert sorted(path.name for path in Path("alone").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    adapted = peft.PeftModel.from_pretrained(plain, "alone")
+    assert torch.equal(logits(adapted), logits(whole))
+
+
+def test_adapters_of_a_model_without_any_are_refused(base: Path, tmp_path: Path) -> None:
+    trained(hf(base), tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="the model has no adapters of peft"):
+        everstep.export(tmp_path / "checkpoints", tmp_path / "out", adapters=True)
 
 
 def test_what_cannot_be_exported_is_told(base: Path, tmp_path: Path) -> None:

@@ -198,6 +198,13 @@ def export_command(
     model: Annotated[
         str, typer.Option(metavar="DIR", help="Directory of the base model, if it has moved.")
     ] = "",
+    prepare: Annotated[
+        str,
+        typer.Option(metavar="MODULE:FUNCTION", help="The function that put adapters into the model."),
+    ] = "",
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write peft's adapters alone; else they are merged.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: AsJson = False,
 ) -> None:
@@ -208,10 +215,14 @@ def export_command(
         everstep ckpt export checkpoints my-llama-tuned
 
         everstep ckpt export checkpoints/step-00000100 tuned --dtype bfloat16 --json
+
+        everstep ckpt export checkpoints lora --prepare mine:with_lora --adapters
     """
     from everstep.convert.export import export
 
-    made = export(source, target, model=model or None, dtype=dtype)
+    made = export(
+        source, target, model=model or None, prepare=prepare or None, adapters=adapters, dtype=dtype
+    )
     if as_json:
         emit(asdict(made))
     else:

@@ -82,9 +82,21 @@ def exact(device: torch.device) -> None:
     """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers asks; torch has no say in flash-attn
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory is an aid to debugging, and one more pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def without_exact_kernel(error: RuntimeError) -> str | None:
+    """What torch says of an operation, in words of settings that a job has."""
+    text = str(error)
+    if "use_deterministic_algorithms" not in text:
+        return None
+    return (
+        f"{text.split()[0]} has no deterministic kernel on this GPU, and exact sums need one; use another "
+        'operation in the model, or set accumulate = "fp32", with which healed runs differ by rounding.'
+    )
 
 
 def synchronize(device: torch.device) -> None:

@@ -36,6 +36,10 @@ ALIGN = 256
 MAX_HANDLE = 512
 
 
+class UnmappableError(PeerError):
+    """A peer's memory cannot be mapped here, be it that the peer has died."""
+
+
 class Location(NamedTuple):
     """Where a tensor is, for a process that can map the slab."""
 
@@ -208,7 +212,7 @@ class SharedFiles:
                     raise PeerError("a peer named a piece of memory in a wrong size")
                 return self._mapped(file.fileno(), nbytes)
         except OSError as error:
-            raise PeerError(f"a peer's memory cannot be mapped: {error}") from None
+            raise UnmappableError(f"a peer's memory cannot be mapped: {error}") from None
 
     def close(self, address: int, nbytes: int) -> None:
         del self._maps[address]  # unmapped with the last array over it
@@ -257,7 +261,7 @@ class CudaMemory:
             code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), named, ctypes.c_uint(1))
         if code or pointer.value is None:
             self._runtime.cudaGetLastError()  # else the next call of torch would report it
-            raise PeerError(f"a peer's GPU memory cannot be mapped (CUDA error {code})")
+            raise UnmappableError(f"a peer's GPU memory cannot be mapped (CUDA error {code})")
         return pointer.value
 
     def close(self, address: int, nbytes: int) -> None:

@@ -29,7 +29,15 @@ from torch import Tensor
 from everstep.errors import PeerError, UserError
 from everstep.log import say
 from everstep.net import frames, host_memory, nccl
-from everstep.net.arena import Arena, CudaMemory, Location, Mappings, SharedFiles, SharedMemory
+from everstep.net.arena import (
+    Arena,
+    CudaMemory,
+    Location,
+    Mappings,
+    SharedFiles,
+    SharedMemory,
+    UnmappableError,
+)
 from everstep.net.completions import Completions
 from everstep.net.fills import ArrivingFills
 from everstep.net.lanes import Lane, Lanes, LaneState
@@ -39,6 +47,7 @@ from everstep.net.transport import MAX_TENSORS, Carrier, Identity, bits_differ, 
 from everstep.protocol.parcels import Parcel, ParcelKind
 
 _AT = "in memory"  # the fact that says where tensors are
+_UNMAPPABLE = "unmappable"  # the fact that says by whom they cannot be read there
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
 _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
 
@@ -59,14 +68,20 @@ def _memory_and_lanes(device: torch.device, transport: str) -> Identity:
                 raise UserError('transport = "nccl" needs a torch with NCCL; use "auto" or "tcp".')
             return Identity("tcp", "", lanes)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Identity("ipc", f"{boot} {torch.cuda.get_device_properties(device).uuid}", lanes)
+        uuid = torch.cuda.get_device_properties(device).uuid
+        # Of two containers that share a GPU and not these, none can open the other's memory.
+        return Identity("ipc", f"{boot} {uuid} {_namespace('pid')} {_namespace('ipc')}", lanes)
     if transport == "nccl":
         raise UserError('transport = "nccl" is for GPUs; set device = "cuda", or use "auto".')
     if transport in ("shm", "pipe"):
-        processes = os.stat("/proc/self/ns/pid")  # who shares them can open each other's memory files
-        here = f"{processes.st_dev} {processes.st_ino}"
+        here = _namespace("pid")  # who shares it can open each other's memory files
         return Identity("shm", here) if transport == "shm" else Identity("tcp", "", f"pipe {here}")
     return Identity("tcp", "")
+
+
+def _namespace(kind: str) -> str:
+    found = os.stat(f"/proc/self/ns/{kind}")
+    return f"{found.st_dev} {found.st_ino}"
 
 
 @dataclass(slots=True)
@@ -85,6 +100,7 @@ class Courier:
     carriers: dict[Address, Carrier] = field(default_factory=dict)  # what carried tensors to it last
     _ahead: set[Address] = field(default_factory=set)  # peers to which lanes are to be opened
     _warned: set[Address] = field(default_factory=set)
+    _apart: set[Address] = field(default_factory=set)  # peers that cannot read this worker's memory
 
     @staticmethod
     def of(
@@ -130,6 +146,7 @@ class Courier:
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A boundary tensor as it is kept until its step is over: where it can be sent from again."""
+        tensor = tensor.resolve_conj().resolve_neg()  # the bytes are sent, not how they are to be read
         if self.arena is not None:
             return self.arena.copy(tensor)
         return host_memory.to_host(tensor) if self.lanes is None else tensor.detach().contiguous()
@@ -184,6 +201,9 @@ class Courier:
         """
         if self.fills is not None and self.fills.take(frame):
             return True
+        if frame.kind == frames.LANE and isinstance(frame.facts, dict) and _UNMAPPABLE in frame.facts:
+            self._keep_apart(frame.facts[_UNMAPPABLE])
+            return True
         return self.lanes is not None and self.lanes.take(frame)
 
     def prepare(self, peers: set[Address]) -> None:
@@ -213,8 +233,25 @@ class Courier:
                 for owner, at, shape, dtype in facts[_AT]
             ]
             return facts["facts"], tuple(self.mappings.tensor(*place) for place in places)
+        except UnmappableError:  # the sender thinks that it has come; if it lives, it must send it otherwise
+            host, _, port = places[0][0].rpartition(":")
+            if port.isdecimal():
+                there = {_UNMAPPABLE: list(self.links.address)}
+                self.links.send(Address(host, int(port)), frames.LANE, None, there)
+            raise
         except (TypeError, ValueError, IndexError, KeyError):
             raise PeerError("a peer named memory in a way that cannot be read") from None
+
+    def _keep_apart(self, fact: Any) -> None:
+        """A peer cannot read what lies here: what it is owed goes to it by other ways, and is sent again."""
+        try:
+            host, port = fact
+            to = Address(str(host), int(port))
+        except (TypeError, ValueError):
+            raise PeerError("a peer said in a way that cannot be read that it maps no memory") from None
+        if to not in self._apart:
+            self._apart.add(to)
+            self.links.move(to)
 
     def borrows(self, tensor: Tensor) -> bool:
         """Is any of the memory behind this tensor still to be sent?"""
@@ -227,7 +264,8 @@ class Courier:
         self.links.forget(keep)
         self.carriers = {to: kind for to, kind in self.carriers.items() if to in keep}
         if self.mappings is not None:
-            self.mappings.keep({str(address) for address in keep})
+            self.mappings.keep({f"{host}:{port}" for host, port in keep})
+        self._apart &= keep
 
     def link_broke(self, to: Address) -> None:
         if self.lanes is not None:
@@ -255,7 +293,10 @@ class Courier:
 
     def _pair(self, to: Address) -> Carrier:
         known = self.links.identity(to)
-        return "tcp" if known is None else chosen(self.identity, Identity.decode(known))
+        if known is None:
+            return "tcp"
+        mine = replace(self.identity, memory="") if to in self._apart else self.identity
+        return chosen(mine, Identity.decode(known))
 
     def _transport(
         self, to: Address, what: ParcelKind, tensors: tuple[Tensor, ...]
@@ -274,10 +315,10 @@ class Courier:
     def _place(self, tensor: Tensor) -> Any:
         assert self.arena is not None
         return [
-            str(self.links.address),
+            f"{self.links.address.host}:{self.links.address.port}",
             self.arena.location(tensor),
             list(tensor.shape),
-            frames.DTYPES.index(tensor.dtype),
+            frames.type_number(tensor.dtype),
         ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.errors import PeerError
+from everstep.errors import PeerError, UserError
 from everstep.net.transport import MAX_BYTES, MAX_DIMS, MAX_TENSORS
 from everstep.protocol.ops import Microbatch
 from everstep.protocol.parcels import Parcel, ParcelKind, Part
@@ -35,13 +35,34 @@ DTYPES = [
     torch.int32,
     torch.uint8,
     torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 ]
+
+
+def type_number(dtype: torch.dtype) -> int:
+    if dtype not in DTYPES:
+        raise UserError(
+            f"a tensor of {str(dtype).removeprefix('torch.')} cannot be sent to another worker; use a type "
+            "of whole bytes, such as int8."
+        )
+    return DTYPES.index(dtype)
 
 
 def encode(kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> bytes:
     """Everything before the tensors' own bytes."""
     body = b"" if facts is None else json.dumps(facts, separators=(",", ":")).encode()
-    shapes = b"".join(struct.pack(f"<BB{t.ndim}q", DTYPES.index(t.dtype), t.ndim, *t.shape) for t in tensors)
+    shapes = b"".join(struct.pack(f"<BB{t.ndim}q", type_number(t.dtype), t.ndim, *t.shape) for t in tensors)
     numbers = (
         (0,) * 8
         if parcel is None

@@ -157,7 +157,7 @@ class Lanes:
     def reserve(self, lane: Lane, tensors: tuple[Tensor, ...]) -> LaneTransfer:
         """From now on the lane borrows these."""
         whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        forms = tuple((tuple(t.shape), frames.DTYPES.index(t.dtype)) for t in whole)
+        forms = tuple((tuple(t.shape), frames.type_number(t.dtype)) for t in whole)
         transfer = LaneTransfer(whole, forms)
         lane.held[id(transfer)] = transfer
         return transfer

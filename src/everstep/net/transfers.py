@@ -105,6 +105,8 @@ class StateSender:
         self._begin((to, parcel.owner), going)
 
     def _begin(self, key: tuple[Address, int | None], going: _Outgoing) -> None:
+        for tensor in going.state.values():
+            frames.type_number(tensor.dtype)  # refused here: a thread could tell no one
         self._cancel(key)
         self._going[key] = going
         threading.Thread(target=self._run, args=(going,), name="state", daemon=True).start()

@@ -27,6 +27,8 @@ from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.marks import GroupWaits, ShardMark
+from everstep.engine.sums import kernels
+from everstep.engine.sums.sum_units import units_of
 from everstep.engine.telemetry.beacon import Beacon
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.engine.telemetry.recorder import WorkerRecorder
@@ -180,7 +182,10 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
         inbox.put(frame)
 
-    computes = computes_with(device) if job.accumulate != "fp32" else ""
+    computes = ""
+    if job.accumulate != "fp32":
+        units = units_of(job.accumulate, late=True)
+        computes = computes_with(device, has_kernels=units is None or kernels.usable(device, units.dtype))
     identity = identity_of(device, job.transport, computes=computes)
     links = Links(
         token=bytes.fromhex(spec.secret),
@@ -208,6 +213,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             group.count,
             device,
             splits_sequence=job.sequence_parallel,
+            ordered=job.accumulate != "fp32" and device.type == "cuda",
             entered=lambda: entering(mark),
             left=_nothing if mark is None else mark.leaving,
         )

@@ -82,15 +82,17 @@ def frame_of(model: Any, acts: dict[str, Act]) -> Any:
 
 
 def materialize(module: nn.Module) -> None:
-    """Memory for what is on the meta device; what has its values stays."""
+    """Memory for what is on the meta device; what has its values stays. Zeros: what the model sets when it is
+    built and not when it is initialised would otherwise be different garbage on every worker.
+    """
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = torch.empty_like(parameter, device="cpu")
-                part._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                zeros = torch.zeros_like(parameter, device="cpu")
+                part._parameters[key] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
         for key, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:
-                part._buffers[key] = torch.empty_like(buffer, device="cpu")
+                part._buffers[key] = torch.zeros_like(buffer, device="cpu")
 
 
 def anatomy_of(model: Any) -> Anatomy:

@@ -16,7 +16,7 @@ from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
 from everstep.engine.hf.loss import CausalLoss
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
-from everstep.engine.hf.stage import StageModel
+from everstep.engine.hf.stage import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short
 from everstep.engine.layers.shard_plan import from_theirs
@@ -94,6 +94,7 @@ class Family:
                 check=self.check,
                 card=self._card(),
                 shared_out=self._heads(),
+                in_fp32=tuple(sorted(getattr(self.bare, "_keep_in_fp32_modules_strict", None) or ())),
             ),
             shard_plan=self._shard_plan(),
         )
@@ -124,11 +125,14 @@ class Family:
             module = holder.get_submodule(name)
         for key, parameter in module.named_parameters():
             parameter.requires_grad_(trained[key])
+        for part, like in zip(module.modules(), there.modules(), strict=True):
+            part.training = like.training  # what `prepare` has put into eval()
         return module
 
     def join(self, layers: range, modules: list[nn.Module], device: torch.device) -> Through:
         # Tables of the frame are made in the precision of the computation where the model makes them so.
-        dtype = next(p.dtype for module in modules for p in module.parameters() if p.is_floating_point())
+        every = [p for module in modules for p in module.parameters() if p.is_floating_point()]
+        dtype = max(every, key=lambda p: p.numel()).dtype
         whole = self.whole if dtype == torch.float32 else self._bare(dtype)
         return StageModel(whole, self.anatomy, layers, modules, device)
 
@@ -139,6 +143,15 @@ class Family:
             raise UserError(
                 f"data gives {described(inputs)}; a language model takes a dict with input_ids, whole "
                 "numbers in rows x length, or (tokens, targets)."
+            )
+        kind = type(self.whole)
+        unknown = (
+            set(inputs) - taken_by(kind) - {"input_ids", "labels"} if isinstance(inputs, Mapping) else set()
+        )
+        if unknown:
+            raise UserError(
+                f"data gives {min(unknown)!r}, which {kind.__name__} does not take and which would change "
+                "nothing; leave it out of the batch."
             )
         if self.folder is not None:
             self.folder.check()

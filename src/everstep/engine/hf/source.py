@@ -33,7 +33,7 @@ def config_of(source: Any, changes: Mapping[str, Any]) -> Any:
     if isinstance(source, Mapping):
         if "model_type" not in source:
             raise UserError("the model's config has no model_type; give the config of a transformers model.")
-        config = auto.for_model(**source)
+        config = auto.for_model(**_decoded(source))
     elif isinstance(source, str | Path):
         folder = folder_of(source)
         try:
@@ -52,6 +52,15 @@ def config_of(source: Any, changes: Mapping[str, Any]) -> Any:
             known = closest(name, config.to_dict())
             raise UserError(f"{name!r} is not a value of a {type(config).__name__}; {known}")
     return auto.for_model(**{**config.to_dict(), **changes})
+
+
+def _decoded(value: Any) -> Any:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def folder_of(source: str | Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +21,19 @@ from torch import Tensor, nn
 from everstep.engine.hf.anatomy import Anatomy, StandIn, frame_of, given_to, replaced
 from everstep.engine.hf.source import transformers
 from everstep.engine.layers.boundary import Value
+from everstep.engine.layers.model import evaluating
 
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): seeds, and recomputes if asked to
-_KEPT_APART = ("input_ids", "inputs_embeds", "labels", "use_cache")
+_KEPT_APART = ("self", "input_ids", "inputs_embeds", "labels", "use_cache")
+# Of rows that hold several documents: what attention takes as further keywords.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def taken_by(kind: type) -> set[str]:
+    """The keys of a batch, besides input_ids and labels, that the forward of a model does something with."""
+    parameters = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    named = {name for name, one in parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    return (named if len(named) == len(parameters) else named | set(_PACKED)) - set(_KEPT_APART)
 
 
 class _Reached(Exception):
@@ -53,7 +64,7 @@ class StageModel:
         for index, module in zip(layers, modules, strict=True):
             module.forward = self._own(index, module.forward)
             _put(self.frame, names[index], module)
-        self._takes = set(inspect.signature(type(model).forward).parameters) - set(_KEPT_APART)
+        self._takes = taken_by(type(model))
 
     def __call__(self, value: Value, run: Run) -> Value:
         self._run = run
@@ -66,7 +77,8 @@ class StageModel:
             self._hidden, self._router = value["hidden"], value["router"]
             source = {"inputs_embeds": self._hidden.detach()}
         try:
-            output = self.frame(**source, **self._given, use_cache=False)
+            with nullcontext() if torch.is_grad_enabled() else evaluating([self.frame]):
+                output = self.frame(**source, **self._given, use_cache=False)
         except _Reached as reached:
             return {**self._given, "hidden": reached.hidden, "router": self._routed}
         finally:

@@ -6,13 +6,17 @@ exists in one place. A tensor's logical name is "<layer>.<parameter>", the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import TorchFunctionMode
 
 from everstep.engine import keys
@@ -76,6 +80,7 @@ class ModelAssembly:
     check: Callable[[Value, Value], None] = anything  # says in a sentence what of a batch does not fit
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
     shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads
+    in_fp32: tuple[str, ...] = ()  # patterns of names that layers get in fp32 in any precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,22 +183,65 @@ def drawn(model: Model, index: int, seed: int) -> nn.Module:
         return built(model, model.names[index])
 
 
-def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def in_precision(
+    module: nn.Module, dtype: torch.dtype, layer: str = "", in_fp32: Sequence[str] = ()
+) -> nn.Module:
     """Parameters and kept buffers in the precision of the computation. Buffers that are not kept in
-    checkpoints are tables, such as rotary frequencies: they stay as precise as they are.
+    checkpoints are tables, such as rotary frequencies: they stay as precise as they are. So does what a
+    pattern of `in_fp32` names. A trained parameter of those, which lies in the precision of the computation
+    already, is handed to its module in fp32.
     """
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
-        for name, buffer in part._buffers.items():
-            if (
-                buffer is not None
-                and buffer.is_floating_point()
-                and name not in part._non_persistent_buffers_set
-            ):
-                part._buffers[name] = buffer.to(dtype)
+    for path, part in module.named_modules():
+        tables = part._non_persistent_buffers_set
+        kept = {**part._parameters, **{k: b for k, b in part._buffers.items() if k not in tables}}
+        for key, tensor in kept.items():
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            name = ".".join(filter(None, (layer, path, key)))
+            if dtype != torch.float32 and any(fnmatchcase(name, f"*{pattern}*") for pattern in in_fp32):
+                if tensor.dtype == dtype and tensor.requires_grad:
+                    register_parametrization(part, key, _InFp32(), unsafe=True)
+            elif isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(dtype)
+            else:
+                part._buffers[key] = tensor.to(dtype)
     return module
+
+
+class _InFp32(nn.Module):
+    def forward(self, original: Tensor) -> Tensor:
+        return original.float()
+
+
+def in_training(module: nn.Module) -> nn.Module:
+    """Training mode, but for frozen parts that were put into eval(): those stay as they are, with the dropout
+    inside them.
+    """
+    stays = [
+        part
+        for part in module.modules()
+        if not part.training
+        and any(True for _ in part.parameters())
+        and not any(p.requires_grad for p in part.parameters())
+    ]
+    module.train()
+    for part in stays:
+        part.eval()
+    return module
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """All of them in eval(); after that each part in the mode it was in."""
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
 
 
 def in_short(error: BaseException) -> str:
@@ -254,7 +302,7 @@ def partition(model: Model, stages: int) -> list[range]:
         raise UserError(f"stages is {stages}, more stages than layers; the model has {len(blocks)} layers.")
     known = model.assembly.costs
     costs = [_cost(skeleton(model, name)) if known is None else known[name] for name in model.layers]
-    parts = _balanced([sum(costs[i] for i in block) for block in blocks], stages)
+    parts = _balanced([math.fsum(costs[i] for i in block) for block in blocks], stages)
     return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
 
 
@@ -277,7 +325,8 @@ def _cost(module: nn.Module) -> float:
     """A layer's time: multiplications a token. A looked-up table is not multiplied, but it is updated."""
     tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
     looked_up = {id(table) for table in tables}
-    return sum(p.numel() * (0.05 if id(p) in looked_up else 1.0) for p in module.parameters()) + 1e-3
+    sizes = (p.numel() * (0.05 if id(p) in looked_up else 1.0) for p in module.parameters())
+    return math.fsum(sizes) + 1e-3  # not `sum`: all workers cut alike, whatever their Python
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[range]:

@@ -14,7 +14,7 @@ for what the step computes of it. What runs before the row and what behind it is
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from everstep.engine.hf.anatomy import StandIn, with_stand_ins
 from everstep.engine.layers.boundary import Value, tensors_in
-from everstep.engine.lightning.hooks import StepCalls, set_mode
+from everstep.engine.layers.model import evaluating
+from everstep.engine.lightning.hooks import StepCalls
 from everstep.errors import UserError
 
 WHOLE = "module"  # the one layer of a module that is not cut
@@ -167,15 +168,14 @@ class StepOfStage:
 
     def __call__(self, value: Value, run: Callable[..., Any]) -> Value:
         training = torch.is_grad_enabled()
-        set_mode(self.frame, training and self.dropout)
         batch, self._hidden, self._run = value["batch"], value.get("hidden"), run
         try:
-            return self._calls.train(batch) if training else self._calls.evaluate(batch)
+            with nullcontext() if training and self.dropout else evaluating([self.frame]):
+                return self._calls.train(batch) if training else self._calls.evaluate(batch)
         except _Reached as reached:
             return {"batch": batch, "hidden": reached.hidden}
         finally:
             self._run = _plain
-            set_mode(self.frame, True)
 
     def _foreign(self, index: int) -> Callable[..., Any]:
         """In the place of a part of another stage: before ours, it gives what has arrived; behind, it is the

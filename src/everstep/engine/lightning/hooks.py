@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from everstep.errors import UserError
 
@@ -183,8 +183,3 @@ def _named(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
     return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def set_mode(module: nn.Module, training: bool) -> None:
-    if module.training is not training:
-        module.train(training)

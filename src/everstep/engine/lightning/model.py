@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everstep.engine.layers.model import Model, ModelAssembly, Through, built, partition
+from everstep.engine.layers.model import Model, ModelAssembly, Through, built, evaluating, partition
 from everstep.engine.lightning.cut import WHOLE, ModuleParts, StepOfStage, WholeStep, tied_in
 from everstep.engine.lightning.hooks import StepCalls, loss_of
 from everstep.engine.lightning.optimizer import empty_copy, optimizer_here, rate_from
@@ -63,8 +63,8 @@ class LightningProgram:
         model = self.model()
         most = len(self.parts.layers) + bool(self.parts.before) + bool(self.parts.after)
         value: Any = {"batch": batch}
-        module.eval()
-        whole = StepCalls(module, self.steps).train(batch)["loss"]
+        with evaluating([module]):
+            whole = StepCalls(module, self.steps).train(batch)["loss"]
         for layers in partition(model, most):
             modules = [built(model, model.names[index]) for index in layers]
             stage = self._join(layers, modules, torch.device("cpu"))

@@ -117,6 +117,7 @@ def rate_from(module: Any, steps: int, steps_in_epoch: int | None) -> Rate | Non
         )
     each = made.frequency * (steps_in_epoch or 1 if made.by_epoch else 1)
     rates = []
+    others = _other_numbers(made.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(-(-steps // each)):
@@ -128,4 +129,26 @@ def rate_from(module: Any, steps: int, steps_in_epoch: int | None) -> Rate | Non
                 )
             rates.append(shares[0])
             made.scheduler.step()
+            changed = {key for key, value in _other_numbers(made.optimizer) - others}
+            if changed:
+                kind = type(made.scheduler).__name__
+                fix = (
+                    "give it cycle_momentum=False"
+                    if hasattr(made.scheduler, "cycle_momentum")
+                    else "remove it"
+                )
+                raise UserError(
+                    f"the scheduler {kind} changes {min(changed)} of the optimizer, and everstep.fit follows "
+                    f"the rate alone; {fix}."
+                )
     return lambda step: rates[min(max(step - 1, 0) // each, len(rates) - 1)]
+
+
+def _other_numbers(optimizer: Optimizer) -> set[tuple[str, Any]]:
+    """What the groups hold besides parameters and rates."""
+    return {
+        (key, value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("params", "lr", "initial_lr") and isinstance(value, int | float | tuple)
+    }

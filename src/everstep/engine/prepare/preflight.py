@@ -317,10 +317,13 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
 
 
 def _check_sharing(model: Model) -> dict[str, nn.Module]:
-    """Each layer has parameters of its own: two workers could not change one tensor."""
+    """Each layer has parameters of its own, under names of its own: two workers could not change one tensor.
+    They are real numbers.
+    """
     built = {name: skeleton(model, name) for name in model.layers}
     tied = {frozenset(pair) for pair in model.tied}
     seen: dict[int, tuple[str, str]] = {}
+    names: dict[str, str] = {}  # of parameters, to their layers
     for name, module in built.items():
         twin = next((other for other in built if other != name and built[other] is module), None)
         if twin is not None:
@@ -329,6 +332,17 @@ def _check_sharing(model: Model) -> dict[str, nn.Module]:
                 "what they share in Model(tied=...)."
             )
         for key, parameter in module.named_parameters():
+            owner = names.setdefault(f"{name}.{key}", name)
+            if owner != name:
+                raise UserError(
+                    f"layers {owner!r} and {name!r} both have a parameter {name}.{key}; give one "
+                    "of the layers another name."
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise UserError(
+                    f"parameter {name}.{key} is complex, and only real numbers are trained; keep it as a "
+                    "real tensor with a last dimension of 2, and use torch.view_as_complex in the forward."
+                )
             other, its = seen.setdefault(id(parameter), (name, key))
             if other != name and frozenset((f"{other}.{its}", f"{name}.{key}")) not in tied:
                 raise UserError(

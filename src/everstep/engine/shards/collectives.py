@@ -2,7 +2,12 @@
 
 The shards live and die together (`node.shard_group`), so nothing here can be left waiting for a dead member:
 its own process is ended first. That is why plain process groups of torch will do, where between workers they
-would not (`links`). For a given number of shards the order of additions is fixed, so the bits are too.
+would not (`links`).
+
+For a given number of shards the order of additions is fixed, so the bits are too. gloo adds in the order of
+the shards. NCCL adds along rings that follow the wiring of the GPUs, which of two numbers makes one sum and
+of more makes several: there each shard gets its part of all tensors, adds them up in order, and the parts are
+gathered. As many bytes move as in a ring.
 """
 
 from __future__ import annotations
@@ -51,33 +56,56 @@ class GroupCollectives:
         device: torch.device,
         *,
         splits_sequence: bool = False,
+        ordered: bool = False,
         entered: Callable[[], None] = lambda: None,
         left: Callable[[], None] = lambda: None,
     ) -> None:
         self.index, self.count, self._entered, self._left = index, count, entered, left
         self.splits_sequence = splits_sequence
+        self._in_order = ordered and count > 2
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._reduced(tensor, dist.ReduceOp.SUM)
+        if not self._in_order:
+            return self._reduced(tensor, dist.ReduceOp.SUM)
+        size = -(-tensor.numel() // self.count)
+        padded = tensor.new_zeros(self.count * size)
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        own = self._sum_in_order(padded.view(self.count, size))
+        return tensor.copy_(torch.cat(self.gather(own))[: tensor.numel()].view_as(tensor))
 
     def max(self, tensor: Tensor) -> Tensor:
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
+        """As bytes: gloo and NCCL do not know every type."""
         self._entered()
-        found = [torch.empty_like(tensor) for _ in range(self.count)]
-        self._group.allgather([found], [tensor.contiguous()]).wait()
+        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.count)]
+        self._group.allgather([[*map(_bytes, found)]], [_bytes(tensor.contiguous())]).wait()
         self._left()
         return found
 
     def sum_of_part(self, parts: Tensor) -> Tensor:
+        if self._in_order:
+            return self._sum_in_order(parts.contiguous())
         self._entered()
         made = parts.new_empty(parts.shape[1:])
         flat = parts.contiguous().view(-1)
         self._group._reduce_scatter_base(made.view(-1), flat, dist.ReduceScatterOptions()).wait()
         self._left()
         return made
+
+    def _sum_in_order(self, parts: Tensor) -> Tensor:
+        """One row per shard; of the rows for this shard the sum, rounded once."""
+        self._entered()
+        rows = torch.empty_like(parts)
+        self._group.alltoall_base(rows, parts, [], [], dist.AllToAllOptions()).wait()
+        self._left()
+        wide = torch.float32 if parts.dtype.itemsize < 4 else parts.dtype
+        total = rows[0].to(wide, copy=True)
+        for row in rows[1:]:
+            total += row
+        return total.to(parts.dtype)
 
     def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
         self._entered()
@@ -93,6 +121,10 @@ def summed(collectives: Collectives, values: Sequence[float], device: torch.devi
     own = torch.tensor(values, dtype=torch.float64, device=device)
     rows = [one.tolist() for one in collectives.gather(own)]
     return tuple(math.fsum(column) for column in zip(*rows, strict=True))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _group(store: Any, index: int, count: int, device: torch.device) -> Any:

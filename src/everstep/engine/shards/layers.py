@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from everstep.engine import keys
 from everstep.engine.layers.linear import (
     Queue,
     QueuedConv1D,
@@ -104,31 +105,60 @@ def _own_part(x: Tensor, collectives: Collectives) -> Tensor:
     return collectives.sum_of_part(torch.stack(x.chunk(collectives.count, dim=-2)))
 
 
-Copies = dict[int, tuple[Tensor, Tensor]]  # by the identity of a tensor: itself, its copy
+@dataclass(slots=True, eq=False)
+class LayerRun:
+    """What the split matrices of a layer have in common while its forward runs, and no longer.
+
+    Between a column and a row matrix each shard has other values, such as its own heads, and draws other
+    random numbers for them; before and after, all draw the same.
+    """
+
+    collectives: Collectives
+    _copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by identity: itself, its copy
+    _outside: tuple[torch.Generator, Tensor] | None = None  # the generator's state where values are whole
+    _entered: int = 0
+
+    def copied(self, x: Tensor) -> Tensor:
+        """One copy for all that read this tensor; of the whole sequence, where each shard has a part."""
+        shards = self.collectives
+        if not x.requires_grad and not shards.splits_sequence:
+            return x
+        if id(x) not in self._copies:
+            function = _GatheredSequence if shards.splits_sequence else _Copied
+            self._copies[id(x)] = x, function.apply(x, shards)  # type: ignore[no-untyped-call]
+        return self._copies[id(x)][1]
+
+    def enter(self, device: torch.device) -> None:
+        if self._outside is None:
+            draws = torch.default_generator
+            if device.type == "cuda":
+                draws = torch.cuda.default_generators[device.index]
+            self._outside = draws, draws.get_state()
+            self._entered += 1
+            draws.manual_seed(keys.key(draws.initial_seed(), self.collectives.index, self._entered))
+
+    def leave(self) -> None:
+        if self._outside is not None:
+            draws, state = self._outside
+            draws.set_state(state)
+            self._outside = None
+
+    def end(self) -> None:
+        self.leave()
+        self._copies.clear()
+        self._entered = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _WithCopies:
-    """The forward of a layer whose column matrices share `copies`."""
-
+class _LayerForward:
     forward: Callable[..., Any]
-    copies: Copies
+    run: LayerRun
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.forward(*args, **kwargs)
         finally:  # a recompute leaves a forward by an exception, too
-            self.copies.clear()
-
-
-def copied(x: Tensor, collectives: Collectives, copies: Copies) -> Tensor:
-    """One copy for all that read this tensor; of the whole sequence, where each shard has a part."""
-    if not x.requires_grad and not collectives.splits_sequence:
-        return x
-    if id(x) not in copies:
-        function = _GatheredSequence if collectives.splits_sequence else _Copied
-        copies[id(x)] = x, function.apply(x, collectives)  # type: ignore[no-untyped-call]
-    return copies[id(x)][1]
+            self.run.end()
 
 
 def added_up(x: Tensor, collectives: Collectives) -> Tensor:
@@ -146,24 +176,28 @@ def gathered(x: Tensor, collectives: Collectives) -> Tensor:
 class ColumnLinear:
     module: nn.Linear
     queue: Queue
-    collectives: Collectives
-    copies: Copies
+    run: LayerRun
     gathers: bool
 
     def __call__(self, input: Tensor) -> Tensor:
-        whole = copied(input, self.collectives, self.copies)
+        whole = self.run.copied(input)
         made = queued_linear(whole, self.module.weight, self.module.bias, self.queue)
-        return gathered(made, self.collectives) if self.gathers else made
+        if self.gathers:
+            return gathered(made, self.run.collectives)
+        if self.module.training:
+            self.run.enter(made.device)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLinear:
     module: nn.Linear
     queue: Queue
-    collectives: Collectives
+    run: LayerRun
 
     def __call__(self, input: Tensor) -> Tensor:
-        made = added_up(queued_linear(input, self.module.weight, None, self.queue), self.collectives)
+        self.run.leave()
+        made = added_up(queued_linear(input, self.module.weight, None, self.queue), self.run.collectives)
         return made if self.module.bias is None else made + self.module.bias
 
 
@@ -175,9 +209,12 @@ class VocabEmbedding:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight = self.module.weight
-        local = input - self.collectives.index * weight.shape[0]
+        first = self.collectives.index * weight.shape[0]
+        local = input - first
         elsewhere = (local < 0) | (local >= weight.shape[0])
-        found = queued_embedding(local.masked_fill(elsewhere, 0), weight, None, self.queue)
+        padding = -1 if self.module.padding_idx is None else self.module.padding_idx - first
+        here = padding if 0 <= padding < weight.shape[0] else None  # its row is not trained
+        found = queued_embedding(local.masked_fill(elsewhere, 0), weight, here, self.queue)
         return added_up(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.collectives)
 
 
@@ -212,7 +249,7 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
     must be added up over the shards.
     """
     summed: list[nn.Parameter] = []
-    copies: Copies = {}
+    run = LayerRun(collectives)
     for path, part in module.named_modules():
         name = ".".join(filter(None, (layer, path)))
         style = plan.style(name)
@@ -227,16 +264,14 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
             part.forward = VocabEmbedding(module=part, queue=queue, collectives=collectives)
         elif style == "row":
             queue = _queue_of(part, QueuedLinear, name, style)
-            part.forward = RowLinear(module=part, queue=queue, collectives=collectives)
+            part.forward = RowLinear(module=part, queue=queue, run=run)
             if collectives.splits_sequence and isinstance(part.bias, nn.Parameter):
                 summed.append(part.bias)
         elif style not in ("whole", "sequence"):
             queue = _queue_of(part, QueuedLinear, name, style)
             gathers = style == "column_gather"
-            part.forward = ColumnLinear(
-                module=part, queue=queue, collectives=collectives, copies=copies, gathers=gathers
-            )
-    module.forward = _WithCopies(module.forward, copies)
+            part.forward = ColumnLinear(module=part, queue=queue, run=run, gathers=gathers)
+    module.forward = _LayerForward(module.forward, run)
     return summed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ def squares_of(stage: Stage, parts: Sequence[Sequence[Tensor]]) -> tuple[float, 
     every = [piece for some in pieces for piece in some]
     norms = torch._foreach_norm(every, 2, torch.float64) if every else ()  # some launches, not one per piece
     squares = iter(torch.stack(norms).square().tolist() if norms else ())
-    found = tuple(sum((next(squares) for _ in some), 0.0) for some in pieces)
+    found = tuple(math.fsum(next(squares) for _ in some) for some in pieces)  # `sum` is another one in 3.12
     return found if stage.shards is None else summed(stage.shards, found, stage.device)
 
 

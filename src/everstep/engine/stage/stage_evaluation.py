@@ -9,7 +9,7 @@ from torch import nn
 
 from everstep.engine.datasets.data import split
 from everstep.engine.layers.boundary import Value
-from everstep.engine.layers.model import Through
+from everstep.engine.layers.model import Through, evaluating
 from everstep.engine.stage.evaluation import Evaluation, added
 from everstep.engine.stage.stage_loss import StageLoss
 
@@ -38,14 +38,9 @@ class StageEvaluation:
         """`before`: what the stage before has made of the batches."""
         step, microbatch = at
         found: list[Value] = []
-        for module in self._modules:
-            module.eval()
-        try:
+        with evaluating(self._modules):
             for place, number in enumerate(self._evaluation.numbers(microbatch)):
                 found.append(self._one(number, None if before is None else before[place]))
-        finally:
-            for module in self._modules:
-                module.train()
         if self._loss is not None:
             self._scores = {key: scores for key, scores in self._scores.items() if key[0] >= step - 1}
             self._scores[at] = added(found)

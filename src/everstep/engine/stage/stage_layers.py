@@ -7,7 +7,15 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from everstep.engine.layers.linear import Queue, take_over
-from everstep.engine.layers.model import Model, Slot, drawn, every_parameter, in_precision, trained
+from everstep.engine.layers.model import (
+    Model,
+    Slot,
+    drawn,
+    every_parameter,
+    in_precision,
+    in_training,
+    trained,
+)
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.layers import cut, join
@@ -50,9 +58,9 @@ def build_layers(
             copy.copy_(master.copy_(parameter.data))
             parameter.data = copy
         made.parameters.update(parameters)
-        in_precision(module.to(working.device), working.dtype)
+        in_precision(module.to(working.device), working.dtype, layer, model.assembly.in_fp32)
         take_over(module, queue)
         if shards is not None:
             made.summed.extend(join(layer, module, plan, shards))
-        made.modules.append(module.train())
+        made.modules.append(in_training(module))
     return made

@@ -1,7 +1,7 @@
 """Own kernels for strict sums on a GPU: one pass over memory where torch's operations need six.
 
     add     a contribution is rounded, added to a sum, and its peak taken
-    mean    all workers' sums of a stretch are added up, scaled and divided
+    mean    all workers' sums of a stretch are added up, and scaled
 
 The same integers and means as `sums` makes with torch's own operations, which remain the reference and the
 fallback. Kernels are used after they have given the reference's bits on a sample, once per process and
@@ -159,7 +159,7 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def agree(device: torch.device, dtype: torch.dtype) -> bool:
-    """On a sample with ties and zeros: added twice, taken back once, and divided."""
+    """On a sample with ties and zeros: added twice, taken back once, and the mean taken."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(_SAMPLE, device=device, generator=generator)
     x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
@@ -183,7 +183,7 @@ def _means_agree(total: Tensor, unit: int) -> bool:
     start, stop, weight = 5, _SAMPLE - 9, 3.0
     part = total[start:stop]
     out = torch.full((stop - start,), -1.0, device=total.device)
-    made = torch.div((part + part).to(torch.float64).mul_(2.0**unit), weight, out=torch.empty_like(out))
+    made = torch.mul((part + part).to(torch.float64).mul_(2.0**unit), 1 / weight, out=torch.empty_like(out))
     starts = torch.arange(0, _SAMPLE, BLOCK, device=total.device)
     ends = torch.tensor([_SAMPLE], device=total.device)
     scales = torch.tensor([2.0**unit, 1 / weight], dtype=torch.float64, device=total.device)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
-from everstep.engine.sums.device_sums import DeviceSums
+from everstep.engine.sums.device_sums import DeviceSums, reciprocal
 from everstep.engine.sums.sum_parts import SumPart
 from everstep.engine.sums.sum_units import Accumulate, Addition, units_of
 from everstep.net import host_memory
@@ -269,8 +269,11 @@ class GradientSums:
             chunks = self._uncommon(stretch, levels, parts)
         for chunk in chunks:
             here = [part.tensors[0][_shifted(chunk, stretch.start)] for part in parts]
-            total = self._total(chunk, here, levels, parts) if self.is_strict else _added(here)
-            torch.div(total, weight, out=out[_shifted(chunk, origin)])
+            if self.is_strict:  # as the kernels do it, so that it does not matter who has them
+                total = self._total(chunk, here, levels, parts)
+                torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
+            else:
+                torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
 
     def _total(
         self,

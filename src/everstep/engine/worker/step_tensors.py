@@ -101,11 +101,15 @@ class StepTensors:
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
         self.ahead, self.arriving = PartsAhead(), ArrivingParts()
 
+    def let_go(self) -> None:
+        """Of the stage, its buffers and its optimizer; `rebuilt` follows."""
+        self.ahead.clear()
+        self._buffers.clear()
+        del self.stage, self.updater
+
     def rebuilt(self, stage: Stage, updater: Updater | ShardedUpdater) -> None:
         """The initial state is back, in new buffers."""
         self.stage, self.updater = stage, updater
-        self.ahead.clear()
-        self._buffers.clear()
 
     # -------------------------------------------------------------- payloads
 

@@ -5,6 +5,7 @@ What is next is decided elsewhere (`core.worker`), and so is who hears of it (`w
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -309,6 +310,9 @@ class WorkItems:
         self.stage.discard()
         if state_step == 0:
             if self._touched:
+                self.tensors.let_go()
+                del self.stage, self.updater, self.sharded
+                gc.collect()  # layers and their forwards know each other; two of them would not fit on a GPU
                 self.stage, made = self._build()
                 self.tensors.rebuilt(self.stage, made)
                 self._use(made)

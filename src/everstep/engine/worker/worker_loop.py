@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, WorkerAction, WorkerControl
 from everstep.core.worker.slices import SMALL
+from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
@@ -32,7 +33,7 @@ from everstep.engine.worker import step_tensors
 from everstep.engine.worker.leader import Contents, FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.work_items import WorkItems
-from everstep.errors import PeerError
+from everstep.errors import PeerError, UserError
 from everstep.log import warn
 from everstep.net import frames, host_memory
 from everstep.net.courier import Courier
@@ -119,7 +120,12 @@ class WorkerLoop:
             )
             return task
         began = self.ports.clock_ns() / 1e9
-        answer = self.work.do(task)
+        try:
+            answer = self.work.do(task)
+        except RuntimeError as error:
+            if (sentence := devices.without_exact_kernel(error)) is None:
+                raise
+            raise UserError(sentence) from error
         self.control.finished(task, answer, began=began)
         self._carry_out(self.control.take_actions())
         return task

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from everstep.convert.export import load
 from everstep.engine.datasets.rows import Rows, rows, seeded
 from everstep.engine.datasets.stream import Stream, stream
+from everstep.engine.layers.model import evaluating
 from everstep.engine.lightning import hooks
 from everstep.engine.lightning.cut import WHOLE, ModuleParts, parts_of
 from everstep.engine.lightning.model import (
@@ -150,7 +151,6 @@ def _tried(module: Any) -> Iterator[None]:
         with seeded(0):
             yield
     finally:
-        module.train()
         for part in module.modules():
             for name in ("log", "log_dict"):
                 part.__dict__.pop(name, None)
@@ -170,8 +170,7 @@ def _metrics(module: Any, tested: Any, steps: int) -> tuple[str, ...]:
     """The names of what validation_step logs."""
     if tested is None:
         return ()
-    module.eval()
-    with torch.no_grad():
+    with evaluating([module]), torch.no_grad():
         return tuple(hooks.StepCalls(module, steps).evaluate(_first(tested))["logged"])
 
 
