@@ -92,7 +92,50 @@ def test_a_name_that_matches_none_or_two_is_named() -> None:
     assert patterns().unused([t.name for t in TENSORS[1:]]) == [r"embed\.weight"]
 
 
+GRID = r"""
+[[pattern]]
+match = 'w'
+kind = "fragment"
+splits = [{dim = 2, over = 2, parts = [[5, 3], "=2", 4]}, {dim = 0, over = 3}]
+"""
+
+
+def test_a_pattern_splits_along_several_dimensions() -> None:
+    """Part 4 of 6 is the second along dimension 2 and the second along dimension 0."""
+    pattern = read_patterns(GRID).of("w")
+    tensor = Tensor(name="w", shape=(7, 2, 14))
+    values = np.arange(tensor.num_elements).reshape(tensor.shape)
+    layout = read_patterns(GRID).layout([tensor], [[i] for i in range(6)])
+    layout.validate()
+    shards = placed(layout, {"w": values})
+    rows, columns = [(0, 3), (3, 5), (5, 7)], [[0, 1, 2, 3, 4, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12, 13]]
+    for part in range(6):
+        (low, high), mine = rows[part % 3], columns[part // 3]
+        assert np.array_equal(shards[part, "w"], values[low:high][..., mine].reshape(-1))
+    shapes = [shard.shape for shard in pattern.shards(tensor, 6)]
+    assert pattern.resized(shapes)[0] == tensor.shape
+    with pytest.raises(UserError, match=r"is a grid of \[2, 3\], and there are 4 parts"):
+        pattern.shards(tensor, 4)
+
+
+def test_experts_over_one_dimension_and_each_split_along_another() -> None:
+    pattern = read_patterns(
+        """[[pattern]]
+        match = 'experts.w1'
+        kind = "fragment"
+        splits = [{experts = 4, over = 2}, {dim = 1, over = 2}]"""
+    ).of("experts.w1")
+    first, second, *_ = pattern.shards(Tensor(name="experts.w1", shape=(12, 6)), 4)
+    assert [box.start for box, _ in first.blocks + second.blocks] == [(0, 0), (0, 3)]
+    assert first.shape == second.shape == (6, 3)
+
+
 WRONG = {
+    "has both splits and dim": 'match="a"\nkind="fragment"\ndim=0\nsplits=[{dim=0,over=2}]',
+    "needs a dim of its own and over": 'match="a"\nkind="fragment"\nsplits=[{dim=0,over=2},{dim=0,over=2}]',
+    "each of splits needs": 'match="a"\nkind="fragment"\nsplits=[{dim=0}]',
+    "one of splits is 3, and must be a table": 'match="a"\nkind="fragment"\nsplits=[3]',
+    "wide is not a key of one of splits": 'match="a"\nkind="fragment"\nsplits=[{dim=0,wide=2}]',
     "kind is 'fragments'; it is one of": 'match="a"\nkind="fragments"',
     "is not a regular expression": 'match="("\nkind="unique"',
     "is a fragment without dim": 'match="a"\nkind="fragment"',

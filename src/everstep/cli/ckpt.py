@@ -86,16 +86,23 @@ def convert_command(
     ] = None,
     names: Annotated[str, typer.Option(help=f"keep, {', '.join(DIALECTS)}.")] = "keep",
     stage: Annotated[int, typer.Option(help="deepspeed: ZeRO stage.")] = 1,
-    world: Annotated[int, typer.Option(help="deepspeed: number of ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="megatron-legacy: tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="megatron-legacy: pipeline stages.")] = 1,
+    world: Annotated[int, typer.Option(help="deepspeed: number of data-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: pipeline stages.")] = 1,
+    ep: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: expert-parallel ranks.")] = 1,
+    stage_starts: Annotated[
+        str, typer.Option(help="deepspeed: first layer of every pipeline stage, such as 0,4,9.")
+    ] = "",
     precision: Annotated[str, typer.Option(help="deepspeed: bf16, fp16 or fp32.")] = "",
     dtype: Annotated[str, typer.Option(help="Type of the weights, such as BF16.")] = "",
     shard_gib: Annotated[float, typer.Option(help="hf: size of a file.")] = 5.0,
     heads: Annotated[int, typer.Option(help="Attention heads, where the source does not say.")] = 0,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads, if fewer.")] = 0,
     patterns: Annotated[
-        Path | None, typer.Option(help="TOML: how parameters are split over tensor-parallel ranks.")
+        Path | None, typer.Option(help="TOML: how the source is split over tensor-parallel ranks.")
+    ] = None,
+    to_patterns: Annotated[
+        Path | None, typer.Option(help="TOML: how to split the target over tensor-parallel ranks.")
     ] = None,
     vocab: Annotated[int, typer.Option(help="Vocabulary size without padding.")] = 0,
     buffers: Annotated[
@@ -140,6 +147,9 @@ def convert_command(
         world=world,
         tp=tp,
         pp=pp,
+        ep=ep,
+        patterns=_patterns(to_patterns, "--to-patterns"),
+        stage_starts=_starts(stage_starts),
         precision=precision or None,
         dtype=dtype or None,
         shard_bytes=round(shard_gib * 2**30),
@@ -338,7 +348,14 @@ def _read(path: str, reading: Reading | None = None) -> tuple[str, TrainingState
     return kind, read_state(path, kind, reading)
 
 
-def _patterns(path: Path | None) -> Patterns | None:
+def _starts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",")) if text else ()
+    except ValueError:
+        raise UserError(f"--stage-starts {text} is not a list of layers such as 0,4,9.") from None
+
+
+def _patterns(path: Path | None, option: str = "--patterns") -> Patterns | None:
     if path is None:
         return None
     from everstep.layout.patterns import read_patterns
@@ -346,7 +363,7 @@ def _patterns(path: Path | None) -> Patterns | None:
     try:
         return read_patterns(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise UserError(f"--patterns {path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"{option} {path} cannot be read: {error.strerror}.") from None
 
 
 def _give_config(state: TrainingState, to: str, heads: int, kv_heads: int) -> None:

@@ -35,7 +35,7 @@ from everstep.store.parts import BLOCK_BYTES, Progress, block_of
 from everstep.store.stored import Held, Stored, num_bytes, read_range
 
 CHUNK_BYTES = BLOCK_BYTES  # hashed as one: writers read blocks of this size, or ranges one after the other
-PROVENANCE = ("format", "precision", "deepspeed_version")  # of the files, not of the training
+PROVENANCE = ("format", "precision", "deepspeed_version", "deepspeed_patterns")  # of files, not of training
 SHOWN = 3  # names of each kind in a sentence
 KINDS = ("lost", "added", "type", "value")
 

@@ -3,15 +3,17 @@
 `parts` is always a list of lists of holders: the holders of part 0, of part 1, and so on. Holders of one part
 are replicas. A stage of a pipeline is the layout of its tensors over its holders; `merged` joins the stages.
 
-A `Shard` is one part's share in the tensor's own number of dimensions: blocks of the tensor, and where each
-begins in the shard. Shards become layouts by `laid_out` (each in a buffer of its own) or by `flat` and
-`flat_by_tensor` (ranges of their concatenation: ZeRO over tensor parallelism over anything).
+A `Cut` is one part's share of one dimension: even, fused, by experts, padded. Cuts along several dimensions
+make a grid of parts. A `Shard` is one part's share in the tensor's own number of dimensions: blocks of the
+tensor, and where each begins in the shard. Shards become layouts by `laid_out` (each in a buffer of its own)
+or by `flat` and `flat_by_tensor` (ranges of their concatenation: ZeRO over tensor parallelism over anything).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from everstep.errors import UserError
@@ -31,11 +33,22 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """`length` of a part along a dimension, and its spans: (start in the tensor, size, start in the part)."""
+
+    length: int
+    spans: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A sub-parameter along the split dimension: `split` over the parts, or whole in each of them."""
+    """A sub-parameter along the split dimension: `split` over the parts, or whole in each of them; `widths`:
+    what each part has of it, where that is not even.
+    """
 
     size: int
     split: bool = True
+    widths: tuple[int, ...] | None = None
 
 
 def replicated(tensor: Tensor, holders: Sequence[Holder]) -> Layout:
@@ -102,25 +115,50 @@ def whole_shard(tensor: Tensor) -> Shard:
 
 
 def split_shards(tensor: Tensor, dim: int, count: int, sizes: Sequence[int] | None = None) -> list[Shard]:
-    _check_dim(tensor, dim)
-    length = tensor.shape[dim]
+    return cut_shards(tensor, {dim: split_cuts(tensor, dim, count, sizes)})
+
+
+def fused_shards(tensor: Tensor, dim: int, segments: Sequence[Segment | int], count: int) -> list[Shard]:
+    return cut_shards(tensor, {dim: fused_cuts(tensor, dim, segments, count)})
+
+
+def expert_shards(tensor: Tensor, num_experts: int, count: int, inner_dim: int | None = None) -> list[Shard]:
+    dim = inner_dim or 0
+    return cut_shards(tensor, {dim: expert_cuts(tensor, num_experts, count, inner_dim)})
+
+
+def padded_shards(tensor: Tensor, dim: int, count: int, multiple: int) -> list[Shard]:
+    return cut_shards(tensor, {dim: padded_cuts(tensor, dim, count, multiple)})
+
+
+def cut_shards(tensor: Tensor, cuts: Mapping[int, Sequence[Cut]]) -> list[Shard]:
+    """The grid of parts of the dimensions' cuts, the part number of the last one changing fastest."""
+    shards = []
+    for chosen in product(*cuts.values()):
+        mine = dict(zip(cuts, chosen, strict=True))
+        each = [mine.get(d, Cut(n, ((0, n, 0),))) for d, n in enumerate(tensor.shape)]
+        blocks = []
+        for spans in product(*(cut.spans for cut in each)):
+            start, size, at = zip(*spans, strict=True) if spans else ((), (), ())
+            blocks.append((Box(start, size), at))
+        shards.append(Shard(tensor, tuple(cut.length for cut in each), tuple(blocks)))
+    return shards
+
+
+def split_cuts(tensor: Tensor, dim: int, count: int, sizes: Sequence[int] | None = None) -> list[Cut]:
+    length = _length(tensor, dim)
     each = list(sizes) if sizes is not None else _even(length, count)
     if len(each) != count or sum(each) != length or min(each, default=0) < 0:
         raise UserError(
             f"tensor {tensor.name!r} has {length} along dimension {dim}; sizes {each} do not add up to it "
             f"over {count} parts."
         )
-    shards, at = [], 0
-    for size in each:
-        shards.append(_joined(tensor, dim, [(at, size)]))
-        at += size
-    return shards
+    return [_joined([(sum(each[:i]), size)]) for i, size in enumerate(each)]
 
 
-def fused_shards(tensor: Tensor, dim: int, segments: Sequence[Segment | int], count: int) -> list[Shard]:
-    _check_dim(tensor, dim)
+def fused_cuts(tensor: Tensor, dim: int, segments: Sequence[Segment | int], count: int) -> list[Cut]:
     kinds = [segment if isinstance(segment, Segment) else Segment(segment) for segment in segments]
-    if sum(segment.size for segment in kinds) != tensor.shape[dim]:
+    if sum(segment.size for segment in kinds) != _length(tensor, dim):
         raise UserError(
             f"tensor {tensor.name!r} has {tensor.shape[dim]} along dimension {dim}; its sub-parameters "
             f"{[segment.size for segment in kinds]} do not add up to it."
@@ -128,40 +166,37 @@ def fused_shards(tensor: Tensor, dim: int, segments: Sequence[Segment | int], co
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     begin = 0
     for segment in kinds:
-        at = begin
-        for mine, size in zip(ranges, _even(segment.size, count), strict=True):
-            mine.append((at, size) if segment.split else (begin, segment.size))
-            at += size
+        widths = list(segment.widths or _even(segment.size, count))
+        if len(widths) != count or sum(widths) != segment.size:
+            raise UserError(
+                f"tensor {tensor.name!r}: widths {widths} are not {segment.size} over {count} parts."
+            )
+        for i, mine in enumerate(ranges):
+            mine.append((begin + sum(widths[:i]), widths[i]) if segment.split else (begin, segment.size))
         begin += segment.size
-    return [_joined(tensor, dim, mine) for mine in ranges]
+    return [_joined(mine) for mine in ranges]
 
 
-def expert_shards(tensor: Tensor, num_experts: int, count: int, inner_dim: int | None = None) -> list[Shard]:
-    _check_dim(tensor, 0)
-    if tensor.shape[0] % num_experts:
+def expert_cuts(tensor: Tensor, num_experts: int, count: int, inner_dim: int | None = None) -> list[Cut]:
+    if _length(tensor, 0) % num_experts:
         raise UserError(
             f"tensor {tensor.name!r} has {tensor.shape[0]} rows, which are not {num_experts} experts' alike."
         )
     rows = tensor.shape[0] // num_experts
     if inner_dim is None:
-        return split_shards(tensor, 0, count, [n * rows for n in _even(num_experts, count)])
+        return split_cuts(tensor, 0, count, [n * rows for n in _even(num_experts, count)])
     if inner_dim == 0:
-        return fused_shards(tensor, 0, [rows] * num_experts, count)
-    return split_shards(tensor, inner_dim, count)
+        return fused_cuts(tensor, 0, [rows] * num_experts, count)
+    return split_cuts(tensor, inner_dim, count)
 
 
-def padded_shards(tensor: Tensor, dim: int, count: int, multiple: int) -> list[Shard]:
-    _check_dim(tensor, dim)
-    length = tensor.shape[dim]
+def padded_cuts(tensor: Tensor, dim: int, count: int, multiple: int) -> list[Cut]:
+    length = _length(tensor, dim)
     step = multiple * count
     each = -(-length // step) * step // count
-    shards = []
-    for i in range(count):
-        real = max(0, min(each, length - i * each))
-        box = _slab(tensor, dim, min(i * each, length), real)
-        shape = (*tensor.shape[:dim], each, *tensor.shape[dim + 1 :])
-        shards.append(Shard(tensor, shape, ((box, (0,) * len(shape)),)))
-    return shards
+    return [
+        Cut(each, _joined([(i * each, max(0, min(each, length - i * each)))]).spans) for i in range(count)
+    ]
 
 
 # From shards to layouts.
@@ -251,28 +286,20 @@ def _ranged(shard: Shard, holder: Holder, buffer: str, low: int, high: int, at: 
             )
 
 
-def _joined(tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Shard:
-    """Ranges along one dimension, one after the other."""
-    blocks, at = [], 0
+def _joined(ranges: Sequence[tuple[int, int]]) -> Cut:
+    """Ranges of a dimension, one after the other."""
+    spans, at = [], 0
     for start, size in ranges:
-        corner = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
-        if size:
-            blocks.append((_slab(tensor, dim, start, size), corner))
+        spans += [(start, size, at)] if size else []
         at += size
-    return Shard(tensor, (*tensor.shape[:dim], at, *tensor.shape[dim + 1 :]), tuple(blocks))
-
-
-def _slab(tensor: Tensor, dim: int, start: int, size: int) -> Box:
-    shape = tensor.shape
-    return Box(
-        tuple(start if d == dim else 0 for d in range(len(shape))), (*shape[:dim], size, *shape[dim + 1 :])
-    )
+    return Cut(at, tuple(spans))
 
 
 def _even(length: int, count: int) -> list[int]:
     return [length // count + (i < length % count) for i in range(count)]
 
 
-def _check_dim(tensor: Tensor, dim: int) -> None:
+def _length(tensor: Tensor, dim: int) -> int:
     if not 0 <= dim < len(tensor.shape):
         raise UserError(f"tensor {tensor.name!r} has {len(tensor.shape)} dimensions, and no dimension {dim}.")
+    return tensor.shape[dim]

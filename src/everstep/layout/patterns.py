@@ -10,11 +10,18 @@
     match = '.*\\.qkv\\.weight'
     kind = "fragment"
     dim = 0
-    parts = [64, 16, 16]                        sub-parameters; "=16" stays whole in every part
+    parts = [64, 16, 16]                        sub-parameters; "=16" stays whole in every part, and
+                                                [10, 6] is split by these widths
     [[pattern]]
     match = '.*\\.experts\\.w1'
     kind = "fragment"
     experts = 8                                 experts dealt out; with dim: each split along it
+
+    [[pattern]]
+    match = '.*\\.experts\\.w2'
+    kind = "fragment"
+    splits = [{dim = 0, over = 4}, {dim = 2, over = 2}]     a grid of 8 parts: part 3 is 1 along dimension 0
+                                                and 1 along 2; each has sizes, parts, pad_to, experts too
 
     unique        on one holder, the first of the given ones       (a stage's own, ZeRO-1 partitions)
     replicated    the same values on all                           (norms under tensor parallelism)
@@ -29,55 +36,127 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any, Literal, get_args
 
 from everstep.errors import UserError
 from everstep.layout import builders as build
-from everstep.layout.builders import Parts, Segment, Shard
+from everstep.layout.box import Shape
+from everstep.layout.builders import Cut, Parts, Segment, Shard
 from everstep.layout.layout import Holder, Layout, Tensor, merged
 
 Kind = Literal["unique", "replicated", "fragment", "average"]
+_ONE_SPLIT = ("dim", "sizes", "parts", "pad_to", "experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Along one dimension, over so many parts: evenly, or as one of the others says."""
+
+    dim: int | None = None  # with `experts` alone: dimension 0
+    over: int | None = None  # all the parts that there are
+    sizes: tuple[int, ...] | None = None  # of an uneven split, one per part
+    parts: tuple[int | str | tuple[int, ...], ...] | None = None  # sub-parameters
+    pad_to: int | None = None
+    experts: int | None = None
+
+    def check(self, where: str) -> None:
+        extras = [name for name in ("sizes", "parts", "pad_to", "experts") if getattr(self, name) is not None]
+        if len(extras) > 1:
+            raise UserError(f"{where} has both {extras[0]} and {extras[1]}; give one of them.")
+        if self.dim is None and self.experts is None:
+            raise UserError(f"{where} is a fragment without dim; say along which it is split.")
+
+    def cuts(self, tensor: Tensor, count: int) -> list[Cut]:
+        dim = self.dim or 0
+        if self.experts is not None:
+            return build.expert_cuts(tensor, self.experts, count, self.dim)
+        if self.pad_to is not None:
+            return build.padded_cuts(tensor, dim, count, self.pad_to)
+        if self.parts is not None:
+            return build.fused_cuts(tensor, dim, [_segment(tensor.name, part) for part in self.parts], count)
+        return build.split_cuts(tensor, dim, count, self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
+    """A fragment has `splits`, or the keys of its only one."""
+
     match: str
     kind: Kind
     dim: int | None = None
-    sizes: tuple[int, ...] | None = None  # of an uneven split, one a holder
-    parts: tuple[int | str, ...] | None = None  # sub-parameters; "=16" is not split
+    sizes: tuple[int, ...] | None = None
+    parts: tuple[int | str | tuple[int, ...], ...] | None = None
     pad_to: int | None = None
     experts: int | None = None
+    splits: tuple[Split, ...] = ()
 
     def __post_init__(self) -> None:
+        where = f"pattern {self.match!r}"
         if self.kind not in get_args(Kind):
-            raise UserError(
-                f"pattern {self.match!r}: kind is {self.kind!r}; it is one of {', '.join(get_args(Kind))}."
-            )
+            raise UserError(f"{where}: kind is {self.kind!r}; it is one of {', '.join(get_args(Kind))}.")
         try:
             re.compile(self.match)
         except re.error as error:
-            raise UserError(f"pattern {self.match!r} is not a regular expression: {error}.") from None
-        extras = [name for name in ("sizes", "parts", "pad_to", "experts") if getattr(self, name) is not None]
-        if self.kind != "fragment" and (extras or self.dim is not None):
-            raise UserError(f"pattern {self.match!r}: {[*extras, 'dim'][0]} is for fragments only.")
-        if len(extras) > 1:
-            raise UserError(f"pattern {self.match!r} has both {extras[0]} and {extras[1]}; give one of them.")
-        if self.kind == "fragment" and self.dim is None and self.experts is None:
-            raise UserError(f"pattern {self.match!r} is a fragment without dim; say along which it is split.")
+            raise UserError(f"{where} is not a regular expression: {error}.") from None
+        keys = [key for key in (*_ONE_SPLIT, "splits") if getattr(self, key) not in (None, ())]
+        if self.kind != "fragment" and keys:
+            raise UserError(f"{where}: {keys[0]} is for fragments only.")
+        if self.splits and len(keys) > 1:
+            raise UserError(f"{where} has both splits and {keys[0]}; give one of them.")
+        if self.kind == "fragment":
+            for split in self.splits or self.split_over(1):
+                split.check(where)
+        dims = [split.dim or 0 for split in self.splits]
+        if len(dims) != len(set(dims)) or any((split.over or 0) < 1 for split in self.splits):
+            raise UserError(f"{where}: each of splits needs a dim of its own and over, its number of parts.")
+
+    @property
+    def pads_rows(self) -> bool:
+        own = self.pad_to is not None and not self.dim
+        return own or any(split.pad_to is not None and not split.dim for split in self.splits)
+
+    def split_over(self, count: int) -> tuple[Split, ...]:
+        """The splits of `count` parts, each with its number of them."""
+        if not self.splits:
+            return (Split(over=count, **{key: getattr(self, key) for key in _ONE_SPLIT}),)
+        grid = [split.over for split in self.splits]
+        if prod(n for n in grid if n is not None) != count:
+            raise UserError(f"pattern {self.match!r} is a grid of {grid}, and there are {count} parts.")
+        return self.splits
 
     def shards(self, tensor: Tensor, count: int) -> list[Shard]:
         """What each of `count` parts has."""
-        dim = self.dim or 0
         if self.kind != "fragment":
             return [build.whole_shard(tensor)] * count
-        if self.experts is not None:
-            return build.expert_shards(tensor, self.experts, count, self.dim)
-        if self.pad_to is not None:
-            return build.padded_shards(tensor, dim, count, self.pad_to)
-        if self.parts is not None:
-            return build.fused_shards(tensor, dim, [_segment(self.match, part) for part in self.parts], count)
-        return build.split_shards(tensor, dim, count, self.sizes)
+        splits = self.split_over(count)
+        return build.cut_shards(
+            tensor, {split.dim or 0: split.cuts(tensor, split.over or 1) for split in splits}
+        )
+
+    def resized(self, shapes: Sequence[Shape]) -> tuple[Shape, Pattern]:
+        """The whole tensor's shape, and the pattern with the sizes that these shards have. Padding is part of
+        the whole here.
+        """
+        found, stride = list(shapes[0]), len(shapes)
+        splits = []
+        for split in self.split_over(len(shapes)):
+            dim, over = split.dim or 0, split.over or 1
+            if not 0 <= dim < len(found):
+                raise UserError(f"pattern {self.match!r} splits dimension {dim} of a tensor of {len(found)}.")
+            stride //= over
+            sizes = tuple(shapes[i * stride][dim] for i in range(over))
+            segments = [_segment(self.match, part) for part in split.parts or ()]
+            if split.experts is not None and dim == 0 and split.dim is not None:  # each expert split
+                segments = [Segment(sum(sizes) // split.experts)] * split.experts
+                split = replace(split, experts=None, parts=tuple(segment.size for segment in segments))
+            if segments:
+                found[dim] = sum(segment.size for segment in segments)
+                splits.append(split)
+            else:
+                found[dim] = sum(sizes)
+                splits.append(replace(split, sizes=sizes, pad_to=None, experts=None, dim=dim))
+        return tuple(found), Pattern(match=self.match, kind=self.kind, splits=tuple(splits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +222,50 @@ def read_patterns(text: str, source: str = "patterns") -> Patterns:
     return Patterns(tuple(_pattern(row, f"{source}, pattern {i + 1}") for i, row in enumerate(rows)))
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "match": (str,),
-    "kind": (str,),
-    "dim": (int,),
-    "sizes": (list,),
-    "parts": (list,),
-    "pad_to": (int,),
-    "experts": (int,),
+_KINDS: Mapping[str, type] = {
+    "match": str,
+    "kind": str,
+    "dim": int,
+    "over": int,
+    "sizes": list,
+    "parts": list,
+    "pad_to": int,
+    "experts": int,
+    "splits": list,
 }
 
 
 def _pattern(row: Mapping[str, Any], where: str) -> Pattern:
-    known = {f.name for f in fields(Pattern)}
-    for key, value in row.items():
-        if key not in known:
-            raise UserError(f"{where}: {key} is not a key of a pattern; they are {', '.join(sorted(known))}.")
-        if not isinstance(value, _KINDS[key]) or isinstance(value, bool):
-            raise UserError(f"{where}: {key} is {value!r}, and must be {_KINDS[key][0].__name__}.")
+    table = _checked(row, Pattern, "a pattern", where)
     for key in ("match", "kind"):
         if key not in row:
             raise UserError(f"{where}: {key} is missing.")
-    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-    return Pattern(**{**row, **lists})
+    splits = [_checked(one, Split, "one of splits", where) for one in row.get("splits", [])]
+    return Pattern(**{**table, "splits": tuple(Split(**one) for one in splits)})
 
 
-def _segment(match: str, part: int | str) -> Segment:
+def _checked(row: Any, kind: type, called: str, where: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: {called} is {row!r}, and must be a table.")
+    known = {f.name for f in fields(kind)}
+    for key, value in row.items():
+        if key not in known:
+            raise UserError(f"{where}: {key} is not a key of {called}; they are {', '.join(sorted(known))}.")
+        if not isinstance(value, _KINDS[key]) or isinstance(value, bool):
+            raise UserError(f"{where}: {key} is {value!r}, and must be {_KINDS[key].__name__}.")
+    return {
+        key: tuple(tuple(one) if isinstance(one, list) else one for one in value)
+        if isinstance(value, list)
+        else value
+        for key, value in row.items()
+    }
+
+
+def _segment(match: str, part: int | str | tuple[int, ...]) -> Segment:
     if isinstance(part, int):
         return Segment(part)
+    if isinstance(part, tuple):
+        return Segment(sum(part), widths=part)
     if not re.fullmatch(r"=\d+", part):
         raise UserError(f'pattern {match!r}: part {part!r} is not a number, nor one with "=" before it.')
     return Segment(int(part[1:]), split=False)

@@ -3,11 +3,14 @@
     <tag>/mp_rank_MM_model_states.pt                          ZeRO-1/2: 16-bit weights, shapes, client state
     <tag>/zero_pp_rank_D_mp_rank_MM_model_states.pt           ZeRO-3: the same without weights
     <tag>/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt    flat fp32 weights and optimizer state
+    <tag>/layer_LL[-model_TT]-model_states.pt                 pipeline: weights and buffers of a layer
+    <tag>/layer_L_expert_E_mp_rank_MM_model_states.pt         MoE: weights of an expert
 
-ZeRO-1/2 lays a group's parameters one after the other, pads the end and cuts it into equal ranges; where a
-parameter's fragment lies in a rank's range is in `param_slice_mappings`, and where in the parameter follows
-by counting over the ranks. ZeRO-3 cuts every parameter alone. Nothing is loaded: fragments become pieces of
-files. DeepSpeed need not be installed.
+MM counts the tensor-parallel ranks of the first pipeline stage, then those of the second. ZeRO-1/2 lays a
+group's parameters one after the other, pads the end and cuts it into equal ranges; where a parameter's
+fragment lies in a rank's range is in `param_slice_mappings`, and where in the parameter follows by counting
+over the ranks. ZeRO-3 cuts every parameter alone. Experts are a group of their own, divided over the ranks
+that hold the same ones. Nothing is loaded: fragments become pieces of files. DeepSpeed need not be installed.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from everstep.convert.formats import deepspeed_meta, deepspeed_write, pickles
-from everstep.convert.formats.deepspeed_files import LAYER, check_ranks, files_in, folder_of
+from everstep.convert.formats.deepspeed_files import check_ranks, files_in, folder_of
+from everstep.convert.formats.deepspeed_ranks import EXPERTS, TIED, global_expert
 from everstep.convert.formats.format import Format, Reading
 from everstep.convert.formats.shards import ShardRules
+from everstep.convert.formats.sidecar import begins_alike
 from everstep.convert.state import TrainingState, encoded_group, equal, keyed_value
 from everstep.convert.values import Encoder
-from everstep.convert.woven import copies
+from everstep.convert.woven import as_dtype, copies
 from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
 from everstep.layout.layout import ITEM_BYTES
@@ -41,6 +46,8 @@ class _Local:
     frozen: dict[str, Stored] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    buffer_names: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # of the working weights of a pipeline's layers
     encoder: Encoder = field(default_factory=Encoder)
 
 
@@ -48,28 +55,31 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     folder = folder_of(Path(path))
     if folder is None:
         raise UserError(f"{path} has no *_optim_states.pt; give the folder of a DeepSpeed checkpoint.")
-    optims, models, layers = files_in(folder)
-    ranks = {key: pickles.load(models[key]) for key in sorted(models)}
-    parts = {key: pickles.load(optims[key])["optimizer_state_dict"] for key in sorted(optims)}
+    files = files_in(folder)
+    ranks = {key: pickles.load(files.models[key]) for key in sorted(files.models)}
+    parts = {key: pickles.load(files.optims[key])["optimizer_state_dict"] for key in sorted(files.optims)}
     first = ranks[min(ranks)]
     tp = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
-    check_ranks(folder, optims, parts[min(parts)].get("partition_count"))
+    check_ranks(folder, files.optims, parts[min(parts)].get("partition_count"))
     stage = _stage(parts[min(parts)])
-    locals_ = [
-        _local(
-            stage, *([held for (rank, _), held in table.items() if rank == mp] for table in (parts, ranks))
-        )
-        for mp in sorted({mp for mp, _ in optims})
-    ]
-    if layers:
-        _add_layers(locals_, layers, tp)
-    rules = ShardRules(reading.patterns, _info(first), reading.vocab)
     state = TrainingState()
     deepspeed_meta.take(state, list(ranks.values()), list(parts.values()))
-    _join(state, locals_, tp, rules)
+    experts = {key: pickles.load(path) for key, path in files.experts.items()}
+    locals_ = []
+    for mp in sorted({mp for mp, _ in files.optims}):
+        held = [[one for (rank, _), one in table.items() if rank == mp] for table in (parts, ranks)]
+        locals_.append(_local(stage, *held))
+        _check_experts(locals_[-1], [one for (rank, *_), one in experts.items() if rank == mp])
+    if files.layers:
+        tied = _add_layers(locals_, {key: pickles.load(path) for key, path in files.layers.items()}, tp)
+        state.meta["deepspeed"] = {**state.meta.get("deepspeed", {}), "pipeline": {"tied_layers": tied}}
+    _join(state, locals_, tp, ShardRules(reading.patterns, _info(first), reading.vocab))
+    for group in state.groups:
+        group["params"] = experts_in_order(group["params"])
     state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
-    bf16 = any(name.name.startswith("bf16_") for name in optims.values())
-    state.meta |= {"format": f"deepspeed zero-{stage}", "precision": "bf16" if bf16 else _precision(first)}
+    bf16 = any(path.name.startswith("bf16_") for path in files.optims.values())
+    working = "bf16" if bf16 else _precision(locals_, first)
+    state.meta |= {"format": f"deepspeed zero-{stage}", "precision": working}
     return state
 
 
@@ -100,7 +110,8 @@ def _local(stage: int, parts: Sequence[Any], ranks: Sequence[Any]) -> _Local:
     """`parts`, `ranks`: the optimizer and model files of all data-parallel ranks."""
     first, found = ranks[0], _Local()
     shapes = {name: tuple(s) for group in first["param_shapes"] or [] for name, s in group.items()}
-    for name in first.get("buffer_names") or []:
+    found.buffer_names = list(first.get("buffer_names") or [])
+    for name in found.buffer_names if first["module"] is not None else ():
         _add_tensor(found, found.buffers, name, first["module"][name])
         others = [one["module"].get(name) for one in ranks[1:]]
         if name in found.buffers and not _all_equal([found.buffers[name], *others]):
@@ -109,7 +120,9 @@ def _local(stage: int, parts: Sequence[Any], ranks: Sequence[Any]) -> _Local:
     if stage == 3:
         _read_three(found, parts, ranks, shapes)
     else:
-        _read_one(found, parts, shapes)
+        data_first = (first.get("ds_config") or {}).get("use_data_before_expert_parallelism", False)
+        for g in range(len(parts[0]["single_partition_of_fp32_groups"])):
+            _read_one(found, parts, shapes, g, bool(data_first))
         _read_module(found, first)
     return found
 
@@ -128,17 +141,22 @@ def _add_tensor(found: _Local, into: dict[str, Stored], name: str, value: Any) -
 # ZeRO-1 and 2.
 
 
-def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> None:
-    for g in range(len(parts[0]["single_partition_of_fp32_groups"])):
+def _read_one(
+    found: _Local, parts: Sequence[Any], shapes: dict[str, Shape], g: int, data_first: bool
+) -> None:
+    bases = [part["base_optimizer_state"] for part in parts]
+    numbers = [base["param_groups"][g] if isinstance(base, dict) else {} for base in bases]
+    scalars = _Scalars(f"group {g}")
+    all_names: list[str] = []
+    for parallel, ranks in enumerate(_expert_parallel(numbers[0], parts, g, data_first)):
         names: dict[str, int] = {}
         weights: dict[str, _Fragments] = {}
         states: dict[str, dict[str, _Fragments]] = {}
-        scalars = _Scalars(f"group {g}")
-        for rank, part in enumerate(parts):
-            flat = part["single_partition_of_fp32_groups"][g]
-            mine = _group_state(part, g)
+        for rank in ranks:
+            flat = parts[rank]["single_partition_of_fp32_groups"][g]
+            mine = _group_state(parts[rank], g)
             scalars.take(found, mine, flat, rank)
-            fragments = part["param_slice_mappings"][g].items()
+            fragments = parts[rank]["param_slice_mappings"][g].items()
             for name, place in sorted(fragments, key=lambda item: item[1].get("start")):
                 start, count = place.get("start"), place.get("numel")
                 done = names.get(name, 0)
@@ -148,10 +166,25 @@ def _read_one(found: _Local, parts: Sequence[Any], shapes: dict[str, Shape]) -> 
                     if _is_flat(tensor, flat):
                         _add(states.setdefault(name, {}), key, shape, done, tensor, start, count)
                 names[name] = done + count
-        _collect(found, shapes, names, weights, states, scalars)
-        bases = [part["base_optimizer_state"] for part in parts]
-        numbers = [base["param_groups"][g] if isinstance(base, dict) else {} for base in bases]
-        found.groups.append(_agreed(found, names, numbers, g))
+        local = 1 + max((int(match[2]) for name in names if (match := EXPERTS.fullmatch(name))), default=-1)
+        full = {name: global_expert(name, parallel * local) for name in names}
+        _collect(found, shapes, full, weights, states, scalars)
+        all_names += full.values()
+    found.groups.append(_agreed(found, all_names, numbers, g))
+
+
+def _expert_parallel(group: Any, parts: Sequence[Any], g: int, data_first: bool) -> list[list[int]]:
+    """The data-parallel ranks of every expert-parallel rank: they hold its experts, as ZeRO divides them."""
+    world, counts = len(parts), parts[0].get("partition_count")
+    each = counts[g] if isinstance(counts, list) and group.get("moe") else world
+    if not each or world % each:
+        raise UserError(
+            f"group {g} is divided over {each} of {world} ranks, which is not a whole part of them."
+        )
+    size = world // each
+    if data_first:
+        return [list(range(e * each, (e + 1) * each)) for e in range(size)]
+    return [list(range(e, world, size)) for e in range(size)]
 
 
 def _group_state(part: Any, g: int) -> dict[str, Any]:
@@ -180,7 +213,6 @@ def _read_three(found: _Local, parts: Sequence[Any], ranks: Sequence[Any], shape
         found.groups.append(_agreed(found, (), [table[g] for table in tables], g))
     for sub, table in enumerate(ranks[0]["param_shapes"]):
         at = 0
-        names: dict[str, int] = {}
         weights: dict[str, _Fragments] = {}
         states: dict[str, dict[str, _Fragments]] = {}
         scalars = _Scalars(f"group {sub}")
@@ -196,11 +228,10 @@ def _read_three(found: _Local, parts: Sequence[Any], ranks: Sequence[Any], shape
                 for key, tensor in mine.items():
                     if _is_flat(tensor, flat):
                         _add(states.setdefault(name, {}), key, shape, rank * each, tensor, at, count)
-            names[name] = prod(shape)
             at += each
-        _collect(found, shapes, names, weights, states, scalars)
+        _collect(found, shapes, {name: name for name in table}, weights, states, scalars)
         owner = next((g for g, group in enumerate(numbers) if sub in group["params"]), 0)
-        found.groups[owner]["params"] += list(names)
+        found.groups[owner]["params"] += list(table)
     found.frozen |= frozen_of(ranks)
 
 
@@ -244,15 +275,16 @@ def _add(
 def _collect(
     found: _Local,
     shapes: dict[str, Shape],
-    names: Iterable[str],
+    names: Mapping[str, str],
     weights: dict[str, _Fragments],
     states: dict[str, dict[str, _Fragments]],
     scalars: _Scalars,
 ) -> None:
+    """`names`: in the files, and in the whole model."""
     shared = scalars.agreed()
-    for name in names:
-        found.weights[name] = Pieces(weights[name].dtype, shapes[name], tuple(weights[name].pieces))
-        found.states[name] = {
+    for name, full in names.items():
+        found.weights[full] = Pieces(weights[name].dtype, shapes[name], tuple(weights[name].pieces))
+        found.states[full] = {
             **shared,
             **{
                 key: Pieces(p.dtype, shapes[name], tuple(p.pieces)) for key, p in states.get(name, {}).items()
@@ -332,16 +364,65 @@ def _info(first: Any) -> dict[str, Any]:
     return found
 
 
-def _add_layers(locals_: list[_Local], layers: Sequence[Path], tp: int) -> None:
-    """Pipeline engines keep 16-bit weights by layer; those without masters are frozen parameters."""
-    for path in layers:
-        match = LAYER.fullmatch(path.name)
-        assert match is not None
-        for name, tensor in pickles.load(path).items():
-            full = f"{int(match[1])}.{name}"
-            owners = [mine for rank, mine in enumerate(locals_) if rank % tp == int(match[2])]
-            if owners and not any(full in mine.weights for mine in owners):
-                owners[0].frozen.setdefault(full, tensor)
+# Pipelines and experts.
+
+
+def experts_in_order(names: Sequence[str]) -> list[str]:
+    """Layer by layer, then expert by expert, whichever ranks they were on."""
+    places: dict[str, int] = {}
+    for name in names:
+        match = EXPERTS.fullmatch(name)
+        places.setdefault(match[1] if match else name, len(places))
+
+    def key(name: str) -> tuple[int, int]:
+        match = EXPERTS.fullmatch(name)
+        return (places[match[1]], int(match[2])) if match else (places[name], 0)
+
+    return sorted(names, key=key)
+
+
+def _check_experts(found: _Local, files: Sequence[Any]) -> None:
+    """The working weights of experts are by their number in the model: was the ranks' order understood?"""
+    for held in files:
+        for name, tensor in held.items():
+            master = found.weights.get(name)
+            if master is None:
+                _add_tensor(found, found.frozen, name, tensor)
+            elif not begins_alike(as_dtype(master, tensor.dtype), tensor):
+                raise UserError(
+                    f"the optimizer's files have other values of {name!r} than the expert's file."
+                )
+
+
+def _add_layers(locals_: Sequence[_Local], layers: Mapping[tuple[int, int], Any], tp: int) -> dict[str, str]:
+    """A pipeline's buffers and frozen parameters are in files of layers, beside working weights. The layers
+    whose weights are those of a tied module, and its key: only the values tell.
+    """
+    tied: dict[str, str] = {}
+    for (layer, shard), held in sorted(layers.items()):
+        owners = locals_[shard::tp]
+        for name, tensor in held.items():
+            full = f"{layer}.{name}"
+            known = next((mine for mine in owners if full in mine.weights), None)
+            of = next((mine for mine in owners if full in mine.buffer_names), None)
+            if known is not None:
+                known.kinds.append(tensor.dtype)
+            elif of is not None:
+                _add_tensor(of, of.buffers, full, tensor)
+            elif (key := _tied_key(owners, name, tensor)) is not None:
+                tied[str(layer)] = key
+            elif owners:
+                _add_tensor(owners[0], owners[0].frozen, full, tensor)
+    return tied
+
+
+def _tied_key(owners: Sequence[_Local], name: str, tensor: Stored) -> str | None:
+    for mine in owners:
+        for full, master in mine.weights.items():
+            match = TIED.fullmatch(full)
+            if match and match[2] == name and equal(as_dtype(master, tensor.dtype), tensor):
+                return match[1]
+    return None
 
 
 def _join(state: TrainingState, locals_: Sequence[_Local], tp: int, rules: ShardRules) -> None:
@@ -408,11 +489,12 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _precision(first: Any) -> str:
+def _precision(locals_: Sequence[_Local], first: Any) -> str:
     """Of the working weights: what most trained parameters are kept in."""
     trained = {name for group in first["param_shapes"] or [] for name in group}
     module = first["module"] or {}
     kinds = [module[name].dtype for name in module if name in trained and isinstance(module[name], Pieces)]
+    kinds += [kind for mine in locals_ for kind in mine.kinds]
     most = max(sorted(set(kinds)), key=kinds.count, default="F32")
     return {"BF16": "bf16", "F16": "fp16"}.get(most, "fp32")
 
@@ -420,8 +502,8 @@ def _precision(first: Any) -> str:
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO-1, 2, 3",
-    reads="yes, also TP (patterns or `universal_checkpoint_info`) and PP",
-    writes="yes, any stage and world; TP = PP = 1",
+    reads="yes, also TP (patterns or `universal_checkpoint_info`), PP and experts",
+    writes="yes, any stage and world, also TP (patterns), PP and experts",
     optimizer="any optimizer's",
     detects=lambda path: folder_of(path) is not None,
     read=read,

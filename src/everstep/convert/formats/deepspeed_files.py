@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,20 @@ from everstep.errors import UserError
 
 OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")  # of a pipeline: layer, tensor rank
+EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Optimizer and model files by (model-parallel rank, data-parallel rank), layer files by (layer, tensor
+    rank), files of experts by (model-parallel rank, number of the MoE layer, expert).
+    """
+
+    optims: dict[tuple[int, int], Path]
+    models: dict[tuple[int, int], Path]
+    layers: dict[tuple[int, int], Path]
+    experts: dict[tuple[int, int, int], Path]
 
 
 def folder_of(path: Path) -> Path | None:
@@ -25,25 +39,24 @@ def folder_of(path: Path) -> Path | None:
     return path if path.is_dir() and any(OPTIM.fullmatch(p.name) for p in path.iterdir()) else None
 
 
-def files_in(folder: Path) -> tuple[dict[tuple[int, int], Path], dict[tuple[int, int], Path], list[Path]]:
-    """Optimizer and model files by (model-parallel rank, data-parallel rank), and layer files."""
-    optims: dict[tuple[int, int], Path] = {}
-    models: dict[tuple[int, int], Path] = {}
-    layers = []
+def files_in(folder: Path) -> Files:
+    found = Files(optims={}, models={}, layers={}, experts={})
     for path in sorted(folder.iterdir()):
         if match := OPTIM.fullmatch(path.name):
-            optims[int(match[3]), int(match[2])] = path
+            found.optims[int(match[3]), int(match[2])] = path
         elif match := MODEL.fullmatch(path.name):
-            models[int(match[2]), int(match[1] or 0)] = path
-        elif LAYER.fullmatch(path.name):
-            layers.append(path)
-    if not models:
+            found.models[int(match[2]), int(match[1] or 0)] = path
+        elif match := LAYER.fullmatch(path.name):
+            found.layers[int(match[1]), int(match[2] or 0)] = path
+        elif match := EXPERT.fullmatch(path.name):
+            found.experts[int(match[3]), int(match[1]), int(match[2])] = path
+    if not found.models:
         raise UserError(f"{folder} holds no *_model_states.pt.")
-    for mp in {mp for mp, _ in optims}:
-        found = sorted(dp for rank, dp in optims if rank == mp)
-        if found != list(range(len(found))):
-            raise UserError(f"{folder}: the optimizer files of model rank {mp} are not 0 to {found[-1]}.")
-    return optims, models, layers
+    for mp in {mp for mp, _ in found.optims}:
+        ranks = sorted(dp for rank, dp in found.optims if rank == mp)
+        if ranks != list(range(len(ranks))):
+            raise UserError(f"{folder}: the optimizer files of model rank {mp} are not 0 to {ranks[-1]}.")
+    return found
 
 
 def check_ranks(folder: Path, optims: dict[tuple[int, int], Path], partitions: Any) -> None:

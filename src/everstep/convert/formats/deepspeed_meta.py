@@ -76,12 +76,26 @@ def take(state: TrainingState, ranks: Sequence[Any], optims: Sequence[Any] = ())
         found = {**elsewhere, **found}
     if found:
         state.meta["deepspeed"] = found
+    info = first.get("universal_checkpoint_info")
+    if isinstance(info, dict) and info:
+        state.meta["deepspeed_patterns"] = Encoder().encode(_plain(info), "patterns")
     state.meta["deepspeed_version"] = str(first.get("ds_version"))
     state.take(encoder)
 
 
 def _client(model_states: Any) -> dict[str, Any]:
     return {str(key): value for key, value in model_states.items() if key not in ENGINE_KEYS}
+
+
+def _plain(value: Any) -> Any:
+    """Objects of DeepSpeed's (`SubparamShape`) as tables."""
+    if isinstance(value, pickles.Opaque):
+        return _plain(value.__dict__["state"])
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(one) for one in value)
+    return value
 
 
 def _differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -133,7 +147,10 @@ def model_keys(state: TrainingState, kept: Mapping[str, Stored], groups: list[An
     """The keys of a model file besides the model; `kept`: tensors that have no other place."""
     held = state.meta.get("deepspeed") or {}
     client = decode(held.get("client") or {}, state.tensors)
-    table = {key: value for key, value in state.meta.items() if key != "deepspeed"}
+    table = {
+        key: value for key, value in state.meta.items() if key not in ("deepspeed", "deepspeed_patterns")
+    }
+    ours = clip_grad(state) | ({"pipeline": held["pipeline"]} if "pipeline" in held else {})
     return {
         "lr_scheduler": None,
         "data_sampler": None,
@@ -143,6 +160,6 @@ def model_keys(state: TrainingState, kept: Mapping[str, Stored], groups: list[An
         "global_steps": state.step,
         "ds_config": {},
         "ds_version": version_of(state),
-        "everstep": {"meta": table, "groups": groups, "tensors": dict(kept), "deepspeed": clip_grad(state)},
+        "everstep": {"meta": table, "groups": groups, "tensors": dict(kept), "deepspeed": ours},
         **client,
     }

@@ -13,6 +13,7 @@ groups the numbers of the first. `deepspeed_write` has neither limit.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from everstep.convert.formats import deepspeed_meta, deepspeed_write, pickles, torchfile
 from everstep.convert.formats.deepspeed import frozen_of, with_empty
 from everstep.convert.formats.deepspeed_files import files_in
+from everstep.convert.formats.deepspeed_ranks import SplitRules, is_pipeline, model_ranks
 from everstep.convert.formats.deepspeed_write import FlatGroup
 from everstep.convert.formats.format import Format, Reading, Target
 from everstep.convert.state import TrainingState, encoded_group, equal, keyed_value, value_of_key
@@ -28,7 +30,7 @@ from everstep.convert.values import Encoder
 from everstep.errors import UserError
 from everstep.layout.box import row_major, whole
 from everstep.store.parts import Progress
-from everstep.store.stored import FilePiece, Pieces, Stored
+from everstep.store.stored import FilePiece, Pieces
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -124,7 +126,7 @@ def _add_frozen(state: TrainingState, folder: Path) -> None:
 
 def _model_states(folder: Path) -> list[Any]:
     """Of every model-parallel rank; ZeRO-1 and 2 write one file for each, ZeRO-3 one for every rank."""
-    models = files_in(folder)[1]
+    models = files_in(folder).models
     return [pickles.load(models[mp, 0]) for mp in sorted({mp for mp, _ in models})]
 
 
@@ -170,18 +172,22 @@ def _add_steps(state: TrainingState, held: Any) -> None:
 
 def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     precision = deepspeed_write.precision_of(state, target)
+    working = deepspeed_write.WORKING[precision]
+    target = replace(target, world=1, stage=1, ep=1)
     tag = f"global_step{state.step}_universal"
     folder = path / tag
+    rules = SplitRules(state, target)
     groups = deepspeed_write.groups_of(state)
     optimizer = state.optimizer()
     for name, stored in state.parameters().items():
         home = folder / "zero" / name
         home.mkdir(parents=True, exist_ok=True)
-        _atom(home / "fp32.pt", stored, progress)
+        tags = rules.tags(name, stored)
+        torchfile.save(home / "fp32.pt", {**tags, "param": stored}, progress)
         for key, value in optimizer[name].items():
             file = home / f"{key.partition('#')[0]}.pt"
             if key != "step" and "#" not in key:
-                _atom(file, value, progress)
+                torchfile.save(file, {**tags, "param": value}, progress)
             else:
                 torchfile.save(file, value_of_key(key, value), progress)
             if key.partition("#")[0] not in (*_ADAM, "step"):
@@ -190,15 +196,19 @@ def write(path: Path, state: TrainingState, target: Target, progress: Progress) 
         _say(state, "DeepSpeed's ZeRO-3 universal loader gives every group the numbers of the first")
     shared = _global_state(state, groups, precision)
     torchfile.save(folder / "zero" / "optimizer_state.pt", shared, progress)
-    held = deepspeed_write.model_states(state, groups, 1, deepspeed_write.WORKING[precision], None)
-    for start in ("", "zero_pp_rank_0_"):
-        torchfile.save(folder / f"{start}mp_rank_00_model_states.pt", held, progress)
+    for rank in model_ranks(state, target):
+        mine = deepspeed_write.groups_of(rank.state)
+        held = deepspeed_write.model_states(rank.state, mine, target, working, None)
+        info = rules.info(state.parameters())
+        held |= {"universal_checkpoint_info": info} if info else {}
+        for start in ("", "zero_pp_rank_0_"):
+            torchfile.save(folder / f"{start}mp_rank_{rank.number:02d}_model_states.pt", held, progress)
+        if is_pipeline(state, target):
+            deepspeed_write.write_layers(
+                folder, rank, state, target, deepspeed_write.WORKING[precision], progress
+            )
     for latest in ("latest_universal", "latest"):
         (path / latest).write_text(tag, encoding="utf-8")
-
-
-def _atom(path: Path, stored: Stored, progress: Progress) -> None:
-    torchfile.save(path, {"param": stored, "cat_dim": 0}, progress)
 
 
 def _say(state: TrainingState, sentence: str) -> None:
@@ -207,7 +217,7 @@ def _say(state: TrainingState, sentence: str) -> None:
 
 
 def _global_state(state: TrainingState, groups: list[FlatGroup], precision: str) -> dict[str, Any]:
-    inner = deepspeed_write.partition_of(state, groups, 0, 1, 1, precision)
+    inner = deepspeed_write.partition_of(state, groups, 0, Target(format="deepspeed"), precision)
     numbers = inner["base_optimizer_state"]["param_groups"]
     steps = {g: dict(group.shared) for g, group in enumerate(groups)}
     kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version")

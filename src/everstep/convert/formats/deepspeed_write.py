@@ -13,12 +13,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from everstep.convert.formats import deepspeed_meta, torchfile
+from everstep.convert.formats.deepspeed_ranks import (
+    EXPERTS,
+    LAYER,
+    TIED,
+    ModelRank,
+    SplitRules,
+    global_expert,
+    is_pipeline,
+    model_ranks,
+    tied_layers,
+)
 from everstep.convert.formats.format import Target
 from everstep.convert.formats.torchfile import Global, PickledObject
 from everstep.convert.state import TrainingState, group_numbers, number_of, value_of_key
@@ -37,28 +48,71 @@ Ranges = list[tuple[Stored | None, int, int]]  # of a flat buffer: a tensor or z
 def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     """Write `<path>/<tag>/…` and `<path>/latest`."""
     stage, world, precision = target.stage, target.world, precision_of(state, target)
-    if stage not in (1, 2, 3) or world < 1:
+    if stage not in (1, 2, 3) or min(world, target.tp, target.pp, target.ep) < 1:
         raise UserError(f"ZeRO stage {stage} over {world} ranks is impossible; --stage is 1, 2 or 3.")
-    groups = groups_of(state)
+    if world % target.ep or (target.ep > 1 and stage == 3):
+        raise UserError(
+            f"{target.ep} expert-parallel ranks need ZeRO stage 1 or 2 and --world a multiple of it."
+        )
     tag = f"global_step{state.step}"
     folder = path / tag
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "bf16_" if precision == "bf16" else ""
-    subs = _sub_groups(groups, world) if stage == 3 else groups
-    for rank in range(world):
-        if stage == 3:
-            inner = _three(state, groups, subs, rank, world, precision)
-        else:
-            inner = partition_of(state, groups, rank, world, stage, precision)
-        name = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        version = deepspeed_meta.version_of(state)
-        whole = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
-        torchfile.save(name, whole, progress)
-    for rank in range(world if stage == 3 else 1):
-        name = folder / (f"zero_pp_rank_{rank}_" * (stage == 3) + "mp_rank_00_model_states.pt")
-        held = model_states(state, subs, world, WORKING[precision], rank if stage == 3 else None)
-        torchfile.save(name, held, progress)
+    info = SplitRules(state, target).info(state.parameters())
+    told = {"universal_checkpoint_info": info} if info else {}
+    for rank in model_ranks(state, target):
+        mp, mine = f"mp_rank_{rank.number:02d}", rank.state
+        groups = groups_of(mine)
+        subs = _sub_groups(groups, world) if stage == 3 else groups
+        for dp in range(world):
+            if stage == 3:
+                inner = _three(mine, groups, subs, dp, world, precision)
+            else:
+                inner = partition_of(mine, groups, dp, target, precision)
+            name = folder / f"{prefix}zero_pp_rank_{dp}_{mp}_optim_states.pt"
+            version = deepspeed_meta.version_of(mine)
+            whole = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
+            torchfile.save(name, whole, progress)
+        for dp in range(world if stage == 3 else 1):
+            name = folder / (f"zero_pp_rank_{dp}_" * (stage == 3) + f"{mp}_model_states.pt")
+            held = model_states(mine, subs, target, WORKING[precision], dp if stage == 3 else None)
+            torchfile.save(name, held | told, progress)
+        _write_experts(folder, mp, mine, WORKING[precision], progress)
+        if is_pipeline(state, target):
+            write_layers(folder, rank, state, target, WORKING[precision], progress)
     (path / "latest").write_text(tag, encoding="utf-8")
+
+
+def write_layers(
+    folder: Path, rank: ModelRank, state: TrainingState, target: Target, dtype: str, progress: Progress
+) -> None:
+    """Working weights and buffers, a file for every layer."""
+    ties = tied_layers(state)
+    trained = {name for group in rank.state.groups for name in group["params"]}
+    layers: dict[int, dict[str, Stored]] = {}
+    for name, stored in {**rank.state.parameters(), **rank.state.buffers()}.items():
+        kept = as_dtype(stored, dtype) if name in trained else stored
+        match, tied = LAYER.fullmatch(name), TIED.fullmatch(name)
+        if match is not None:
+            layers.setdefault(int(match[1]), {})[match[2]] = kept
+        elif tied is not None:
+            for layer in (layer for layer, key in ties.items() if key == tied[1]):
+                layers.setdefault(layer, {})[tied[2]] = kept
+    for layer, table in layers.items():
+        shard = f"-model_{rank.shard:02d}" if target.tp > 1 else ""
+        torchfile.save(folder / f"layer_{layer:02d}{shard}-model_states.pt", OrderedDict(table), progress)
+
+
+def _write_experts(folder: Path, mp: str, state: TrainingState, dtype: str, progress: Progress) -> None:
+    """Working weights, a file for every expert of every layer."""
+    for number, (prefix, count) in enumerate(expert_layers(state).items()):
+        for expert in range(count):
+            held = {
+                name: as_dtype(stored, dtype)
+                for name, stored in state.parameters().items()
+                if name.startswith(f"{prefix}{expert}.")
+            }
+            torchfile.save(folder / f"layer_{number}_expert_{expert}_{mp}_model_states.pt", held, progress)
 
 
 def precision_of(state: TrainingState, target: Target) -> str:
@@ -83,6 +137,10 @@ class FlatGroup:
     states: Mapping[str, Mapping[str, Stored]]
     flat: Mapping[str, str]
     shared: Mapping[str, Any]
+    first: Mapping[str, int] = field(default_factory=dict)  # of an expert's number, as its rank counts
+
+    def called(self, name: str) -> str:
+        return global_expert(name, self.first.get(name, 0))
 
     def size(self, name: str) -> int:
         return prod(self.weights[name].shape)
@@ -190,23 +248,26 @@ def _shared_values(
 
 
 def partition_of(
-    state: TrainingState, groups: list[FlatGroup], rank: int, world: int, stage: int, precision: str
+    state: TrainingState, groups: list[FlatGroup], rank: int, target: Target, precision: str
 ) -> dict[str, Any]:
-    weights, paddings, mappings, states = [], [], [], {}
-    for g, group in enumerate(groups):
+    weights, paddings, mappings, states, counts, alignments = [], [], [], {}, [], []
+    for g, whole in enumerate(groups):
+        group, mine, world = _expert_share(whole, rank, target)
         total = sum(group.size(name) for name in group.names)
         each = -(-total // (ALIGN * world)) * ALIGN
-        real = max(0, min((rank + 1) * each, total) - rank * each)
-        pieces = list(_pieces(group, rank * each, (rank + 1) * each))
+        real = max(0, min((mine + 1) * each, total) - mine * each)
+        pieces = list(_pieces(group, mine * each, (mine + 1) * each))
         weights.append(Flat(group.dtype, _ranges(group, None, pieces)))
         paddings.append(each - real)
         mappings.append(
-            OrderedDict((name, _address(count, at)) for name, _, count, at in pieces),
+            OrderedDict((group.called(name), _address(count, at)) for name, _, count, at in pieces),
         )
         states[g] = {
             key: Flat(dtype, (*_ranges(group, key, pieces), (None, 0, each - real)))
             for key, dtype in group.flat.items()
         } | dict(group.shared)
+        counts.append(world)
+        alignments.append([0] * len(group.names))
     return {
         **deepspeed_meta.loss_scaler(state, precision),
         **deepspeed_meta.clip_grad(state),
@@ -215,13 +276,45 @@ def partition_of(
             "param_groups": [{**group.numbers, "params": [g]} for g, group in enumerate(groups)],
         },
         "single_partition_of_fp32_groups": weights,
-        "zero_stage": _stage(stage),
+        "zero_stage": _stage(target.stage),
         "group_paddings": paddings,
-        "param_alignment_paddings": [[0] * len(group.names) for group in groups],
-        "partition_count": [world] * len(groups),
+        "param_alignment_paddings": alignments,
+        "partition_count": counts,
         "ds_version": deepspeed_meta.version_of(state),
         "param_slice_mappings": mappings,
     }
+
+
+def expert_layers(state: TrainingState) -> dict[str, int]:
+    """The MoE layers by what their experts' names begin with, and how many each has."""
+    found: dict[str, int] = {}
+    for name in state.parameters():
+        if match := EXPERTS.fullmatch(name):
+            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    return found
+
+
+def _expert_share(group: FlatGroup, rank: int, target: Target) -> tuple[FlatGroup, int, int]:
+    """What of a group a data-parallel rank divides with others, its place among them, and how many they are:
+    the experts of its expert-parallel rank, or all.
+    """
+    if not group.numbers.get("moe"):
+        return group, rank, target.world
+    counts: dict[str, int] = {}
+    for name in group.names:
+        if match := EXPERTS.fullmatch(name):
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    parallel = rank % target.ep
+    mine, first = [], {}
+    for name in group.names:
+        match = EXPERTS.fullmatch(name)
+        if match is None or counts[match[1]] % target.ep:
+            raise UserError(f"the experts of {name!r} are not a multiple of --ep {target.ep}.")
+        local = counts[match[1]] // target.ep
+        if int(match[2]) // local == parallel:
+            mine.append(name)
+            first[name] = -parallel * local
+    return replace(group, names=mine, first=first), rank // target.ep, target.world // target.ep
 
 
 def _pieces(group: FlatGroup, low: int, high: int) -> Iterator[tuple[str, int, int, int]]:
@@ -306,15 +399,17 @@ def _sub_groups(groups: list[FlatGroup], world: int) -> list[FlatGroup]:
 
 
 def model_states(
-    state: TrainingState, groups: list[FlatGroup], world: int, dtype: str, rank: int | None
+    state: TrainingState, groups: list[FlatGroup], target: Target, dtype: str, rank: int | None
 ) -> dict[str, Any]:
     """`rank`: of ZeRO-3, whose files hold no weights; None for ZeRO-1 and 2."""
+    world, experts = target.world, expert_layers(state)
     trained = {name for group in groups for name in group.names}
     module: OrderedDict[str, Any] = OrderedDict()
     frozen: OrderedDict[str, Any] = OrderedDict()
     for name, stored in state.parameters().items():
         kept = as_dtype(stored, dtype) if name in trained else stored
-        module[name] = kept if rank is None else Flat(kept.dtype, ())
+        if EXPERTS.fullmatch(name) is None:
+            module[name] = kept if rank is None else Flat(kept.dtype, ())
         if name not in trained:
             size = prod(stored.shape)
             mine = Flat(stored.dtype, tuple(_cut(stored, size, rank or 0, world)))
@@ -323,17 +418,24 @@ def model_states(
     for alias, name in state.tied.items():
         module.setdefault(alias, module[name])
     others = {} if rank else _without_place(state, trained)
+    shares = [_expert_share(group, 0, target)[0] for group in groups]
     return {
-        "module": module,
+        "module": None if is_pipeline(state, target) else module,
         "buffer_names": list(state.buffers()),
         "optimizer": None,
-        "param_shapes": [shapes_of(state, group.names) for group in groups],
+        "param_shapes": [
+            OrderedDict(
+                zip(map(group.called, group.names), shapes_of(state, group.names).values(), strict=True)
+            )
+            for group in shares
+        ],
         "frozen_param_shapes": shapes_of(state, list(frozen)) if frozen or rank is not None else None,
         "shared_params": dict(state.tied),
         "frozen_param_fragments": frozen if frozen or rank is not None else None,
         "dp_world_size": world,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": target.pp * target.tp,
+        "checkpoint_parallel_dimensions": {"pp_degree": target.pp, "tp_degree": target.tp},
+        **({"num_experts": list(experts.values())} if experts else {}),
         **deepspeed_meta.model_keys(state, others, _odd_groups(state, trained)),
     }
 

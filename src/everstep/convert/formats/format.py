@@ -34,7 +34,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What to write. `stage`, `world`: ZeRO's; `tp`, `pp`: legacy Megatron's."""
+    """What to write. `stage`, `world`: ZeRO's, `world` data-parallel ranks; `tp`, `pp`, `ep`: tensor-,
+    pipeline- and expert-parallel ranks of DeepSpeed and legacy Megatron. `patterns`: how to split over `tp`.
+    `stage_starts`: the first layer of every pipeline stage.
+    """
 
     format: str
     names: Dialect | None = None
@@ -43,6 +46,9 @@ class Target:
     world: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    patterns: Patterns | None = None
+    stage_starts: tuple[int, ...] = ()
     precision: str | None = None  # of DeepSpeed's working weights
     dtype: str | None = None  # of the weights; the source's if not given
     shard_bytes: int = 5 << 30  # of Hugging Face's files

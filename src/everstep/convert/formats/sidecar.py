@@ -110,6 +110,10 @@ def _can_be_tied(name: str, stored: Stored, reading: Reading) -> bool:
     return bool((first != first[0]).any())
 
 
+def begins_alike(a: Stored, b: Stored) -> bool:
+    return _beginning(a) == _beginning(b)
+
+
 def _beginning(stored: Stored) -> tuple[Any, ...]:
     return (stored.dtype, stored.shape, digest(_first_elements(stored).tobytes()))
 
