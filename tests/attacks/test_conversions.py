@@ -74,8 +74,7 @@ def test_ranks_of_two_checkpoints_are_one_sentence(made: Path, tmp_path: Path, r
     mine, other = (sorted(f.glob("*/*optim_states.pt"))[1] for f in (folder, made / "z3"))
     shutil.copy(other, mine)
     said = refusal(folder)
-    assert "KeyError 'single_partition_of_fp32_groups'" in said
-    assert "mixed from several checkpoints" in said
+    assert "its optimizer files are of ZeRO stages 2 and 3, mixed from several checkpoints." in said
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

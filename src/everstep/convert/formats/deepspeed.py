@@ -61,7 +61,13 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     first = ranks[min(ranks)]
     tp = int((first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
     check_ranks(folder, files.optims, parts[min(parts)].get("partition_count"))
-    stage = _stage(parts[min(parts)])
+    stages = sorted({_stage(part) for part in parts.values()})
+    if len(stages) > 1:
+        told = " and ".join(map(str, stages))
+        raise UserError(
+            f"{folder}: its optimizer files are of ZeRO stages {told}, mixed from several checkpoints."
+        )
+    stage = stages[0]
     state = TrainingState()
     deepspeed_meta.take(state, list(ranks.values()), list(parts.values()))
     experts = {key: pickles.load(path) for key, path in files.experts.items()}
