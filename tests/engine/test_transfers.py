@@ -63,7 +63,7 @@ def test_a_state_is_never_made_of_two_transfers(processes: tuple[Process, Proces
     name of their tensor alone: the joiner loaded a mixture of step 5 and step 8.
     """
     slow, good, target = processes
-    joiner = Joiner(Mailbox(Worker(0, 0)), incarnation=1)
+    joiner = Joiner(Mailbox(Worker(0, 0), incarnation=1))
     arriving = ArrivingState(joiner.take_state)
     late, counts = StateTransfer(1, 5, 1, 1), StateTransfer(2, 8, 2, 1)
     send_state(good.links, target.links.address, counts, state(8))
@@ -82,7 +82,7 @@ def test_a_transfer_with_a_frame_lost_is_no_state_until_it_is_sent_again(
     processes: tuple[Process, Process, Process],
 ) -> None:
     source, _, target = processes
-    joiner = Joiner(Mailbox(Worker(0, 0)), incarnation=1)
+    joiner = Joiner(Mailbox(Worker(0, 0), incarnation=1))
     arriving = ArrivingState(joiner.take_state)
     transfer = StateTransfer(1, 5, 1, 1)
     send_state(source.links, target.links.address, transfer, state(5))
@@ -147,7 +147,7 @@ def test_a_large_state_for_a_slow_joiner_takes_bounded_memory_and_is_that_of_one
         sender.settle()
         for tensor in live.values():
             tensor.fill_(-1.0)  # the next update
-        arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0)), incarnation=1).take_state)
+        arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state)
         found = None
         while found is None:
             found = arriving.take(joiner.events.get(timeout=60))
@@ -192,7 +192,7 @@ def test_pieces_go_to_their_place_and_others_are_kept() -> None:
         sender.begin(target.links.address, transfer, live)
         sender.settle()
         arriving = ArrivingState(
-            Joiner(Mailbox(Worker(0, 0)), incarnation=1).take_state,
+            Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state,
             lambda name, shape, dtype: home if name == "model/w" else None,
         )
         found = None

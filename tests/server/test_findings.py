@@ -11,7 +11,7 @@ from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.server import findings, outlook
+from everstep.server import outlook, views
 from tests.diagnose.test_watch import SLOW, slow_between, story
 
 
@@ -67,7 +67,7 @@ def test_who_waits_points_to_who_would_send_and_the_hung_one_is_suspected() -> N
     told(machine, seats[Worker(1, 0)], overdue(Worker(1, 0), str(gradient)))
     told(machine, seats[Worker(0, 1)], overdue(Worker(0, 1), str(part)))
     told(machine, seats[Worker(1, 1)], overdue(Worker(1, 1), "1F1.2", stopped=True))
-    found = findings.picture(only_incident(machine))
+    found = views.picture(only_incident(machine))
     assert found["suspects"][0] == "worker 1:1"
     waits = {wait["waiter"]: wait for wait in found["waits"]}
     assert waits["1:0"]["for"] == "1:1", "a gradient comes from the next stage"
@@ -83,7 +83,7 @@ def test_a_slow_verdict_gives_the_pace_of_everybody() -> None:
     assert isinstance(verdict, msg.SlownessFound)
     slow = msg.SlownessFound(**{f: getattr(verdict, f) for f in verdict.__slots__})  # of task "t" already
     machine.handle(slow, 1.0)
-    found = findings.picture(only_incident(machine))
+    found = views.picture(only_incident(machine))
     assert found["paces"][str(SLOW)] == pytest.approx(2.0, rel=0.1)
     others = {worker: pace for worker, pace in found["paces"].items() if worker != str(SLOW)}
     assert set(others) == {"0:0", "0:1", "1:1"}
@@ -97,7 +97,7 @@ def test_an_incident_without_a_diagnosis_has_nothing_to_draw() -> None:
     start_all(machine, seats)
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     told(machine, seats[Worker(0, 0)], msg.TaskEvent(task="t", event=exited))
-    found = findings.picture(only_incident(machine))
+    found = views.picture(only_incident(machine))
     assert (found["waits"], found["paces"], found["ops"]) == ([], {}, [])
     assert found["suspects"] == ["worker 0:0", f"node {seats[Worker(0, 0)]}"]
 
