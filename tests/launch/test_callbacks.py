@@ -60,7 +60,9 @@ def test_losses_of_earlier_starts_are_in_the_result_also_behind_a_torn_line(tmp_
 
 
 def test_another_run_in_the_folder_starts_another_history(tmp_path: Path) -> None:
-    watcher([], tmp_path)("step", row(1))
+    first = watcher([], tmp_path)
+    first("step", row(1))
+    first.end(None)
     seen: list[int] = []
     watcher([lambda row: seen.append(row["step"])], tmp_path)("step", row(1))
     assert seen == [1]
