@@ -1,4 +1,4 @@
-"""Policies on churn: every kind of `everstep_lab.study.churn`, every market of `harness.markets`, and files.
+"""Policies on churn: every kind and every market of `everstep_lab.study`, and files.
 
     python bench/churn.py                                   all kinds and markets, two models, seed 0
     python bench/churn.py --seeds 5,6,7 --models gpt3-7b --file p3-trace.csv
@@ -20,9 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from everstep_lab.study.churn import KINDS
+from everstep_lab.study.markets import MARKETS, market
 from everstep_lab.study.request import Request
 from everstep_lab.study.study import ABLATIONS, POLICIES, run_study
-from harness.markets import MARKETS, market
 
 CHARGED = ("elastic", "varuna", "bamboo", "oobleck", "recycle", "unicron")
 WITHIN = 0.99

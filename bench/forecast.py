@@ -4,10 +4,10 @@
     python bench/forecast.py traces/*.json
 
 Earned: steps on record when the storm ended, weighted by the weight of the task; all tasks do the same work
-per step, so this is the WAF up to a factor. Expected: `harness.storm_forecast`, which lets the real
-coordinator and planner decide about coarse nodes and workers. Its inputs: what was done to which process and
-when, and when a killed coordinator or agent was up again, from the trace; seconds per step, and until a
-killed worker takes part again, measured by the storm before its first fault. Calm: the same without faults.
+per step, so this is the WAF up to a factor. Expected: `everstep_lab.forecast`: the real coordinator and
+planner decide about coarse nodes and workers. Its inputs: what was done to which process and when, and
+when a killed coordinator or agent was up again, from the trace; seconds per step, and until a killed worker
+takes part again, measured by the storm before its first fault. Calm: the same without faults.
 
     python bench/forecast.py traces/storm-22.json traces/storm-23.json --calibrate traces/storm-21.json
 
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.storm_forecast import forecast, weighed
+from everstep_lab.forecast.storm_forecast import forecast, weighed
 
 NO_FAULTS = ("submit", "coordinator up", "agent up")
 

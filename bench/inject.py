@@ -33,8 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import frtrace
-
 STEPS = 30
 STRIKE = 12  # the step a fault strikes in
 WORK_S = 0.05
@@ -450,20 +448,7 @@ def judge(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def beside(folder: Path) -> dict[str, Any]:
-    """What torchfrtrace says of the same dumps: as they are, and repaired."""
-    dumps = frtrace.of_folder(folder)
-    if not dumps:
-        return {"stock": "no dumps", "stock_repaired": "no dumps", "stock_ranks": []}
-    answer = frtrace.ask(dumps, repaired=True)
-    return {
-        "stock": str(frtrace.ask(dumps)),
-        "stock_repaired": str(answer),
-        "stock_ranks": [(rank,) for rank in answer.ranks],
-    }
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -473,7 +458,6 @@ def main() -> None:
     parser.add_argument("--which", default="", choices=("", "stuck", "slow", "innocent"))
     parser.add_argument("--part", default="", help="1/3: the first third of the cases")
     parser.add_argument("--lanes", type=int, default=1, help="jobs beside each other")
-    parser.add_argument("--stock", action="store_true", help="also ask torchfrtrace (seconds a case)")
     given = parser.parse_args()
     warm_up()
 
@@ -484,7 +468,7 @@ def main() -> None:
     if given.part:
         which, of = map(int, given.part.split("/"))
         chosen = chosen[which - 1 :: of]
-    report(in_lanes(chosen, given, port), given.json)
+    return report(in_lanes(chosen, given, port), given.json)
 
 
 def in_lanes(chosen: list[Case], given: argparse.Namespace, port: int) -> list[dict[str, Any]]:
@@ -527,13 +511,12 @@ def one_case(case: Case, given: argparse.Namespace, port: int) -> dict[str, Any]
         run_case(case, folder, port)
         took = time.monotonic() - began
         row = {**judge(case, folder), "seconds": round(took, 1)}
-        row |= beside(folder) if given.stock else {}
         if given.keep:
             shutil.copytree(folder, given.keep / case.name.replace(" ", "_"), dirs_exist_ok=True)
     mark = "ok " if not row["false_positives"] and not row["missed"] and row["where_right"] else "BAD"
     print(
         f"{mark} {case.name:42} truth {row['truth']!s:16} accused {row['accused']!s:16} "
-        f"{row['where']} {row['imbalances']} {took:.1f} s {row.get('stock_repaired', '')}",
+        f"{row['where']} {row['imbalances']} {took:.1f} s",
         file=sys.stderr,
         flush=True,
     )
@@ -545,22 +528,6 @@ def sort_of(case: Case) -> str:
     if not case.truth:
         return "innocent"
     return "slow" if case.fault.startswith("slow") else "stuck"
-
-
-def _stock_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Precision and recall of torchfrtrace after the repair, over the cases it could be asked about."""
-    if not rows:
-        return {}
-    right = sum(len({*map(tuple, row["stock_ranks"])} & {*row["truth"]}) for row in rows)
-    named = sum(len(row["stock_ranks"]) for row in rows)
-    return {
-        "stock_cases": len(rows),
-        "stock_answers_as_shipped": sum("Error" not in row["stock"] for row in rows),
-        "stock_repaired_precision": round(right / max(named, 1), 4),
-        "stock_repaired_recall": round(right / max(sum(len(row["truth"]) for row in rows), 1), 4),
-        "stock_repaired_exact": sum({*map(tuple, row["stock_ranks"])} == {*row["truth"]} for row in rows),
-        "ours_exact": sum({*map(tuple, row["accused"])} == {*row["truth"]} for row in rows),
-    }
 
 
 def warm_up() -> None:
@@ -580,7 +547,8 @@ def warm_up() -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
-def report(rows: list[dict[str, Any]], as_json: bool) -> None:
+def report(rows: list[dict[str, Any]], as_json: bool) -> int:
+    """The exit code is 1 if anyone was accused wrongly, or a culprit was not."""
     faults = [row for row in rows if row["truth"]]
     right = sum(row["true_positives"] for row in rows)
     wrong = sum(row["false_positives"] for row in rows)
@@ -593,13 +561,14 @@ def report(rows: list[dict[str, Any]], as_json: bool) -> None:
         "precision": round(right / max(right + wrong, 1), 4),
         "recall": round(right / max(right + missed, 1), 4),
         "place_right": sum(row["where_right"] for row in faults),
-    } | _stock_summary([row for row in rows if "stock" in row])
+    }
     if as_json:
         print(json.dumps({"summary": summary, "rows": rows}))
-        return
-    for name, value in summary.items():
-        print(f"{name:28} {value}")
+    else:
+        for name, value in summary.items():
+            print(f"{name:28} {value}")
+    return 1 if wrong or missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,6 @@
     python bench/slow.py --factors 2 --json   one JSON document
     python bench/slow.py innocent             runs in which nobody is slow: how many are accused
     python bench/slow.py others               a slow link, a worker without a peer: told, and what follows
-    python bench/slow.py explain              on a cluster of real processes: what `everstep explain` says
 
 Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
 which stands for a device's time: four workers then do not need four cores, and two cores do not measure the
@@ -25,7 +24,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -222,53 +220,19 @@ def others() -> list[dict[str, Any]]:
     return rows
 
 
-# ------------------------------------------------------------------ on a cluster
-
-
-def explain(factor: float) -> dict[str, Any]:
-    from cluster import EVERSTEP, Cluster
-
-    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
-        address = cluster.start_coordinator()
-        for node in ("n1", "n2"):
-            cluster.start_agent(node, slots=2)
-        cluster.nodes_up(2)
-        fault = f"replica=1,stage=0,step={SLOW_FROM},how=slow,factor={factor:g},until={SLOW_UNTIL}"
-        cluster.submit(job_of(), faults=[fault])
-        over = cluster.finished()
-        incidents = cluster.incidents()
-        told = [i for i in incidents if (i["verdict"] or {}).get("kind") == "slow worker"]
-        rows = {row["step"]: row for row in over["rows"]}
-        words = ""
-        if told:
-            command = [*EVERSTEP, "explain", str(told[0]["number"]), "--address", address]
-            words = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return {
-        "state": over["state"],
-        "accused": [i["workers"] for i in told],
-        "verdict_in_step": next(
-            (s - SLOW_FROM + 1 for s, row in rows.items() if told and row["at"] >= told[0]["opened_at"]), None
-        ),
-        "explain": words,
-    }
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "others", "explain"))
+    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "others"))
     parser.add_argument("--factors", default="1.5,2,3")
     parser.add_argument("--worker", default="1:1", help="replica:stage")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     factors = [float(text) for text in given.factors.split(",")]
-    if given.what == "explain":
-        document: Any = explain(factors[0])
-        if not given.json:
-            print(document.pop("explain"))
-    elif given.what == "innocent":
+    document: Any
+    if given.what == "innocent":
         document = innocent(given.turns)
     elif given.what == "others":
         document = others()
@@ -287,7 +251,11 @@ def main() -> None:
         print(f"{len(document)} runs, {sum(bool(row['accused']) for row in document)} with somebody accused")
     else:
         print(json.dumps(document, indent=1))
+    if given.what == "slow":
+        good = all(row["verdict"] and row["same_losses"] for row in document["rows"])
+        return 0 if good and not document["clean_accused"] else 1
+    return 1 if given.what == "innocent" and any(row["accused"] for row in document) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,9 +39,9 @@ from everstep.launch.local.api import run_job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
+from everstep_lab.forecast.storm_forecast import NODES, forecast, weighed
 from harness.cluster import Cluster, replayed, small_job
 from harness.real_storm import SLOTS, STRIKES, Storm, small_disk
-from harness.storm_forecast import NODES, forecast, weighed
 from harness.storm_measures import JobKind, StormMeasures
 
 MARK = "EVERSTEP_STORM_MARK"

@@ -9,7 +9,8 @@
     python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
-faults. A point that passed in `--results` is not run again, nor is a clean run that is there.
+faults. A point whose deaths did not all happen is tried again, and fails in the end: it has shown nothing. A
+point that passed in `--results` is not run again, nor is a clean run that is there.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import EverstepError
+from everstep_lab.forecast.storm_forecast import NODES
 from harness.cluster import Cluster, descendants
-from harness.storm_forecast import NODES
 from harness.storm_measures import JobKind
 
 SLOTS = 3
@@ -32,9 +32,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something was done, to a node, a task or a worker; `harness.storm_forecast` does it again in virtual
-    time.
-    """
+    """Something done to a node, a task or a worker; `everstep_lab.forecast` does it again in virtual time."""
 
     at_s: float
     what: str

@@ -2,10 +2,9 @@
 a shard is killed inside an all-reduce of its group, and training heals.
 
     python bench/gpu/shards.py             root, a GPU that can be cut; cuts it, and makes it whole again
-    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards,
-                                           beside torch's own tensor parallel on the same GPU
+    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards
     python bench/gpu/shards.py --whole --mps    the same under MPS, which is started and ended
-    python bench/gpu/shards.py --whole --only torch_2,shards_2,clean,kills    some parts only
+    python bench/gpu/shards.py --whole --only shards_2,clean,kills    some parts only
     python bench/gpu/shards.py --whole --device cpu --preset gpt-tiny         a trial of the bench itself
     python bench/gpu/shards.py --json
 """
@@ -43,7 +42,7 @@ KILLS = {
     "leader, in an all-reduce of I": "stage=0,replica=0,step=6,op=I1,when=inside,shard=0",
     "follower, between ops": "stage=0,replica=0,step=7,op=W1,shard=1",
 }
-PARTS = ("shards_2", "torch_2", "sequence_2", "shards_1", "torch_1", "clean", "kills")
+PARTS = ("shards_2", "sequence_2", "shards_1", "clean", "kills")
 BEGAN = time.monotonic()
 
 
@@ -105,24 +104,10 @@ def step_ms(outcome: Outcome) -> float:
     return round(statistics.median(row.seconds for row in rows) * 1e3, 1)
 
 
-def torch_step(given: argparse.Namespace, shards: int) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "bench/gpu/torch_shards.py"), "--shards", str(shards), "--json"]
-    for word in ("steps", "sequence", "microbatches", "preset", "device"):
-        command += [f"--{word}", str(getattr(given, word))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as ran:
-        try:
-            lines = ran.communicate(timeout=given.limit)[0].splitlines()
-        except subprocess.TimeoutExpired:
-            os.killpg(ran.pid, signal.SIGKILL)  # its ranks too
-            return {"failure": f"no end within {given.limit:.0f} s"}
-    answer: dict[str, Any] = json.loads(lines[-1]) if lines else {"failure": f"exit code {ran.returncode}"}
-    return answer
-
-
 def our_step(
     given: argparse.Namespace, server: ForkServer, shards: int, *, sequence: bool = False
 ) -> dict[str, Any]:
-    """One replica, beside torch's. `sequence`: the shards split the sequence too."""
+    """One replica. `sequence`: the shards split the sequence too."""
     what = replace(job(given, shards, replicas=1, tied=False), sequence_parallel=sequence)
     ended = run(server, what, given.limit)
     if ended is None or ended.failure:
@@ -161,9 +146,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         for part in given.only:
-            if part.startswith("torch"):
-                found[part] = torch_step(given, int(part[-1]))
-            elif part.startswith(("shards", "sequence")):
+            if part.startswith(("shards", "sequence")):
                 found[part] = our_step(given, server, int(part[-1]), sequence=part.startswith("sequence"))
             if part in found:
                 say(part, found[part])

@@ -1,7 +1,7 @@
 """Dumps of gloo that were written after a failure: who stopped first, and how sure that is.
 
 Three kinds of evidence here: jobs made up of groups and operations that fail as gloo's do; dumps of real
-gloo jobs, kept in `postmortem.jsonl` (made by `bench/postmortem.py --fixture`); and one job run on the spot.
+gloo jobs, kept in `postmortem.jsonl` (made by real faults); and one job run on the spot.
 """
 
 import json

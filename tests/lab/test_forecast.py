@@ -6,9 +6,9 @@ from typing import Any
 
 from everstep.protocol.shape import Shape
 from everstep_lab.agenda import Agenda
-from harness.forecast_cores import Cores
-from harness.forecast_steps import ForecastKind
-from harness.storm_forecast import StormForecast, forecast
+from everstep_lab.forecast.coarse_steps import ForecastKind
+from everstep_lab.forecast.cores import Cores
+from everstep_lab.forecast.storm_forecast import StormForecast, forecast
 
 NODES = ("a", "b", "c")
 

@@ -16,10 +16,10 @@ from everstep.plan.curve import from_table
 from everstep_lab.study import churn, readers, sources
 from everstep_lab.study.failures import CAUSES, Failure, Seen, Trace
 from everstep_lab.study.life import StudyTask
+from everstep_lab.study.markets import market
 from everstep_lab.study.request import Request, from_document
 from everstep_lab.study.study import POLICIES, StudyResult, Summary, run_study
 from everstep_lab.study.templates import by_templates
-from harness.markets import market
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 SMALL = ("gpt3-1.3b", "gpt3-7b")

@@ -221,7 +221,7 @@ def test_rows_that_were_journaled_at_once_are_all_in_the_file_in_the_end(tmp_pat
 def test_a_deposed_coordinator_that_cannot_reach_its_journal_stands_by_until_it_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by bench/depose.py: it ended, and there was no standby any more."""
+    """Found by deposing leaders again and again: it ended, and there was no standby any more."""
     monkeypatch.setattr("everstep.server.serve.OPEN_AGAIN_S", 0.001)
 
     class Cut:

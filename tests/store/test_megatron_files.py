@@ -1,4 +1,4 @@
-"""Files of a real tensor-parallel run of megatron-core 0.16.1, made by `bench/megatron_checkpoints.py`."""
+"""Files of a real tensor-parallel run of megatron-core 0.16.1."""
 
 import json
 from pathlib import Path

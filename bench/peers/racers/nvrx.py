@@ -19,7 +19,7 @@ def main() -> None:
         disk = loop.Disk(os.environ["RACE_FOLDER"])
         loop.run(diary, loop.Training(), disk, dist.get_rank(), dist.get_world_size(), call_wrapper.ping)
 
-    # Intervals of 100 ms were the better of the two in bench/peers/run.py; hangs after 5 s without a ping.
+    # Intervals of 100 ms were the better of two that were tried; hangs after 5 s without a ping.
     nvrx_restarts.run(
         train,
         interval_ms=100,

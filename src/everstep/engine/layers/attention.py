@@ -13,7 +13,7 @@ The trial is one pass on a sample, compared with torch's exact one. Its answer d
 software, never on what a worker has met; so workers with the same software take the same way.
 
 Rejected: `CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT`, which is said to make the pass that torch calls exact. It
-changes nothing in cuDNN 9.19 (`bench/gpu/attention.py`).
+changes nothing in cuDNN 9.19 (tried; LOG.md).
 """
 
 from __future__ import annotations

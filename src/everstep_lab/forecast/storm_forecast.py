@@ -1,6 +1,6 @@
 """What a storm on real processes should have earned: the same faults, in virtual time.
 
-The coordinator and planner are the real ones; nodes and workers are coarse (`forecast_cluster`). The times
+The coordinator and planner are the real ones; nodes and workers are coarse (`coarse_cluster`). The times
 are those that the storm has measured before its first fault (`harness.storm_measures`), and when a
 killed coordinator or agent was up again is the trace's; everything that waits for something else follows from
 the decisions.
@@ -16,8 +16,8 @@ from everstep.core.cluster.task import OVER
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker, parse_worker
 from everstep.protocol.shape import Shape
-from harness.forecast_cluster import HANG_S, CoarseCluster
-from harness.forecast_steps import ForecastKind
+from everstep_lab.forecast.coarse_cluster import HANG_S, CoarseCluster
+from everstep_lab.forecast.coarse_steps import ForecastKind
 
 NODES = ("a", "b", "c")
 KINDS = {

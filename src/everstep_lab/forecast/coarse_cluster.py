@@ -1,7 +1,7 @@
 """A cluster as coarse as can be around the real coordinator and planner, in virtual time.
 
 The coordinator decides everything. Its nodes and workers obey: a process takes so long to start, a state so
-long to copy, a stopped process is reported after a while. Steps are those of `forecast_steps`.
+long to copy, a stopped process is reported after a while. Steps are those of `coarse_steps`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import memory_for
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
+from everstep.node.agent import RETRY_MOST_S
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.work import Ledger
 from everstep_lab.agenda import Agenda
-from harness.forecast_cores import Start
-from harness.forecast_lines import Lines
-from harness.forecast_servers import ForkServers
-from harness.forecast_steps import Actor, CoarseSteps, ForecastKind, Going, overdue
+from everstep_lab.forecast.coarse_steps import Actor, CoarseSteps, ForecastKind, Going, overdue
+from everstep_lab.forecast.cores import ForkServers, Start
 
 SLOTS = 3
 NOTICE_S, ORDER_S, COPY_S = 0.03, 0.005, 0.1
@@ -398,3 +397,36 @@ class CoarseCluster:
 
     def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
         self.agenda.after(max(1, int(seconds * 1e6)), what, *args)
+
+
+class Lines:
+    """Between the agents and the coordinator. After its death an agent tries again every two seconds, so half
+    of that passes until it is heard. A coordinator that dies again before that has healed nothing.
+    """
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda, self._are_up, self._deaths = agenda, True, 0
+        self._held: list[Callable[[], None]] = []
+
+    def carry(self, what: Callable[[], None]) -> None:
+        if self._are_up:
+            what()
+        else:
+            self._held.append(what)
+
+    def cut(self) -> None:
+        self._are_up = False
+        self._deaths += 1
+
+    def mend(self) -> None:
+        """The coordinator is there again."""
+        if not self._are_up:
+            self._agenda.after(int(RETRY_MOST_S / 2 * 1e6), self._mended, self._deaths)
+
+    def _mended(self, deaths: int) -> None:
+        if deaths != self._deaths or self._are_up:
+            return
+        self._are_up = True
+        held, self._held = self._held, []
+        for each in held:
+            each()

@@ -1,7 +1,7 @@
 """How fast tasks train in a forecast: seconds per step from what a storm has measured before its first fault.
 
 A task trains while every stage has a member and no member is stopped. A step takes as long as measured alone,
-and longer beside other tasks that train, or programs that start (`forecast_cores`). A task with fewer workers
+and longer beside other tasks that train, or programs that start (`cores`). A task with fewer workers
 is as fast as with all: there are fewer cores than workers.
 """
 
@@ -14,7 +14,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep_lab.agenda import Agenda
-from harness.forecast_cores import Cores
+from everstep_lab.forecast.cores import Cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
