@@ -2,10 +2,10 @@
 
 Each machine is a set of namespaces: network (its own address on a switch, see switch.py), uts (its own
 hostname), pid (its own process table; its first process is the machine: kill that and all of it is off), ipc,
-and mounts: its own /tmp, /dev/shm, /run, home and names of hosts. The software is read where it is; `shared`
-is the one folder that all see. So the testbed's own folder must not be below /tmp.
+and mounts: its own /tmp, /dev/shm, /run, home and names of hosts. Software is read where it is, also if that
+is below /tmp; `shared` is the one other folder that all see, so the testbed itself must not be below /tmp.
 
-It needs root, and only for making it; `ABSENT` says why it cannot be made here. Run it inside a network
+It needs root, and only for making it; `absent` says why it cannot be made here. Run it inside a network
 namespace of its own (`inside`), and the kernel removes everything when the process ends, however it ends.
 """
 
@@ -33,7 +33,9 @@ _START = """
 mount --make-rprivate / && hostname "$1"
 mount -t tmpfs -o size=512m tmpfs /dev/shm
 mount -t tmpfs -o size=16m tmpfs /run
-mount -t tmpfs -o size="$3" tmpfs /tmp
+mkdir -p "$2/tmp" && mount -t tmpfs -o size="$3" tmpfs "$2/tmp"
+for folder in $4; do mkdir -p "$2$folder" && mount --bind "$folder" "$2$folder"; done
+mount --move "$2/tmp" /tmp
 mount --bind "$2/hosts" /etc/hosts
 ip link set lo up
 echo ready > "$2/ready"
@@ -67,6 +69,19 @@ def _die_with_us() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def _software() -> list[str]:
+    """Folders below /tmp that this tree and this Python are in: a machine's own /tmp has them too."""
+    python = Path(sys.executable)
+    needed = {Path(__file__).resolve().parents[1], python.parent, python.resolve().parent, Path(sys.prefix)}
+    needed |= {Path(folder) for folder in sys.path if folder}
+    below = sorted(folder for folder in needed if folder.is_relative_to("/tmp") and folder.is_dir())
+    return [
+        str(folder)
+        for folder in below
+        if not any(folder != other and folder.is_relative_to(other) for other in below)
+    ]
+
+
 class Machine:
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.number, self.folder = name, number, folder
@@ -81,7 +96,7 @@ class Machine:
         (self.folder / "hosts").write_text(hosts)
         (self.folder / "ready").unlink(missing_ok=True)
         self._shell = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _START, "sh", self.name, str(self.folder), disk],
+            [*_UNSHARE, "sh", "-c", _START, "sh", self.name, str(self.folder), disk, " ".join(_software())],
             start_new_session=True,
             preexec_fn=_die_with_us,
         )

@@ -274,6 +274,55 @@ def test_workers_live_through_a_rotation_of_the_token(tmp_path: Path) -> None:
             agent.wait(20)
 
 
+def test_an_agent_that_is_ended_while_its_line_closes_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a whole cluster is stopped: the coordinator closes the line, and SIGTERM comes a moment later,
+    while the agent waits for the tasks that used it.
+    """
+    speaks, closing = asyncio.Event(), asyncio.Event()
+
+    async def speak(self: Agent, line: Any, heard: int) -> None:
+        speaks.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            closing.set()
+            await asyncio.sleep(0.2)
+            raise
+
+    monkeypatch.setattr(Agent, "_speak", speak)
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        line = web.WebSocketResponse()
+        await line.prepare(request)
+        await line.receive()
+        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        await speaks.wait()
+        await line.close()
+        return line
+
+    async def play() -> bool:
+        app = web.Application()
+        app.router.add_get("/v1/agent", serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        settings = AgentSettings(
+            node="n1", slots=1, coordinators=(f"http://127.0.0.1:{runner.addresses[0][1]}",)
+        )
+        job = asyncio.create_task(Agent(settings, say=lambda line: None).run())
+        await asyncio.wait_for(closing.wait(), 20)
+        job.cancel()
+        await asyncio.wait([job], timeout=5)
+        ended = job.done()
+        job.cancel()  # a second time, so that a test that fails ends as well
+        await runner.cleanup()
+        return ended
+
+    assert asyncio.run(play())
+
+
 def test_both_ends_of_an_agents_connection_notice_a_dead_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

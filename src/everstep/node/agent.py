@@ -337,10 +337,10 @@ class Agent:
         finally:
             self._line, self._alone_since = None, time.monotonic()
             self._hear(LineClosed())
-            for job in (speaking, beating):
-                job.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
-                    await job
+            speaking.cancel()
+            beating.cancel()
+            # Not one by one with CancelledError suppressed: it may be our own, and the agent would go on.
+            await asyncio.gather(speaking, beating, return_exceptions=True)
 
     def _take(self, message: dict[str, Any]) -> None:
         term = int(message.get("term", 0))
