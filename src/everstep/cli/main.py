@@ -1,7 +1,7 @@
 """The `everstep` command: a table of commands, and the one place where errors become sentences.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C. Commands that train import
-torch only after they have read their arguments, so `--help` and most errors are quick.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C, 143 by SIGTERM. Commands
+that train import torch only after they have read their arguments, so `--help` and most errors are quick.
 """
 
 from __future__ import annotations

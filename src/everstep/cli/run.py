@@ -96,8 +96,14 @@ def run_command(
         ),
     ] = None,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", rich_help_panel=_ANY, help="Time between SIGTERM and SIGKILL.")
-    ] = 5.0,
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            show_default="5; 25 to save",
+            help="Time between SIGTERM and SIGKILL of a rank. For scripts that call everstep.train: on "
+            "SIGTERM, to finish the step and save its state.",
+        ),
+    ] = None,
     preload: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,6 +147,7 @@ def run_command(
             every=every,
             web=None if no_web else web,
             tensorboard=tensorboard,
+            grace_s=grace,
             as_json=as_json,
         )
         return _heal(script, arguments or [], options)
@@ -157,7 +164,8 @@ def run_command(
     from everstep.ranks.words import RestartPolicy
 
     ranks = _count(nproc)
-    policy = RestartPolicy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, grace_s=grace)
+    given_grace = {} if grace is None else {"grace_s": grace}
+    policy = RestartPolicy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, **given_grace)
     command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
     return _supervise(command, policy, rdzv_port, log_dir or Path("runs"), preload or [], as_json)
 
@@ -216,6 +224,7 @@ class ScriptRun:
     every: int | None
     web: int | None  # port of the page; None: no page
     tensorboard: Path | None
+    grace_s: float | None
     as_json: bool
 
     @contextlib.contextmanager
@@ -244,6 +253,7 @@ def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
         overrides=options.overrides,
         watch=options.watch,
         page=options.page,
+        grace_s=options.grace_s,
     )
     code = 0
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -39,6 +39,9 @@ WEB = typer.Option(
 EVERY = typer.Option(
     "--every", min=1, metavar="N", help="Print one line every N steps instead of the live view."
 )
+GRACE = typer.Option(
+    "--grace", min=0, metavar="SECONDS", help="On SIGTERM: time to finish the step and save its state."
+)
 JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 
 
@@ -57,13 +60,15 @@ def train_command(
         bool, typer.Option("--decisions", help="Print every decision with its reason.")
     ] = False,
     every: Annotated[int | None, EVERY] = None,
+    grace: Annotated[float, GRACE] = 25.0,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
     """Train a job on this machine. If a worker fails, the others finish its step.
 
     The job file is checked before anything starts. If the checkpoint directory contains a checkpoint,
-    training resumes from it. The command prints the address of a page that shows the run.
+    training resumes from it. The command prints the address of a page that shows the run. Ctrl-C and SIGTERM
+    stop it after the step it is in and save its state; a second signal stops it at once.
 
     [bold]Examples[/bold]
 
@@ -102,7 +107,13 @@ def train_command(
     ):
         watch_all("workload", workload_of(job, checked.model, checked.batch))
         outcome = api.run_with_callbacks(
-            job, callbacks, rate=checked.rate, faults=faults, watch=watch_all, page=page
+            job,
+            callbacks,
+            rate=checked.rate,
+            faults=faults,
+            watch=watch_all,
+            page=page,
+            grace_s=grace,
         )
     document = report.document(outcome, steps=job.steps)
     if as_json:

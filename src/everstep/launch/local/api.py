@@ -7,13 +7,14 @@ the workers and returns a `Result`; in a worker it trains and ends the process.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
-from everstep.launch.local.report import document
+from everstep.launch.local.report import document, stopped_line
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.log import say
@@ -56,6 +57,8 @@ from everstep.protocol.messages import Patience
 
 Batch = Callable[[int, int], Any]
 USUAL_STEPS = 100  # if neither steps nor epochs are given
+GRACE_S = 25.0  # Kubernetes gives 30
+SAME_SIGNAL_S = 1.0  # a scheduler may send one and the same to a process and to its group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class LocalLaunch:
     kills: Sequence[str] = ()
     watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: own_watch(job)
     page: Callable[[bool], AbstractContextManager[RunPage | None]] = lambda wanted: own_page(wanted)
+    grace_s: float | None = None
     result: Result | None = None
 
 
@@ -185,6 +189,7 @@ def train(
                 faults=faults,
                 script=call.script,
                 page=shown,
+                grace_s=GRACE_S if call.grace_s is None else call.grace_s,
             )
     call.result = result_of(outcome, job)
     if outcome.failure is not None:
@@ -209,26 +214,38 @@ def run_job(
     script: list[str] | None = None,
     fork_server: ForkServer | None = None,
     page: RunPage | None = None,
+    grace_s: float = GRACE_S,
 ) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
     `fork_server`: the fork server to use, for several runs in a row. `page`: where people may watch it.
+    `grace_s`: after SIGTERM, until its state must be saved.
     """
     home = (
         fork_servers.open_server(job.threads, _modules(job))
         if fork_server is None
         else nullcontext(fork_server)
     )
-    with home as server, _interruptible(watch) as safely:
-        return LocalTask(
+    with home as server, _Interrupts(grace_s) as interrupts:
+        task = LocalTask(
             job,
             fork_server=server,
             faults=faults,
             patience=patience,
-            watch=safely,
+            watch=interrupts.watching(watch),
             script=script,
             page=page,
-        ).run()
+        )
+        try:
+            outcome = task.run()
+        except BaseException:
+            if interrupts.first:
+                say(stopped_line(task.outcome, task.last_step, job))
+            raise
+        if interrupts.first and task.last_step < job.steps and outcome.failure is None:
+            say(stopped_line(outcome, task.last_step, job))
+            raise interrupts.exception
+        return outcome
 
 
 def _modules(job: Job) -> tuple[str, ...]:
@@ -311,28 +328,54 @@ def overrides() -> dict[str, int]:
 # ------------------------------------------------------------------ ending early
 
 
-@contextlib.contextmanager
-def _interruptible(watch: Watcher) -> Iterator[Watcher]:
-    """Ctrl-C and SIGTERM end a run between two of its turns, never inside one; a second, at once."""
-    asked: list[int] = []
+class _Interrupts:
+    """Ctrl-C and SIGTERM end a run after the step it is in, whose state is saved; a second one, at once.
+    After SIGTERM saving may take `grace_s`.
+    """
 
-    def on_signal(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
+    def __init__(self, grace_s: float) -> None:
+        self.first = 0  # the signal
+        self._grace_s = grace_s
+        self._first_at = 0.0
+        self._stops_at: float | None = None  # between two turns; those that follow are of the ending
+        self._before: dict[int, Any] = {}
 
-    def safely(kind: str, what: Any) -> None:
-        watch(kind, what)
-        if kind == "tick" and len(asked) == 1:
-            asked.append(0)  # raised once: the turns that follow are those of the ending
-            raise KeyboardInterrupt if asked[0] == signal.SIGINT else SystemExit(128 + asked[0])
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
-    if threading.current_thread() is not threading.main_thread():
-        yield watch
-        return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield safely
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @property
+    def exception(self) -> BaseException:
+        return KeyboardInterrupt() if self.first == signal.SIGINT else SystemExit(128 + self.first)
+
+    def watching(self, watch: Watcher) -> Watcher:
+        def both(kind: str, what: Any) -> None:
+            watch(kind, what)
+            if kind == "tick" and self.first:
+                self._look(what)
+
+        return both
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if not self.first:
+            self.first, self._first_at = number, time.monotonic()
+        elif time.monotonic() - self._first_at > SAME_SIGNAL_S:
+            raise self.exception
+
+    def _look(self, task: LocalTask) -> None:
+        if self._stops_at is None:
+            can_save = task.job.checkpoint is not None and task.last_step > task.outcome.saved
+            waits_s = self._grace_s if self.first == signal.SIGTERM else math.inf
+            self._stops_at = time.monotonic() + waits_s if can_save else 0.0
+            if can_save:
+                name = signal.Signals(self.first).name
+                say(f"{name}: stops after this step and saves its state; a second signal stops it at once")
+                task.finish_early(f"stopped by {name}")
+        if time.monotonic() >= self._stops_at:
+            self._stops_at = math.inf
+            raise self.exception

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from everstep.drive.step_rows import StepRow
+from everstep.job.job import Job
 from everstep.launch.local.outcome import Outcome
 from everstep.protocol.incidents import Incident
 
@@ -140,6 +141,17 @@ def resume_line(outcome: Outcome, folder: str) -> str | None:
     if outcome.resumed_from == 0:
         return None
     return f"resumes after step {outcome.resumed_from}, from the checkpoint in {folder!r}"
+
+
+def stopped_line(outcome: Outcome, last: int, job: Job) -> str:
+    """A run that was interrupted after this step: is it saved?"""
+    if job.checkpoint is None:
+        return f"stopped after step {last}; nothing is saved, for the job has no [checkpoint]"
+    if outcome.saved >= last:
+        return f"stopped after step {last}, whose state is saved; the next start goes on from there"
+    steps = f"step {last} is" if last == outcome.saved + 1 else f"steps {outcome.saved + 1} to {last} are"
+    onwards = f"goes on after step {outcome.saved}" if outcome.saved else "begins at step 1"
+    return f"stopped after step {last}; {steps} not saved, and the next start {onwards}"
 
 
 def summary_line(run: Mapping[str, Any]) -> str:

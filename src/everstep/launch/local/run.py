@@ -131,7 +131,7 @@ class LocalTask:
                 self._close()
         if self.recovery is not None:
             self.outcome.incidents = self.recovery.incidents
-            last = min(self.recovery.recorded, self.job.steps)
+            last = self.last_step
             self.outcome.issued = (last - self.outcome.resumed_from) * self.job.microbatches_in_step
             self.outcome.unsaved = self.job.checkpoint is not None and self.outcome.saved < last
         return self.outcome
@@ -145,6 +145,11 @@ class LocalTask:
         """None until it is known from which step the task starts."""
         task = self.coordinator.tasks.get(TASK)
         return None if task is None else task.recovery
+
+    @property
+    def last_step(self) -> int:
+        """The last one that is complete, also of earlier starts."""
+        return 0 if self.recovery is None else min(self.recovery.recorded, self.job.steps)
 
     @property
     def scheduler(self) -> TaskScheduler:

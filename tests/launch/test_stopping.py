@@ -1,0 +1,90 @@
+"""Ctrl-C and SIGTERM of a run on this machine: it finishes its step, saves its state, and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from everstep.launch.local import api
+from everstep.node.fork_server import ForkServer
+from everstep.store.folder import complete_steps
+
+
+def job_in(folder: Path | None) -> Job:
+    return Job(
+        model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
+        data=DataSpec(kind="synthetic", rows=1, sequence=16),
+        checkpoint=None if folder is None else CheckpointSpec(folder=str(folder), interval=1000),
+        steps=100_000,
+        replicas=2,
+        stages=1,
+        microbatches=2,
+    )
+
+
+def at_step(step: int, number: int, times: int = 1) -> Callable[[str, Any], None]:
+    """Sends the signal to this process when that step is complete, and again after a while."""
+    sent: list[float] = []
+
+    def watch(kind: str, what: Any) -> None:
+        due = bool(sent) and time.monotonic() > sent[-1] + 1.5 * api.SAME_SIGNAL_S
+        if (kind == "step" and what.step == step and not sent) or (due and len(sent) < times):
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), number)
+
+    return watch
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_step_it_is_in_is_saved(
+    fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """Up to `interval - 1` steps were thrown away, and SIGTERM said nothing at all."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
+        api.run_job(job_in(tmp_path), watch=at_step(3, number), fork_server=fork_server)
+    if number == signal.SIGTERM:
+        assert isinstance(ended.value, SystemExit)
+        assert ended.value.code == 143
+    else:
+        assert isinstance(ended.value, KeyboardInterrupt)
+    (saved,) = complete_steps(tmp_path)
+    assert 3 <= saved < 1000
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{signal.Signals(number).name}: stops after this step and saves its state")
+    assert last == f"stopped after step {saved}, whose state is saved; the next start goes on from there"
+
+
+def test_a_state_that_is_not_saved_within_the_grace_is_given_up_in_words(
+    fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        api.run_job(job_in(tmp_path), watch=at_step(3, signal.SIGTERM), fork_server=fork_server, grace_s=0.0)
+    assert complete_steps(tmp_path) == []
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "are not saved, and the next start begins at step 1" in last
+    assert last.startswith("stopped after step")
+
+
+def test_without_checkpoints_it_stops_at_once_and_says_that_nothing_is_saved(
+    fork_server: ForkServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        api.run_job(job_in(None), watch=at_step(2, signal.SIGINT), fork_server=fork_server)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("nothing is saved, for the job has no [checkpoint]")
+
+
+def test_a_second_signal_stops_it_at_once(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.LocalTask, "finish_early", lambda task, because: None)  # a step without end
+    with pytest.raises(KeyboardInterrupt):
+        api.run_job(job_in(tmp_path), watch=at_step(2, signal.SIGINT, times=2), fork_server=fork_server)
+    assert complete_steps(tmp_path) == []
