@@ -110,6 +110,33 @@ def test_the_rest_of_a_broken_step_is_valid(instance: Instance, mode: str) -> No
     assert violations(instance, plan(instance, mode)) == []
 
 
+def test_a_stage_whose_ops_are_all_done_begins_with_its_reduce() -> None:
+    """Found by the test above: the clock began with the first op and left such a stage before 0."""
+    finished = {
+        0: [(1, 1), (0, 1)],
+        1: [(1, 1), (0, 1), (0, 0), (1, 0)],
+        2: [(1, 1), (0, 1)],
+        3: [(0, 0), (1, 1)],
+        4: [(1, 1), (0, 0), (0, 1), (1, 0)],
+    }
+    instance = Instance(
+        replicas=2,
+        stages=5,
+        microbatches=2,
+        forward=((2.0, 1.0, 1.0, 0.5, 1.0), (0.5, 0.5, 2.0, 1.0, 1.0)),
+        input_grad=((1.0, 1.0, 2.0, 1.0, 3.25), (1.0, 0.5, 2.0, 3.25, 0.5)),
+        weight_grad=((1.0, 1.0, 1.0, 3.25, 1.0), (1.0, 1.0, 3.25, 2.0, 1.0)),
+        update=(1.0,) * 5,
+        dead=frozenset({Worker(0, 2), Worker(0, 3), Worker(1, 0)}),
+        done={
+            (Microbatch(*microbatch), stage): Done(host=int(stage in (2, 3)), kinds="FIW")
+            for stage, microbatches in finished.items()
+            for microbatch in microbatches
+        },
+    )
+    assert violations(instance, plan(instance, "staggered")) == []
+
+
 @settings(max_examples=60, deadline=None)
 @given(instances(broken_step=True), st.data())
 def test_what_runs_again_for_its_output_alone_is_ordered_too(instance: Instance, data: st.DataObject) -> None:

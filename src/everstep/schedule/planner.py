@@ -125,7 +125,7 @@ def _planned(
     ops_of: Callable[[Worker], tuple[Op, ...]],
     starts_of: Callable[[Worker], Sequence[float]],
 ) -> Planned:
-    origin = min((s[0] for s in timing.starts if s), default=min(timing.released))
+    origin = min(timing.opens())
 
     def all_ops_of(worker: Worker) -> tuple[Op, ...]:
         return ops_of(worker) + closing_ops(worker.stage)

@@ -24,22 +24,23 @@ class Timing:
     def period(self) -> float:
         return max(end - released for end, released in zip(self.ends, self.released, strict=True))
 
+    def opens(self) -> list[float]:
+        """Per stage: its first start. A stage whose ops are all done opens with its reduce, then."""
+        stages = len(self.released)
+        return [
+            min((s[0] for s in self.starts[stage::stages] if s), default=released)
+            for stage, released in enumerate(self.released)
+        ]
+
     def makespan(self) -> float:
         """From the first start to the last end."""
-        return max(self.ends) - min((s[0] for s in self.starts if s), default=min(self.released))
+        return max(self.ends) - min(self.opens())
 
 
 def steady(problem: Compact, order: Sequence[Sequence[int]], first: Timing) -> Timing:
     """The best round found of a repeating order."""
     # The first round knows no earlier one: a stage's window opens with its first op.
-    opens = [
-        min(
-            (s[0] for s in first.starts[stage :: problem.stages] if s),
-            default=first.ends[stage] - problem.closing[stage],
-        )
-        for stage in range(problem.stages)
-    ]
-    best = Timing(first.starts, first.ends, opens)
+    best = Timing(first.starts, first.ends, first.opens())
     # Everything began with stage 0's first op: if stage 0 is the slowest, its window cannot shrink.
     if best.period() > best.ends[0] - best.released[0] + 1e-9:
         again = run(problem, order, first.ends)
