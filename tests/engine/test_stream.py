@@ -1,5 +1,6 @@
 """A stream becomes replayable: each batch belongs to one (step, microbatch), whichever reader dies."""
 
+import mmap
 import os
 import signal
 import sys
@@ -26,10 +27,10 @@ class Stateful:
 
     def __init__(self) -> None:
         self.next = 0
-        self.begun = 0
+        self.begun = mmap.mmap(-1, 1)  # read in another process
 
     def __iter__(self) -> Iterator[Any]:
-        self.begun += 1
+        self.begun[0] += 1
         while self.next < 1000:
             self.next += 1
             yield {"x": torch.tensor([self.next - 1])}
@@ -87,7 +88,7 @@ def test_a_state_spares_the_skipping(tmp_path: Path) -> None:
     again = Stateful()
     data = bound(tmp_path, again)
     assert first(data.batch(30, 0)) == 58
-    assert again.begun == 1
+    assert again.begun[0] == 1
     data.close()
 
 

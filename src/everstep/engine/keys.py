@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 # The first word of a key says what it is for, so that two uses of one seed never meet.
-INIT, DROPOUT, DATA, UPDATE = 1, 2, 3, 4
+INIT, DROPOUT, DATA, UPDATE, BACKWARD, EVALUATION = 1, 2, 3, 4, 5, 6
 
 
 def key(*words: int) -> int:

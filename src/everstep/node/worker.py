@@ -19,7 +19,7 @@ from everstep import log
 from everstep.core.worker.control import WorkerControl, raised
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
-from everstep.engine.datasets.loading import Loader
+from everstep.engine.datasets.loading import Loader, stand_by
 from everstep.engine.layers import regions
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
@@ -152,6 +152,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     if me.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
         loader = Loader(program.data, ahead=job.load_ahead)
         program = replace(program, data=loader)
+        if program.evaluation is not None:
+            stand_by(program.evaluation.data)
     torch.set_num_threads(job.threads)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     is_leader = group is None or group.index == 0

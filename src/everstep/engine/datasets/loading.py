@@ -12,7 +12,6 @@ is then seen as one, not as a slow or hung op.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -29,6 +28,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from everstep.engine.datasets.data import Dataset
+from everstep.engine.datasets.reader import end_with_parent
 from everstep.errors import EverstepError, UserError
 from everstep.log import say, warn
 from everstep.net import host_memory
@@ -36,7 +36,6 @@ from everstep.net import host_memory
 AHEAD = 2  # batches, where nothing else is said
 _SHOW_AFTER_S = 0.02
 _SAY_AFTER_S = 5.0
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 Key = tuple[int, int]  # step, microbatch
 
 
@@ -50,6 +49,7 @@ class Loader:
         self.waited_s = 0.0  # in all
         self.shows: Callable[[], None] = lambda: None  # called when it begins to wait
         self.device = torch.device("cpu")  # a GPU: batches are put where it can read them by itself
+        stand_by(data)
         self._data: Any = data if own or not self.ahead else ForkedData(data)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data") if self.ahead else None
         self._loading: dict[Key, Future[Any]] = {}
@@ -111,6 +111,12 @@ class Loader:
             self._data.close()
 
 
+def stand_by(data: Any) -> None:
+    """What a data set forks, it forks now: later there are threads, and a GPU in use."""
+    if hasattr(data, "stand_by"):
+        data.stand_by()
+
+
 class ForkedData:
     """A data set in a child process, which ends with this one. Forked: nothing of it has to be pickled."""
 
@@ -149,8 +155,7 @@ class ForkedData:
 def _serve(data: Dataset, line: Connection) -> NoReturn:
     """The child's whole life."""
     try:
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_with_parent()
         torch.set_num_threads(1)
         while True:
             step, microbatch = pickle.loads(line.recv_bytes())

@@ -1,23 +1,30 @@
-"""Reads a source that can only be iterated, in a thread of the one process that holds the buffer's lock."""
+"""Reads a source that can only be iterated, in a process of its own: the one that holds the buffer's lock."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from everstep.engine import device as devices
 from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.rows import Collate, stacked
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
-from everstep.errors import UserError
+from everstep.errors import EverstepError, UserError
 from everstep.log import warn
 
 _LOOK_S = 0.002
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _TRIES, _AGAIN_S = 3, 0.5  # in a row without a batch between them
 
 
@@ -92,55 +99,88 @@ class Source:
 
 
 class Reader:
-    """`ahead`: how many batches beyond the highest wanted are stored."""
+    """A process that reads when it is asked to and nobody else does. It is forked, so nothing is pickled, and
+    what the source draws at random is drawn from generators of its own. It ends with this process.
+    `ahead`: how many batches beyond the highest wanted are stored. `seed`: of its generators, at each start.
+    """
 
-    def __init__(self, source: Source, buffer: BatchBuffer, lock: BinaryIO, *, ahead: int) -> None:
-        self._source, self._buffer, self._lock, self._ahead = source, buffer, lock, ahead
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+    def __init__(self, source: Source, buffer: BatchBuffer, *, ahead: int, seed: int) -> None:
+        self._source, self._buffer, self._ahead, self._seed = source, buffer, ahead, seed
+        self._reads = mmap.mmap(-1, 1)  # 1: it does
+        asked, self._ask = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._ask)
+            self._serve(asked)
+        os.close(asked)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
+    def ask(self) -> None:
+        """Read, if nobody does."""
+        if os.waitpid(self._pid, os.WNOHANG) != (0, 0):
+            self._pid = 0
+            raise EverstepError("the process that reads the stream ended; was it out of memory?")
+        if self._reads[0] == 0:
+            os.write(self._ask, b"r")
 
     def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
+        os.close(self._ask)
+        if self._pid:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+
+    # -------------------------------------------------------------- in the process
+
+    def _serve(self, asked: int) -> NoReturn:
+        """Its whole life."""
+        try:
+            end_with_parent()
+            torch.set_num_threads(1)
+            while os.read(asked, 4096):  # asked often, it answers once
+                self._reads[0] = 1
+                lock = self._buffer.lock()
+                if lock is not None:
+                    with lock:  # closing the file gives the lock back
+                        self._run()
+                self._reads[0] = 0
+            os._exit(0)
+        finally:
+            os._exit(1)
 
     def _run(self) -> None:
-        with self._lock:  # closing the file gives the lock back
-            failures, reached = 0, -1
-            while not self._over.is_set():
-                number = self._buffer.begin()
-                failures, reached = (0, number) if number > reached else (failures, reached)
-                try:
-                    return self._read(number)
-                except UserError as error:
-                    return self._buffer.stop(0, str(error))
-                except Exception as error:  # the user's iterable
-                    failures += 1
-                    if failures == _TRIES or not self._source.can_begin_again:
-                        return self._buffer.stop(0, f"the stream raised {type(error).__name__}: {error}")
-                    warn(f"the stream raised {type(error).__name__}: {error}; it begins again")
-                    self._over.wait(failures * _AGAIN_S)
+        failures, reached = 0, -1
+        while True:
+            number = self._buffer.begin()
+            failures, reached = (0, number) if number > reached else (failures, reached)
+            try:
+                return self._read(number)
+            except UserError as error:
+                return self._buffer.stop(0, str(error))
+            except Exception as error:  # the user's iterable
+                failures += 1
+                if failures == _TRIES or not self._source.can_begin_again:
+                    return self._buffer.stop(0, f"the stream raised {type(error).__name__}: {error}")
+                warn(f"the stream raised {type(error).__name__}: {error}; it begins again")
+                time.sleep(failures * _AGAIN_S)
 
     def _read(self, number: int) -> None:
         before = self._buffer.get(number - 1) if number else None
         facts: dict[str, Any] = before[1] if before is not None else {"epoch": 0, "state": None}
+        devices.seed(torch.device("cpu"), self._seed)
         for batch, epoch, state in self._source.begin(number, facts["epoch"], facts["state"]):
             self._buffer.put(number, batch, epoch=epoch, state=state)
             number += 1
             while number > self._buffer.wanted() + self._ahead:
-                if self._over.wait(_LOOK_S):
-                    return
-            if self._over.is_set():
-                return
+                time.sleep(_LOOK_S)
         self._buffer.stop(
             number, f"the stream ended after {number} batches; give fewer steps, more data or repeat=True."
         )
+
+
+def end_with_parent() -> None:
+    """A forked child is killed when the thread that made it ends; it leaves Ctrl-C to its parent."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _is_stateful(made: Any) -> bool:

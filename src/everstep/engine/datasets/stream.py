@@ -1,12 +1,15 @@
 """`everstep.stream`: what can only be iterated, made replayable by a buffer on disk.
 
-The n-th batch of the source is microbatch n of the run, counted through all steps. One worker reads the
-source, in a thread, and stores every batch in a folder that all workers see; all take their batches there:
+The n-th batch of the source is microbatch n of the run, counted through all steps. Every worker has a process
+beside it that can read the source; one of them does, and stores every batch in a folder that all workers see:
 
     source ──► reader (holds the lock) ──► 017.batch, 018.batch ... ──► batch(step, microbatch), anywhere
 
-A batch exists once its file has its name, so it is complete or absent. If the reader's process dies, its lock
-is free and another worker reads on behind the last stored batch: a source with `state_dict` and
+What the source draws at random, a DataLoader for each epoch, is so drawn from generators of its own: in a
+thread of a worker it would be from those of the layers' dropout. They are seeded before the source is begun.
+
+A batch exists once its file has its name, so it is complete or absent. If a worker dies, so does its reader,
+the lock is free and another one reads on behind the last stored batch: a source with `state_dict` and
 `load_state_dict` is set to the state stored with that batch, any other is iterated from its start and what is
 stored already is skipped. Old batches are removed; how many stay says how far back a run can be restored.
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.engine import keys
 from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.reader import Reader, Source
 from everstep.engine.datasets.rows import Collate
@@ -85,6 +89,7 @@ class Stream:
             _folder(job, self.folder),
             microbatches=job.microbatches_in_step,
             keep_steps=max(2, keep),
+            seed=keys.key(job.seed, keys.DATA),
         )
 
     def batch(self, step: int, microbatch: int) -> Value:
@@ -106,8 +111,10 @@ class BufferedStream:
 
     in_a_thread = True
 
-    def __init__(self, source: Source, folder: Path, *, microbatches: int, keep_steps: int) -> None:
-        self.microbatches, self.keep_steps = microbatches, keep_steps
+    def __init__(
+        self, source: Source, folder: Path, *, microbatches: int, keep_steps: int, seed: int
+    ) -> None:
+        self.microbatches, self.keep_steps, self._seed = microbatches, keep_steps, seed
         self._source = source
         self.buffer = BatchBuffer(folder, keep=keep_steps * microbatches, most_bytes=MOST_BYTES)
         self._reader: Reader | None = None
@@ -150,20 +157,18 @@ class BufferedStream:
                 )
             if (why := self.buffer.why_stopped(number)) is not None:
                 raise UserError(why)
-            self._read()
+            self.stand_by()
+            assert self._reader is not None
+            self._reader.ask()
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _SLOWEST_POLL_S)
         self.buffer.want(number)
         return found[0]
 
-    def _read(self) -> None:
-        """Be the reader, if there is none."""
-        if self._reader is not None and self._reader.is_alive:
-            return
-        lock = self.buffer.lock()
-        if lock is not None:
-            self._reader = Reader(self._source, self.buffer, lock, ahead=2 * self.microbatches)
-            self._reader.start()
+    def stand_by(self) -> None:
+        """Have a process that can read the source."""
+        if self._reader is None:
+            self._reader = Reader(self._source, self.buffer, ahead=2 * self.microbatches, seed=self._seed)
 
     def close(self) -> None:
         if self._reader is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import TorchFunctionMode
 
+from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.layers.boundary import Value
 from everstep.engine.layers.regions import region
@@ -178,7 +179,7 @@ def built(model: Model, layer: str) -> nn.Module:
 
 def drawn(model: Model, index: int, seed: int) -> nn.Module:
     """A layer with its first values, which are a function of (seed, layer): equal wherever they are drawn."""
-    torch.default_generator.manual_seed(keys.key(seed, keys.INIT, index))
+    devices.seed(torch.device("cpu"), keys.key(seed, keys.INIT, index))
     with torch.device("cpu"):
         return built(model, model.names[index])
 

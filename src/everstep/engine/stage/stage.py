@@ -107,7 +107,9 @@ class Stage:
         self._evaluation = None
         if evaluation is not None:
             loss, fed = self._loss if self.is_last else None, self._fed if self.is_first else None
-            self._evaluation = StageEvaluation(evaluation, self._modules, self._through, loss=loss, fed=fed)
+            self._evaluation = StageEvaluation(
+                evaluation, self._modules, self._through, loss=loss, fed=fed, seed=self._seed_evaluation
+            )
         self.tied = TiedHalves(model, self.slots)
         again = model.assembly.recomputed
         names = (model.names[:-1] if again is None else again) if recompute else ()
@@ -248,6 +250,7 @@ class Stage:
         self._numbers.keep_weight(step, microbatch, weight)
         if stash.recorded is not None:
             return self._input_grad_recorded(stash, stash.recorded, given, weight)
+        devices.seed(self.device, keys.key(self.seed, keys.BACKWARD, step, microbatch, self.layers.start))
         if given is None and stash.outputs:
             torch.autograd.backward(stash.outputs)
         elif given is None:
@@ -413,6 +416,9 @@ class Stage:
         """Of what the stage before has sent: this worker, or another one, may have to read it again."""
         if any(tensor._version != version for tensor, version in self._received):
             raise UserError(changed_in_place(by))
+
+    def _seed_evaluation(self, number: int) -> None:
+        devices.seed(self.device, keys.key(self.seed, keys.EVALUATION, number, self.layers.start))
 
     def _key(self, step: int, microbatch: int, layer: int) -> int:
         return keys.key(self.seed, keys.DROPOUT, step, microbatch, layer)

@@ -17,7 +17,9 @@ At = tuple[int, int]  # step, microbatch
 
 
 class StageEvaluation:
-    """`loss`: on the last stage. `fed`: makes what the first layer gets of a batch; on the first stage."""
+    """`loss`: on the last stage. `fed`: makes what the first layer gets of a batch; on the first stage.
+    `seed`: of a batch's random draws, the same whenever and wherever it is scored.
+    """
 
     def __init__(
         self,
@@ -27,8 +29,10 @@ class StageEvaluation:
         *,
         loss: StageLoss | None,
         fed: Callable[[Value], Value] | None,
+        seed: Callable[[int], None],
     ) -> None:
         self._evaluation, self._modules, self._through = evaluation, modules, through
+        self._seed = seed
         self._loss, self._fed = loss, fed
         self._values: dict[At, list[Value]] = {}  # for the next stage: of one microbatch at most
         self._scores: dict[At, tuple[float, ...]] = {}
@@ -52,6 +56,7 @@ class StageEvaluation:
             inputs, targets = split(self._evaluation.data.batch(1, number))
         if self._fed is not None:
             value = self._fed(inputs)
+        self._seed(number)
         value = self._through(value, lambda index, layer, *args, **kwargs: layer(*args, **kwargs))
         if self._loss is not None:
             value = self._evaluation.scores(*self._loss.to_be_scored(value, targets))
