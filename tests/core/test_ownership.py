@@ -7,6 +7,7 @@ from everstep.core.task.ownership import (
     COPIES,
     Holders,
     first_holders,
+    is_settled,
     lost_chunk,
     reassigned,
     without_dead,
@@ -127,3 +128,25 @@ def test_another_shape_has_chunks_of_its_own() -> None:
     """The planner moved a task from 4 x 1 to 2 x 3 with the chunks of four replicas: every worker raised."""
     assert Shape(4, 1, 4, chunks=16).cut(2, 3) == Shape(2, 3, 8, chunks=8)
     assert Shape(4, 1, 4, shards=2).cut(2, 3) == Shape(2, 3, 8, shards=2)
+
+
+@given(st.integers(2, 6), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_map_settles_after_few_changes_and_is_even_then(count: int, data: st.DataObject) -> None:
+    """Each change costs an interruption, so they must end; and nobody may be left with all of the states."""
+    holders = first_holders(4 * count, range(count))
+    for _ in range(data.draw(st.integers(1, 4))):
+        live = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+        filled = whole(holders, live)
+        if lost_chunk(holders, filled) is None:
+            holders = reassigned(holders, live, filled)
+    everyone = list(range(count))
+    holders = reassigned(holders, everyone, whole(holders, everyone))
+    changes = 0
+    while not is_settled(holders, everyone):
+        holders = reassigned(holders, everyone, whole(holders, everyone))
+        changes += 1
+        assert changes <= 4
+    loads = [sum(k in row for row in holders) for k in everyone]
+    assert {len(row) for row in holders} == {COPIES}
+    assert max(loads) - min(loads) <= 2, loads

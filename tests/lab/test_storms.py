@@ -6,11 +6,14 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from everstep.cli.main import run as everstep
+from everstep.core.cluster import fences
+from everstep.protocol import messages as msg
+from everstep.protocol.events import ChunksFilled
 from everstep_lab.draw import Draw
 from everstep_lab.storm import StormKind, draw_spec, draw_storm, is_of_cluster, run_storm, with_sharded_states
 from everstep_lab.storm.faults import OF_CLUSTERS
@@ -43,7 +46,7 @@ SHARDED_SEEN_AT = {
     "lost_chunk_unnoticed": 43,
     "guard_makes_no_update": 0,
     "one_holder_of_a_sum_is_enough": 200,
-    "sharded_update_before_its_seal": 194,
+    "sharded_update_before_its_seal": 183,
     "fill_sent_a_step_early": 15,
     "new_map_for_a_step_that_is_summed": 37,
     "stale_chunk_counts_as_held": 1,
@@ -164,6 +167,20 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     with planted(name):
         assert run_storm(draw_spec(SEEN_AT[name])).violation is not None
     assert run_storm(draw_spec(SEEN_AT[name])).violation is None
+
+
+def test_a_third_holder_of_a_chunk_that_is_never_let_go_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence had forgotten `ChunksFilled`: after every heal, memory stayed above what was promised."""
+    right = fences.refused
+
+    def forgetful(node: str, report: msg.NodeReport, sender: msg.Sender | None, tasks: Any) -> str:
+        is_filled = isinstance(report, msg.TaskEvent) and isinstance(report.event, ChunksFilled)
+        return "forgotten" if is_filled else right(node, report, sender, tasks)
+
+    spec = draw_storm(13, "sharded-cluster")
+    assert run_storm(spec, cluster=True).violation is None
+    monkeypatch.setattr(fences, "refused", forgetful)
+    assert "keeps its three holders" in str(run_storm(spec, cluster=True).violation)
 
 
 @pytest.mark.parametrize("name", SHARDED_SEEN_AT)

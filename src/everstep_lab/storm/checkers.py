@@ -7,7 +7,8 @@ one owner        no place has two processes that the coordinator believes in
 the right state  checkpoints, restored states and final states are those of a run without faults
 in order         steps are recorded one after the other; after a restore from the restored one on
 nothing twice    no op is run again on a worker that lives
-no leak          what a worker keeps is bounded by the steps that can be open
+no leak          what a worker keeps is bounded by the steps that can be open; of a chunk of optimizer states
+                 two replicas keep a copy, and a third one only until it is filled
 incidents close  once a worker runs an op of an epoch, the incidents before it are over
 no false alarm   without a fault there is no incident and no restart; epochs begin with an update undone, or
                  with a worker whose node has joined late
@@ -26,6 +27,8 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.work import Resume
 from everstep_lab.storm.truth import Bag, Truth, VirtualState
 
+MOST_STEPS_OF_THREE = 2
+
 
 class Violation(Exception):
     """A storm has found a bug; one sentence says which invariant broke."""
@@ -40,6 +43,7 @@ class Checkers:
         self._everyone = tuple(m for m, _ in truth.whole_sum)
         self.undone: set[int] = set()  # epochs that began with an eager update undone
         self._joined: dict[Worker, int] = {}  # the epoch of each one's first order to resume
+        self._third_holders: dict[tuple[int, int, int], int] = {}  # epoch, stage, chunk -> recorded steps
         self.resumed_in_epoch = 0  # the last epoch in which a worker is known to have run an op
         total = rules.total_microbatches
         self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
@@ -119,6 +123,19 @@ class Checkers:
         if action.step != self.recorded + 1 and action.attempt <= self.last_attempt:
             raise Violation(f"in order: step {action.step} is recorded after step {self.recorded}")
         self.recorded, self.last_attempt = action.step, action.attempt
+
+    def chunks_held(self, recovery: Recovery, workers: Mapping[Worker, WorkerState]) -> None:
+        """At a recorded step. Letting a third holder go takes a report and a new epoch."""
+        for stage, rows in enumerate(recovery.members[-1].holders if recovery.members else ()):
+            for chunk, row in enumerate(rows):
+                if len(row) > 3:
+                    raise Violation(f"no leak: chunk {chunk} of stage {stage} has {len(row)} holders")
+                here = [workers.get(Worker(replica, stage)) for replica in row]
+                filled = len(row) == 3 and all(w is not None and chunk in w.chunks.kept for w in here)
+                place = (recovery.epoch, stage, chunk)
+                self._third_holders[place] = self._third_holders.get(place, 0) + 1 if filled else 0
+                if self._third_holders[place] > MOST_STEPS_OF_THREE:
+                    raise Violation(f"no leak: chunk {chunk} of stage {stage} keeps its three holders {row}")
 
     def journal_replayed(self, before: str, after: str) -> None:
         if before != after:

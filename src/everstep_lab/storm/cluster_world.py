@@ -162,6 +162,11 @@ class ClusterWorld:
             match action:
                 case msg.RecordRow():
                     self.scene.checkers.step_recorded(action.record)
+                    if self.spec.rules.chunks:
+                        states = {
+                            w: process.worker_state for w, process in self.workers.items() if process.alive
+                        }
+                        self.scene.checkers.chunks_held(self.recovery, states)
                     self.scene.trace.mix(self.scene.agenda.now_us, 2, action.record.step)
                 case msg.NodeChanged():
                     self._node_changed(action)

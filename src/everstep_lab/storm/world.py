@@ -143,6 +143,9 @@ class World:
 
     def _record_step(self, action: act.RecordStep) -> None:
         self.scene.checkers.step_recorded(action)
+        if self.spec.rules.chunks:
+            states = {w: process.worker_state for w, process in self.workers.items() if process.alive}
+            self.scene.checkers.chunks_held(self.recovery, states)
         self.scene.trace.mix(self.scene.agenda.now_us, 2, action.step)
         self.scene.trigger("record", Worker(0, 0))
         self._commit()

@@ -76,6 +76,12 @@ def reassigned(holders: Holders, live: Sequence[int], filled: Filled) -> Holders
     return _with_owners(rows, live, having)
 
 
+def is_settled(holders: Holders, live: Sequence[int]) -> bool:
+    """Would the map stay as it is, once every holder is filled?"""
+    filled = {k: frozenset(c for c, row in enumerate(holders) if k in row) for k in live}
+    return reassigned(holders, live, filled) == holders
+
+
 def _survivors(before: Sequence[int], having: Sequence[int], alive: Collection[int]) -> list[int]:
     """Filled ones first, in their order; then those on their way."""
     known = [replica for replica in before if replica in alive]

@@ -19,9 +19,9 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any, ClassVar
 
+from everstep.core.task import ownership
 from everstep.core.task.assembly import Assembly
 from everstep.core.task.groups import Groups
-from everstep.core.task.ownership import COPIES
 from everstep.core.task.phases import Phases
 from everstep.core.task.places import Places
 from everstep.core.task.raises import Raises
@@ -286,11 +286,13 @@ class Recovery:
 
     @on
     def _filled(self, event: ev.ChunksFilled, now: float) -> list[Action]:
-        """A new holder has its states: where a chunk has more holders than it needs, one is let go."""
+        """A new holder has its states: now another one may be let go, or may share its chunks with those who
+        have joined meanwhile.
+        """
         if not isinstance(self.places[event.worker], Member | Entering):
             return []
-        rows = self.members[-1].holders[event.worker.stage]
-        if not any(len(row) > COPIES and event.worker.replica in row for row in rows):
+        members, stage = self.members[-1], event.worker.stage
+        if ownership.is_settled(members.holders[stage], members.live[stage]):
             return []
         return self._phases.interrupt_if_running(
             f"worker {event.worker} has its share of the optimizer states"
