@@ -9,9 +9,11 @@ import pytest
 from everstep.cli.main import run as everstep
 from everstep.errors import UserError
 from everstep_lab.study import readers
-from everstep_lab.study.failures import Trace
+from everstep_lab.study.failures import Seen, Trace
 from everstep_lab.study.request import Request
 from everstep_lab.study.slurm_events import expand
+
+INFINITEHBD = Path(__file__).parents[2].parent / "shared" / "data" / "traces" / "infinitehbd.json"
 
 
 def read(text: str, seed: int = 0) -> Trace:
@@ -116,6 +118,57 @@ def test_lists_of_nodes() -> None:
             expand(wrong, "line 7")
 
 
+SEGMENTS = """# made up
+[0, "add", {"nodes": ["n0", "n1", "n2"], "duration": 60000, "liveput_truth_strategy": [1, 3]}]
+[60000, "no-op", {"nodes": [], "duration": 60000}]
+[660000, "remove", {"nodes": ["n2", "n0"], "duration": 60000}]
+[720000, "add", {"nodes": ["n3"], "duration": 60000}]
+[780000, "no-op", {"nodes": [], "duration": 60000}]
+"""
+
+
+def test_parcaes_segments_are_spot_events_that_last_as_long_as_their_last_row() -> None:
+    trace = read(SEGMENTS)
+    assert (trace.nodes, trace.absent, trace.spot, trace.horizon_s) == (3, (), True, 840.0)
+    assert losses(trace) == [(660.0, 0), (660.0, 2)]
+    assert trace.joins == ((720.0, 2),)
+
+
+def fault(node: str, days: float, what: str, kind: str = "GPU") -> dict:
+    about = {"Level": "Hardware Failure", "Class": kind, "Desc": "made up"}
+    return {"node_id": node, "event_time": days, "event_type": f"fault_{what}", "fault_type": about}
+
+
+def test_faults_that_start_and_end_are_outages_and_those_that_overlap_are_one() -> None:
+    rows = [
+        fault("b", 1.0, "start"),
+        fault("b", 1.5, "start", "NIC"),
+        fault("c", 1.75, "end"),
+        fault("b", 2.0, "end"),
+        fault("b", 3.0, "end", "NIC"),
+        fault("a", 4.0, "start", "Fan"),
+    ]
+    for indent in (None, 4):
+        trace = read(json.dumps(rows, indent=indent))
+        assert (trace.nodes, trace.spot, trace.horizon_s) == (3, False, 4 * 86_400)
+        assert [(f.node, f.at_s / 86_400, f.repair_s / 86_400, f.cause, f.seen) for f in trace.failures] == [
+            (2, 0.0, 1.75, "GPU", Seen.EXCEPTION),
+            (1, 1.0, 2.0, "GPU", Seen.EXCEPTION),
+            (0, 4.0, math.inf, "Fan", Seen.SILENCE),
+        ]
+    assert Request(trace="faults", text=json.dumps(rows), nodes=8).traces()[0].nodes == 8
+
+
+@pytest.mark.skipif(not INFINITEHBD.exists(), reason="the shared traces are not here")
+def test_infinitehbd_is_read_whole() -> None:
+    trace = Request(trace="file", text=INFINITEHBD.read_text(), nodes=400).traces()[0]
+    assert len(trace.failures) == 582, "584 faults, two of them while the node was away"
+    assert trace.severe_per_1000_node_days == pytest.approx(4.17, abs=0.01)
+    assert len({f.node for f in trace.failures}) == 231
+    away = sum(min(f.repair_s, trace.horizon_s - f.at_s) for f in trace.failures) / trace.horizon_s
+    assert away == pytest.approx(9.2, abs=0.2), "nodes away on average"
+
+
 def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> None:
     with pytest.raises(UserError) as caught:
         read("when;what\n1;2\n")
@@ -127,6 +180,8 @@ def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> No
         "sacctmgr",
         "sacct -P",
         "SN,",
+        '"add", {"nodes"',
+        "fault_start",
     ):
         assert words in str(caught.value)
 
@@ -142,6 +197,22 @@ def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> No
         ("0,4\nnan,1\n", "line 2"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds is 0"),
         ("JobID|State|Start|End|NodeList\n1|NODE_FAIL|x|y|a\n", "line 2: Start is 'x'"),
+        ('[0, "add", {"nodes": ["a"]}]\n[5, "take", {"nodes": ["a"]}]\n', "line 2 is not of the form"),
+        ('[0, "add", {"nodes": ["a"]}]\n[5, "remove"]\n', "line 2"),
+        ('[0, "add", {"nodes": ["a"]}]\n[5, "remove", {"nodes": 3}]\n', "line 2"),
+        ('[NaN, "add", {"nodes": ["a"]}]\n', "line 1"),
+        ('[0, "remove", {"nodes": ["a"]}]\n', "adds no node"),
+        ("[", "is not JSON"),
+        ("[]", "has no fault"),
+        ("[7]", "entry 1 is not of the form"),
+        (json.dumps([{"node_id": 1, "event_time": 1, "event_type": "fault"}]), "entry 1"),
+        (json.dumps([{"node_id": 1, "event_time": "x", "event_type": "fault_start"}]), "entry 1"),
+        (
+            json.dumps([{"node_id": 1, "event_time": 1e400, "event_type": "fault_start"}]).replace(
+                "Infinity", "1e999"
+            ),
+            "entry 1",
+        ),
         ("NodeName|TimeStart\na|2024-05-01T00:00:00\n", None),
     ],
 )

@@ -23,8 +23,8 @@ def simulate_command(
     trace: Annotated[
         str,
         typer.Option(
-            help="trace-a, trace-b, llama3, poisson, or a file: spot events, counts of nodes, Slurm's "
-            "sacct or sacctmgr events, Titan; see docs/simulator.md."
+            help="trace-a, trace-b, llama3, poisson, or a file: InfiniteHBD's faults, spot events, Parcae's "
+            "segments, counts of nodes, Slurm's sacct or sacctmgr events, Titan; see docs/simulator.md."
         ),
     ] = "",
     policies: Annotated[str, typer.Option(help="Policies, comma-separated, or all.")] = "",
@@ -77,6 +77,8 @@ def simulate_command(
         everstep simulate --trace poisson --vary mtbf-hours=1,2,4,8,24 --policies megatron,unicron,everstep
 
         everstep simulate --trace trace-b --ablation --seeds 20
+
+        everstep simulate --trace infinitehbd.json --nodes 400 --task gpt3-175b --gpu H100 --stack llama3
     """
     flags = {
         "trace": trace or None,

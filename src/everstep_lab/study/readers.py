@@ -12,16 +12,17 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from everstep.errors import UserError
 from everstep_lab.draw import Draw
-from everstep_lab.study.failures import LOST, Failure, Trace
+from everstep_lab.study.failures import DAY_S, LOST, Failure, Seen, Trace
 from everstep_lab.study.slurm_events import job_records, node_events
 
 RAMP_S = 600.0
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 Samples = list[tuple[float, int]]  # (time, nodes that are there), by time
 
 
@@ -31,12 +32,13 @@ class Form:
 
     name: str
     example: str
-    fits: Callable[[str], bool]  # the first line that is not empty
+    fits: Callable[[str], bool]  # the first line that is neither empty nor a comment (#)
     read: Callable[[str, str, int], Trace]  # text, name, seed
 
 
 def read(text: str, *, name: str, seed: int = 0) -> Trace:
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
     for form in FORMS:
         if form.fits(first):
             return form.read(text, name, seed)
@@ -69,6 +71,37 @@ def spot(text: str, name: str = "spot", seed: int = 0) -> Trace:
     events.sort()
     start = _filled([(at, 1 if kind else -1) for at, kind, _ in events])
     return _onto_places(name, start, events)
+
+
+def segments(text: str, name: str = "segments", seed: int = 0) -> Trace:
+    """Parcae's form, a row per minute: `[60000, "remove", {"nodes": ["node-3"], "duration": 60000}]`. The
+    strategies that its planner noted in each row are not read.
+    """
+    numbers: dict[str, int] = {}
+    events: list[tuple[float, int, int]] = []
+    end = 0.0
+    for line, row in enumerate(text.splitlines(), 1):
+        if not row.strip() or row.startswith("#"):
+            continue
+        try:
+            at_ms, what, about = json.loads(row)
+            at, duration = float(at_ms) / 1e3, float(about.get("duration", 0)) / 1e3
+            nodes = [str(node) for node in about["nodes"]]
+        except MALFORMED:
+            what, at, duration, nodes = "", 0.0, 0.0, []
+        if what not in ("add", "remove", "no-op") or not (math.isfinite(at + duration) and at >= 0):
+            raise UserError(f"{name}: line {line} is not of the form {SEGMENT}.")
+        events += [(at, int(what == "add"), numbers.setdefault(node, len(numbers))) for node in nodes]
+        end = max(end, at + duration)
+    if not any(kind for _, kind, _ in events):
+        raise UserError(f"{name} adds no node; give lines such as {SEGMENT}.")
+    events.sort()
+    start = _filled([(at, 1 if kind else -1) for at, kind, _ in events])
+    trace = _onto_places(name, start, events)
+    return replace(trace, horizon_s=max(trace.horizon_s, end - start))
+
+
+SEGMENT = '[1200, "add", {"nodes": ["node-7"]}]'
 
 
 def _onto_places(name: str, start: float, events: Sequence[tuple[float, int, int]]) -> Trace:
@@ -111,6 +144,76 @@ def _filled(changes: Sequence[tuple[float, int]]) -> float:
     """When the first request is filled: the last join within ten minutes of the first."""
     joins = [at for at, change in changes if change > 0]
     return max(at for at in joins if at <= joins[0] + RAMP_S)
+
+
+# ------------------------------------------------------------------ which nodes were faulty
+
+FAULT = '{"node_id": "a", "event_time": 3.9, "event_type": "fault_start", "fault_type": {"Class": "GPU"}}'
+# How a fault of this class shows in a running task; others take the node away.
+SHOWS: dict[str, Seen] = {
+    "GPU": Seen.EXCEPTION,
+    "NIC": Seen.STATISTICS,
+    "Parameter Plane Cable": Seen.STATISTICS,
+}
+
+
+def faults(text: str, name: str = "faults", seed: int = 0) -> Trace:
+    """StepFun's InfiniteHBD form: a JSON list of faults that start and end, in days. Faults of one node that
+    overlap are one. A fault that has only its end in the file was there at the start; one without an end
+    lasts longer than the study. Nodes that never failed are not in the file: `--nodes` adds them.
+    """
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {error}.") from None
+    events: list[tuple[float, int, str, str]] = []  # time, 1 for a start and 0 for an end, node, class
+    for number, row in enumerate(rows, 1):
+        try:
+            at, what = float(row["event_time"]) * DAY_S, row["event_type"]
+            node, kind = str(row["node_id"]), str(row.get("fault_type", {}).get("Class", "fault"))
+        except MALFORMED:
+            what, at, node, kind = "", 0.0, "", ""
+        if what not in ("fault_start", "fault_end") or not (math.isfinite(at) and at >= 0):
+            raise UserError(f"{name}: entry {number} is not of the form {FAULT}.")
+        events.append((at, int(what == "fault_start"), node, kind))
+    if not events:
+        raise UserError(f"{name} has no fault; a study needs at least one, such as [{FAULT}].")
+    events.sort(key=lambda event: (event[0], -event[1]))
+    numbers = {node: i for i, node in enumerate(sorted({node for _, _, node, _ in events}))}
+    horizon = events[-1][0]
+    found = [
+        Failure(
+            at_s=start,
+            node=numbers[node],
+            severity=1,
+            seen=SHOWS.get(kind, Seen.SILENCE),
+            cause=kind,
+            repair_s=max(1.0, end - start),
+        )
+        for start, end, node, kind in _outages(events)
+    ]
+    found.sort(key=lambda failure: (failure.at_s, failure.node))
+    return Trace(name=name, horizon_s=max(horizon, 1.0), nodes=len(numbers), failures=tuple(found))
+
+
+def _outages(events: Sequence[tuple[float, int, str, str]]) -> Iterator[tuple[float, float, str, str]]:
+    """(start, end, node, class) of what is left when overlapping faults of a node are joined."""
+    open_: dict[str, tuple[float, int, str]] = {}  # node -> since when, how many faults, class of the first
+    ended: set[str] = set()
+    for at, starts, node, kind in events:
+        since, count, first = open_.get(node, (at, 0, kind))
+        if starts:
+            open_[node] = since, count + 1, first
+        elif count > 1:
+            open_[node] = since, count - 1, first
+        elif count == 1:
+            del open_[node]
+            yield since, at, node, first
+        elif node not in ended:
+            yield 0.0, at, node, kind
+        ended.add(node)
+    for node, (since, _, first) in open_.items():
+        yield since, math.inf, node, first
 
 
 # ------------------------------------------------------------------ how many were there
@@ -226,6 +329,8 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 
 FORMS = (
+    Form("Parcae's segments", SEGMENT, _matches(r'\[[^\[\]{"]+,.*'), segments),
+    Form("InfiniteHBD's faults", f"[{FAULT}]", lambda first: first.startswith("["), faults),
     Form("spot events", "1200,add,node7", _matches(r"[^,]*,\s*(add|remove)\s*,[^,]*"), spot),
     Form(
         "a GCP availability log",
