@@ -27,6 +27,33 @@ def wrong_shapes(): return [lambda: nn.Linear(3, 4), lambda: nn.Linear(5, 1)]
 def in_place(): return [lambda: nn.Linear(3, 4), lambda: nn.ReLU(inplace=True)]
 def two_outputs(): return [lambda: nn.GRU(3, 4)]
 def statistics(): return [lambda: nn.BatchNorm1d(3)]
+class Looks(nn.Linear):
+    def forward(self, x): return super().forward(x) if bool(x.detach().isfinite().all()) else x
+def normed(): return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+def statistics_behind(): return [lambda: Looks(3, 3), normed]
+def rows(): return nn.InstanceNorm1d(3, track_running_stats=True)
+def per_row(): return [lambda: nn.Unflatten(1, (3, 1)), rows]
+def spectral(): return {"first": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))}
+class Biased(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("load", torch.zeros(1))
+    def forward(self, x):
+        self.load = self.load + 0.1
+        return super().forward(x) + self.load
+def biased(): return [Biased]
+class Frozen(nn.Sequential):
+    def __init__(self):
+        super().__init__(normed().requires_grad_(False).eval(), nn.Linear(3, 1))
+def frozen_statistics(): return Model(layers=[Frozen], loss=nn.functional.mse_loss)
+class Caches(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+    def forward(self, x):
+        self.table = torch.arange(x.shape[0], dtype=x.dtype, device=x.device)
+        return super().forward(x) + self.table[:, None]
+def caches(): return Model(layers=[Caches], loss=nn.functional.mse_loss)
 def broken(): return [lambda: nn.Linear("3", 4)]
 def still(): return nn.Linear(3, 1).requires_grad_(False)
 def frozen(): return Model(layers=[still], loss=nn.functional.mse_loss)
@@ -157,6 +184,10 @@ def test_a_script_gives_its_things_itself() -> None:
         (lambda: users("mine:two_outputs"), "; return one tensor, or give a loss that takes them all."),
         (lambda: users("mine:odd_output"), "layer '0' gives a set; a layer gives a tensor, or tuples"),
         (lambda: users("mine:statistics"), "layer '0' keeps running statistics"),
+        (lambda: users("mine:statistics_behind"), r"layer '1' keeps running statistics (BatchNorm1d in 1)"),
+        (lambda: users("mine:per_row"), "layer '1' keeps running statistics (InstanceNorm1d)"),
+        (lambda: users("mine:spectral"), "layer 'first' changes its buffer 'parametrizations.weight.0._u'"),
+        (lambda: users("mine:biased"), "layer '0' changes its buffer 'load' in its forward"),
         (lambda: users("mine:frozen"), "no parameter to train"),
         (lambda: users("mine:vector_loss"), "the loss gives a tensor of shape (2,); it must be one number"),
         (
@@ -184,6 +215,11 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         preflight(job())
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["mine:frozen_statistics", "mine:caches"])
+def test_statistics_that_stay_and_tables_are_accepted(model: str) -> None:
+    assert preflight(users(model)).parameters == 4
 
 
 def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:

@@ -299,6 +299,28 @@ def test_a_layer_that_changes_what_was_received_is_named(recompute: bool) -> Non
         pipe[1].forward(1, 0, sent)
 
 
+class Balanced(nn.Linear):
+    """A bias of its own that moves with every forward, as routers have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("bias_of_router", torch.zeros(1))
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = x.detach().sum(1)
+        if self.training:
+            self.bias_of_router.add_(x.detach().sign().mean())
+        return super().forward(x) + self.bias_of_router
+
+
+def test_a_layer_that_changes_its_buffer_on_real_data_is_named() -> None:
+    model = Model(layers={"first": Balanced}, loss=nn.functional.mse_loss)
+    stage = Stage(model, range(1), data=SameTensors(), device=CPU)
+    with pytest.raises(UserError, match=r"^layer 'first' changes its buffer 'bias_of_router' in its forward"):
+        stage.forward(1, 0)
+
+
 def test_what_layers_and_loss_do_to_a_batch_is_not_done_to_the_data() -> None:
     data = SameTensors()
     model = Model(layers={"first": Masks, "second": lambda: TakesHidden()}, loss=spoiling_loss)

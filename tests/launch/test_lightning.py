@@ -112,6 +112,16 @@ class Several(Small):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)]
 
 
+class Normed(Small):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(norm() for _ in range(2))
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
 class Cycling(Small):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -127,6 +137,17 @@ class Cycling(Small):
     ("module", "arguments", "sentence"),
     [
         (Cycling(), {}, "the scheduler OneCycleLR changes betas of the optimizer"),
+        (
+            Normed(lambda: nn.BatchNorm1d(8)),
+            {},
+            "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
+        ),
+        (
+            Normed(lambda: nn.BatchNorm1d(8)),
+            {"stages": 2, "layers": "blocks"},
+            "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
+        ),
+        (Normed(spectral), {}, "layer 'Normed' changes its buffer 'blocks.0.parametrizations.weight.0._u'"),
         (Manual(), {}, "Manual has automatic_optimization = False"),
         (Hooked(), {}, "Hooked has the hook on_after_backward"),
         (Silent(), {}, "training_step returned nothing; it must return the loss"),

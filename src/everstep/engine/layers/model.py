@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import TorchFunctionMode
 
@@ -51,7 +52,7 @@ def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): what a stage calls a layer with
-Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives
+Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives; `frame`: a module around it
 
 
 def one_after_the_other(layers: range, modules: list[nn.Module], device: torch.device) -> Through:
@@ -243,6 +244,49 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part, mode in zip(parts, modes, strict=True):
             part.training = mode
+
+
+def refuse_statistics(layer: str, module: nn.Module) -> None:
+    """Running statistics of norms that a forward in training mode would change."""
+    for path, part in module.named_modules():
+        if isinstance(part, _NormBase) and part.track_running_stats and part.training:
+            where = f" in {path}" if path else ""
+            raise UserError(
+                f"layer {layer!r} keeps running statistics ({type(part).__name__}{where}), which no two "
+                "workers would share; use LayerNorm, RMSNorm or track_running_stats=False."
+            )
+
+
+@contextmanager
+def refusing_changed_buffers(layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """A forward inside leaves the buffers that a checkpoint would have as they are; else one is named. Those
+    that are not kept in checkpoints are tables, which a layer may make when it needs them.
+    """
+    before = {key: (buffer, _image(buffer)) for key, buffer in _kept_buffers(layers)}
+    yield
+    for (layer, path), buffer in _kept_buffers(layers):
+        was, image = before.get((layer, path), (None, None))
+        if _image(buffer) != image or (buffer.is_meta and buffer is not was):
+            raise UserError(
+                f"layer {layer!r} changes its buffer {path!r} in its forward, a state that no two workers "
+                "would share and no checkpoint would have; compute it from the layer's input, make it a "
+                "parameter, or, if it is a table, register it with persistent=False."
+            )
+
+
+def _kept_buffers(layers: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for layer, module in layers.items():
+        for path, part in module.named_modules():
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    yield (layer, f"{path}.{key}".removeprefix(".")), buffer
+
+
+def _image(buffer: Tensor) -> bytes | int:
+    """Its bits; of one without memory how often it was written to."""
+    if buffer.is_meta:
+        return buffer._version
+    return buffer.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def in_short(error: BaseException) -> str:

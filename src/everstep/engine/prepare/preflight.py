@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from everstep.engine import device
 from everstep.engine.datasets.data import Dataset, split
@@ -25,9 +24,12 @@ from everstep.engine.layers.model import (
     check_tied,
     in_precision,
     in_short,
+    in_training,
     one_after_the_other,
     parameter_count,
     partition,
+    refuse_statistics,
+    refusing_changed_buffers,
     skeleton,
     slots,
 )
@@ -224,14 +226,17 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
     before = "the data"
     for name in model.layers:
-        module = in_precision(_layer(model, name), dtype)
+        module = in_precision(in_training(skeleton(model, name)), dtype)
         _refuse_whole_numbers(module)
         given = described(value)
         value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
         entered = tensors_in(value)
         versions = [tensor._version for tensor in entered]
         try:
-            value = module(value)
+            with refusing_changed_buffers({name: module}):
+                value = module(value)
+        except UserError:
+            raise
         except Exception as error:  # the user's module
             if _needs_values(error):
                 return
@@ -325,6 +330,7 @@ def _check_sharing(model: Model) -> dict[str, nn.Module]:
     seen: dict[int, tuple[str, str]] = {}
     names: dict[str, str] = {}  # of parameters, to their layers
     for name, module in built.items():
+        refuse_statistics(name, in_training(module))
         twin = next((other for other in built if other != name and built[other] is module), None)
         if twin is not None:
             raise UserError(
@@ -351,14 +357,3 @@ def _check_sharing(model: Model) -> dict[str, nn.Module]:
                     "equal."
                 )
     return built
-
-
-def _layer(model: Model, name: str) -> nn.Module:
-    module = skeleton(model, name)
-    for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.track_running_stats:
-            raise UserError(
-                f"layer {name!r} keeps running statistics, which no two workers would share; "
-                "use LayerNorm, RMSNorm or track_running_stats=False."
-            )
-    return module

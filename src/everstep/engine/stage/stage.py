@@ -29,7 +29,7 @@ from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.layers.linear import Queue, contributions_of
-from everstep.engine.layers.model import Model, Slot, end, slots
+from everstep.engine.layers.model import Model, Slot, end, refusing_changed_buffers, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.layers import refuse_unequal, sum_whole
@@ -125,6 +125,7 @@ class Stage:
         self._received: list[tuple[Tensor, int]] = []  # of the forward under way, with their versions
         self._held = HeldBytes(lambda: self.working)
         self.recordings: Recordings | None = None
+        self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
         self._whole_are_equal = shards is None  # whole parameters on all shards; looked at in the first W
 
     def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
@@ -150,6 +151,17 @@ class Stage:
 
     def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
         """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
+        if self._buffers_stay or self.closes(step):
+            return self._forward(step, microbatch, given)
+        layers = {self.model.names[i]: module for i, module in zip(self.layers, self._modules, strict=True)}
+        if (frame := getattr(self._through, "frame", None)) is not None:
+            layers[type(frame).__name__] = frame
+        with refusing_changed_buffers(layers):
+            made = self._forward(step, microbatch, given)
+        self._buffers_stay = True
+        return made
+
+    def _forward(self, step: int, microbatch: int, given: Boundary | None) -> Boundary | None:
         if (step, microbatch) in self._stashes:
             raise InternalError(f"forward of step {step}, microbatch {microbatch} was run twice here.")
         if (step, microbatch) not in self._batches:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from everstep.convert.export import load
 from everstep.engine.datasets.rows import Rows, rows, seeded
 from everstep.engine.datasets.stream import Stream, stream
-from everstep.engine.layers.model import evaluating
+from everstep.engine.layers.model import evaluating, refuse_statistics, refusing_changed_buffers
 from everstep.engine.lightning import hooks
 from everstep.engine.lightning.cut import WHOLE, ModuleParts, parts_of
 from everstep.engine.lightning.model import (
@@ -146,11 +146,15 @@ class _Logged:
 
 @contextmanager
 def _tried(module: Any) -> Iterator[None]:
-    """Steps of the module here, in the launcher, which leave no trace in it."""
+    """Steps of the module here, in the launcher, which leave no trace in it and none in its buffers."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    refuse_statistics(type(module).__name__, module)
     try:
-        with seeded(0):
+        with seeded(0), refusing_changed_buffers({type(module).__name__: module}):
             yield
     finally:
+        for buffer, value in kept:
+            buffer.detach().copy_(value)
         for part in module.modules():
             for name in ("log", "log_dict"):
                 part.__dict__.pop(name, None)
