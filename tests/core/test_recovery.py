@@ -292,6 +292,38 @@ def test_the_same_exception_at_the_same_op_from_two_replicas_fails_the_task() ->
     )
 
 
+OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB"
+
+
+@pytest.mark.parametrize("op", ["1R", "1U"])
+def test_replicas_that_raise_together_in_a_reduce_or_an_update_do_not_fail_the_task(op: str) -> None:
+    """Eight workers on one GPU ran out of memory in the reduce of step 2, and "the input causes it"."""
+    task = Task()
+    for error in (OUT_OF_MEMORY, "RuntimeError: Numerator() is wrong"):
+        for worker in (W01, W11):
+            assert task.happens(raised(worker, error, where=f"step 2 {op}")) == []
+    (failed,) = task.happens(raised(W11, OUT_OF_MEMORY, incarnation=2, where=f"step 2 {op}"))
+    assert isinstance(failed, act.FailTask)
+    assert failed.because == (
+        f"worker 1:1 and its replacement raised the same exception at step 2 {op}, so the step needs more "
+        f"memory than there is: {OUT_OF_MEMORY}"
+    )
+
+
+def test_memory_and_sentences_about_a_model_are_not_called_faults_of_the_input() -> None:
+    for error, cause in (
+        (OUT_OF_MEMORY, ", so the step needs more memory than there is"),
+        ("UserError: layer 'b' changes its buffer 'load' in its forward.", ""),
+    ):
+        task = Task()
+        assert task.happens(raised(W01, error)) == []
+        (failed,) = task.happens(raised(W11, error))
+        assert isinstance(failed, act.FailTask)
+        assert (
+            failed.because == f"workers 0:1 and 1:1 raised the same exception at step 3 1F0.0{cause}: {error}"
+        )
+
+
 def test_two_replicas_that_raise_at_one_op_for_different_reasons_do_not_fail_the_task() -> None:
     """Was keyed by the op alone: a machine out of memory and one without a network were the input's fault."""
     task = Task()

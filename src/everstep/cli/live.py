@@ -93,7 +93,8 @@ class LiveView:
                 self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):
                 self.say(f"[red]![/red] worker {worker} raised {escape(error)}")
-                self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")
+                if not error.startswith("UserError: "):  # a sentence about the model or the job
+                    self.say(f"[dim]{escape(traceback.rstrip())}[/dim]")
             case "action", action:
                 self._action(action)
 

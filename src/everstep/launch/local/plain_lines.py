@@ -52,7 +52,8 @@ class PlainLines:
             case "warning", sentence:
                 self.say(sentence, level=logging.WARNING)
             case "raised", (worker, error, traceback):
-                self.say(f"worker {worker} raised {error}\n{traceback.rstrip()}")
+                trace = "" if error.startswith("UserError: ") else f"\n{traceback.rstrip()}"
+                self.say(f"worker {worker} raised {error}{trace}")
             case "action", action if self.decisions:
                 self._decision(action)
             case "action", act.StartWorker(incarnation=incarnation) if incarnation > 1:
