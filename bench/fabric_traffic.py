@@ -21,7 +21,8 @@ import torch
 from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import topology_document
 from everstep.fabric.watch import MoveFlow, WatchLimits
-from everstep.net.links import Address, Links
+from everstep.net.envelope import Envelope
+from everstep.net.links import Address, LinkEvents, Links
 from everstep.node.steer import FlowWatch, Steering, steering
 from everstep.protocol.parcels import Parcel, ParcelKind
 from harness.fabric_testbed import Testbed, enter
@@ -160,7 +161,7 @@ class Stream:
         tensor = self.pending.get(number)
         if tensor is not None:
             name = Parcel(ParcelKind.ACTIVATION, 0, number, 0, None, 0, self.number, 0)
-            self.links.send(self.to, ParcelKind.ACTIVATION, name, None, tensor)
+            self.links.send(self.to, name, Envelope(), tensor)
 
     def delivered(self, number: int) -> None:
         with self.lock:
@@ -204,11 +205,9 @@ def watched_run(
 
     def links(host: str, source_port: object = None) -> Links:
         made = Links(
+            LinkEvents(deliver=deliver, broken=broken, failed=lambda error: print(error, file=sys.stderr)),
             token=b"t" * 16,
             host=host,
-            deliver=deliver,
-            broken=broken,
-            failed=lambda error: print(error, file=sys.stderr),
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
             source_port=source_port,  # type: ignore[arg-type]
         )

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -30,6 +31,7 @@ from everstep.core.agent.agent import AgentState, LineOpened, OrderHeard, Report
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.errors import PeerError, UserError
 from everstep.net import frames
+from everstep.net.envelope import PIECES, VALUES, Envelope, Where
 from everstep.net.handshake import Acceptor, Opener
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import Unpacker, decode
@@ -136,9 +138,13 @@ def worker_frames(seed: int, count: int) -> FuzzReport:
             _handshake(maker, report)
             continue
         parcel = Parcel(maker.random.choice(kinds), 0, 1, 0)
-        facts = maker.broken(maker.random.choice((None, [1.0], [[0, 0]], {"value": 1})))
-        data = bytearray(frames.encode(parcel.what, parcel, facts, torch.zeros(3), torch.zeros(2, 2)))
-        data += bytes(28)
+        value, piece = (maker.made(types.get(parcel.what, NoneType)) for types in (VALUES, PIECES))
+        told = [value, None, maker.made(Where), piece]
+        body = json.dumps(maker.broken(told)).encode(errors="surrogatepass")
+        empty = frames.encode(parcel, Envelope(), torch.zeros(3), torch.zeros(2, 2))
+        head = list(frames.HEAD.unpack_from(empty))
+        head[4] = len(body)
+        data = bytearray(frames.HEAD.pack(*head) + empty[frames.HEAD.size :] + body + bytes(28))
         _flip(maker, data, 0.8)
         report.tried(lambda data=data: _arrive(bytes(data)), (*REFUSALS, ValueError), bytes(data))
     return report
@@ -152,8 +158,6 @@ def _arrive(data: bytes) -> None:
         want[: len(taken)] = taken
         at += len(taken)
         if frame.took(len(taken)):
-            if frame.parcel is not None:
-                frames.checked_value(frame.parcel.what, frame.facts)
             frame = frames.Incoming(_empty)
 
 

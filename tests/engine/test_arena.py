@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import queue
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ import torch
 from everstep.errors import PeerError
 from everstep.net import frames
 from everstep.net.arena import Arena, Location, Mappings, SharedFiles, UnmappableError
-from everstep.net.courier import Courier, identity_of
-from everstep.net.links import Address, Links
+from everstep.net.envelope import Envelope
+from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.work import LinkBroke, LinkOpened
 
 READER = """
 import sys, torch
@@ -96,61 +95,42 @@ def test_a_name_of_memory_that_is_none_is_refused(at: Location) -> None:
         Mappings(SharedFiles()).tensor("owner", at, (4,), torch.float32)
 
 
-class End:
-    """A worker's courier, and what has come."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
-        self.broken: queue.SimpleQueue[Address] = queue.SimpleQueue()
-        device = torch.device("cpu")
-        identity = identity_of(device, "shm")
-        self.links = Links(
-            token=b"t" * 32,
-            host="127.0.0.1",
-            deliver=lambda frame: None if self.courier.takes(frame) else self.inbox.put(frame),
-            broken=self.broken.put,
-            failed=lambda error: None,
-            empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
-            identity=identity.encode(),
-        )
-        self.courier = Courier.of(
-            self.links, identity, device, deliver=self.inbox.put, failed=lambda error: None
-        )
-        self.links.start()
-
-
 def test_memory_that_a_live_peer_cannot_map_goes_to_it_by_tcp_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As between two containers that share a GPU, and not each other's memory."""
-    sender, receiver = End(), End()
+    settings = PlaneSettings(secret=b"t" * 32, host="127.0.0.1", device=torch.device("cpu"), transport="shm")
+    planes = sender, receiver = DataPlane(settings), DataPlane(settings)
+    for plane in planes:
+        plane.start()
     try:
         to = receiver.links.address
         sender.links.connect(to)
-        while sender.links.identity(to) is None:
-            time.sleep(0.001)
-        values = sender.courier.kept(torch.arange(8.0))
+        assert sender.inbox.get(timeout=20) == LinkOpened(to)
+        values = sender.kept(torch.arange(8.0))
         parcel = Parcel(ParcelKind.ACTIVATION, 0, 1, 0, None, 0, 0, 1)
 
         def post() -> frames.Incoming:
-            sender.courier.post(to, parcel.what, parcel, {"tree": 1}, (values,))
-            return receiver.inbox.get(timeout=20)
+            sender.post(to, parcel, Envelope(beside={"tree": 1}), (values,))
+            found = receiver.inbox.get(timeout=20)
+            while not isinstance(found, frames.Incoming):
+                found = receiver.inbox.get(timeout=20)
+            return found
 
-        assert receiver.courier.mappings is not None
-        monkeypatch.setattr(receiver.courier.mappings.memory, "open", unmappable)
+        assert receiver._mappings is not None
+        monkeypatch.setattr(receiver._mappings.memory, "open", unmappable)
         lost = post()
-        assert sender.courier.carriers[to] == "shm"
+        assert sender.carriers[to] == "shm"
         with pytest.raises(PeerError, match="cannot be mapped"):
-            receiver.courier.opened(lost)
-        assert sender.broken.get(timeout=20) == to, "what it is owed is sent again"
-        facts, tensors = receiver.courier.opened(post())
-        assert sender.courier.carriers[to] == "tcp"
-        assert facts == {"tree": 1}
-        assert torch.equal(tensors[0], values)
+            receiver.opened(lost)
+        assert sender.inbox.get(timeout=20) == LinkBroke(to), "what it is owed is sent again"
+        found = post()
+        assert sender.carriers[to] == "tcp"
+        assert found.envelope.beside == {"tree": 1}
+        assert torch.equal(receiver.opened(found)[0], values)
     finally:
-        for end in (sender, receiver):
-            end.courier.stop()
-            end.links.stop()
+        for plane in planes:
+            plane.stop()
 
 
 def unmappable(handle: str, nbytes: int) -> int:

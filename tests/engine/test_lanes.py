@@ -15,21 +15,13 @@ from torch import Tensor
 from everstep.engine.layers.software import computes_with
 from everstep.errors import PeerError
 from everstep.net import frames
-from everstep.net.lanes import Lane, Lanes, LaneState
-from everstep.net.links import Address, Links
+from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
+from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState
+from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
-from everstep.net.transport import (
-    MAX_COMPUTES,
-    Announcement,
-    Identity,
-    LaneOpening,
-    LaneOrder,
-    bits_differ,
-    chosen,
-)
+from everstep.net.plane import MAX_COMPUTES, Identity, bits_differ, chosen
 from everstep.protocol.parcels import Parcel, ParcelKind
 
-SIZES = [dtype.itemsize for dtype in frames.DTYPES]
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
 
 
@@ -78,40 +70,6 @@ def test_a_cpus_instructions_and_threads_are_part_of_what_it_computes_with(
     assert len(here) < MAX_COMPUTES
 
 
-def test_announcements_and_openings_are_read_back() -> None:
-    announced = Announcement("h:1/2", 7, (((3, 4), 1), ((), 0), ((0,), 6)))
-    assert Announcement.decode(announced.encode(), SIZES) == announced
-    opening = LaneOpening("h:1/2", "h", 1, b"\0meet")
-    assert LaneOpening.decode(opening.encode()["open"]) == opening
-
-
-@pytest.mark.parametrize(
-    "fact",
-    [
-        None,
-        [],
-        ["lane", -1, []],
-        ["lane", True, []],
-        ["", 1, []],
-        ["x" * 200, 1, []],
-        ["lane", 1, [[[2], 99]]],
-        ["lane", 1, [[[-2], 0]]],
-        ["lane", 1, [[[1 << 40], 0]]],
-        ["lane", 1, [[[1] * 9, 0]]],
-        ["lane", 1, [[["2"], 0]]],
-    ],
-)
-def test_an_announcement_that_makes_no_sense_is_refused(fact: Any) -> None:
-    with pytest.raises(PeerError):
-        Announcement.decode(fact, SIZES)
-
-
-@pytest.mark.parametrize("fact", [None, ["lane", "h", 1], ["lane", "h", "1", ""], ["lane", "h", 1, "xyz"]])
-def test_an_opening_that_makes_no_sense_is_refused(fact: Any) -> None:
-    with pytest.raises(PeerError):
-        LaneOpening.decode(fact)
-
-
 def test_a_gap_in_the_numbers_breaks_the_order() -> None:
     sender, receiver = LaneOrder(), LaneOrder()
     receiver.expect(sender.take())
@@ -152,11 +110,9 @@ class End:
         self.broken: queue.Queue[Address] = queue.Queue()
         self.said: list[str] = []
         self.links = Links(
+            LinkEvents(deliver=self._arrived, broken=self._broke, failed=lambda error: None),
             token=b"secret",
             host="127.0.0.1",
-            deliver=self._arrived,
-            broken=self._broke,
-            failed=lambda error: None,
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
         self.lanes = Lanes(self.links, wire, deliver=self.got.put, kind="pipe", log=self.said.append)
@@ -177,8 +133,8 @@ class End:
 
     def send(self, to: End, number: int, *tensors: Tensor) -> None:
         lane = self.lane(to)
-        parcel = Parcel(ParcelKind.PART, 0, number, 0, sender=0, owner=1)
-        self.lanes.send(lane, parcel.what, parcel, {"n": number}, self.lanes.reserve(lane, tensors))
+        parcel = Parcel(ParcelKind.WEIGHTS, 0, number, 0, sender=0, owner=1)
+        self.lanes.send(lane, parcel, Envelope(beside=number), self.lanes.reserve(lane, tensors))
 
 
 @pytest.fixture
@@ -213,7 +169,7 @@ def test_transfers_arrive_whole_and_in_order_with_their_facts(
     for number, tensor in enumerate(sent):
         frame = b.got.get(timeout=20)
         assert frame.parcel is not None
-        assert (frame.parcel.step, frame.facts) == (number, {"n": number})
+        assert (frame.parcel.step, frame.envelope) == (number, Envelope(beside=number))
         assert torch.equal(frame.tensors[0], tensor)
         assert torch.equal(frame.tensors[1], tensor[:3].bfloat16())
         assert frame.tensors[2].numel() == 0
@@ -263,9 +219,9 @@ def test_a_dead_peer_breaks_its_lanes_and_no_others(ends: Callable[..., End]) ->
     assert lane.state is LaneState.BROKEN
     until(lambda: not a.lanes.borrows(stuck))
     gate.set()
-    assert live.got.get(timeout=20).facts == {"n": 1}
+    assert live.got.get(timeout=20).envelope.beside == 1
     a.send(live, 2, torch.ones(1))
-    assert live.got.get(timeout=20).facts == {"n": 2}
+    assert live.got.get(timeout=20).envelope.beside == 2
     assert other.state is LaneState.READY
     assert a.broken.empty(), "no link of a live peer was touched"
 
@@ -284,7 +240,9 @@ def test_a_wire_that_breaks_counts_as_a_broken_link_at_the_sender(ends: Callable
     a.send(b, 2, torch.full((3,), 2.0))  # on a new lane
     assert a.lane(b) is not first
     frame = b.got.get(timeout=20)
-    assert frame.facts == {"n": 2}, "what the broken lane had is sent again by who owes it, not by the lane"
+    assert frame.envelope.beside == 2, (
+        "what the broken lane had is sent again by who owes it, not by the lane"
+    )
 
 
 def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Callable[..., End]) -> None:
@@ -298,6 +256,23 @@ def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Cal
         assert lane is not None
         until(lambda lane=lane: lane.state is LaneState.BROKEN and b.links.address not in a.lanes._to)
     assert a.lanes.lane(b.links.address) is None, "tcp has to do"
-    a.links.send(b.links.address, ParcelKind.PART, Parcel(ParcelKind.PART, 0, 1, 0), {"n": 1})
-    assert b.got.get(timeout=20).facts == {"n": 1}
+    a.links.send(b.links.address, Parcel(ParcelKind.WEIGHTS, 0, 1, 0), Envelope(beside=1))
+    assert b.got.get(timeout=20).envelope.beside == 1
     assert a.broken.empty(), "nothing was lost: no link is broken for it"
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        OpenLane("", "h", 1, ""),
+        OpenLane("x" * 200, "h", 1, ""),
+        OpenLane("l", "h", 0, ""),
+        OpenLane("l", "h", 1 << 16, ""),
+        OpenLane("l", "h", 1, "xyz"),
+    ],
+)
+def test_an_opening_that_cannot_be_is_refused(ends: Callable[..., End], opening: OpenLane) -> None:
+    end = ends()
+    with pytest.raises(PeerError):
+        end.lanes.take(frames.Incoming.whole(FrameKind.LANE, Envelope(opening), ()))
+    assert end.lanes.take(frames.Incoming.whole(FrameKind.LANE, Envelope(LaneBroke("of nobody")), ()))

@@ -16,9 +16,9 @@ from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.worker import parts_ahead
 from everstep.engine.worker.parts_ahead import ArrivingParts
-from everstep.engine.worker.step_tensors import StepTensors, parted
+from everstep.engine.worker.step_tensors import StepTensors
 from everstep.errors import PeerError
-from everstep.net import transport
+from everstep.net.envelope import MAX_BYTES, Envelope, PartAhead, PartRest, Stretch
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import Send, SumChunk
@@ -26,7 +26,7 @@ from everstep.protocol.work import Send, SumChunk
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 3}
 MEMBERS = (0, 1)
-Message = tuple[Parcel, Any, tuple[Tensor, ...]]
+Message = tuple[Parcel, Envelope, tuple[Tensor, ...]]
 
 
 class OnTheHost:
@@ -75,8 +75,8 @@ def computed(tensors: StepTensors, microbatches: tuple[int, ...], to: int | None
     sent: list[Message] = []
     me = tensors.me.replica
 
-    def post(parcel: Parcel, facts: Any, tensor: Tensor) -> None:
-        sent.append((parcel, facts, (tensor.clone(),)))
+    def post(parcel: Parcel, envelope: Envelope, tensor: Tensor) -> None:
+        sent.append((parcel, envelope, (tensor.clone(),)))
 
     def begins(slots: set[int]) -> Any:
         assert to is not None
@@ -95,8 +95,8 @@ def computed(tensors: StepTensors, microbatches: tuple[int, ...], to: int | None
 def closing(tensors: StepTensors, to: int, *, round: int = 0) -> Message:
     """The PART itself."""
     parcel = part(tensors.me.replica, to, round=round)
-    facts, made = tensors.contents(Send(parcel, to, 0, None), MEMBERS)
-    return parcel, facts, tuple(tensor.clone() for tensor in made)
+    envelope, made = tensors.contents(Send(parcel, to, 0, None), MEMBERS)
+    return parcel, envelope, tuple(tensor.clone() for tensor in made)
 
 
 def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
@@ -105,7 +105,7 @@ def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
     return payload.facts, payload.tensors
 
 
-def delivered(messages: list[Message]) -> tuple[Any, tuple[Tensor, ...]] | None:
+def delivered(messages: list[Message]) -> tuple[Envelope, tuple[Tensor, ...]] | None:
     arriving, found = ArrivingParts(), None
     for message in messages:
         found = arriving.take(*message) or found
@@ -125,7 +125,7 @@ def test_pieces_and_rest_are_the_part_in_whatever_order_they_come(accumulate: st
         messages = random.Random(seed).sample([*sent, last], len(sent) + 1)
         found = delivered(messages)
         assert found is not None
-        assert parted(found[0])[1] == facts
+        assert found[0] == Envelope(beside=facts)
         assert [t.shape for t in found[1]] == [t.shape for t in right]
         assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
         assert delivered(messages[:-1]) is None, "a part counts once it is whole"
@@ -139,8 +139,7 @@ def test_a_sum_of_parts_in_pieces_has_the_bits_of_one_of_whole_parts() -> None:
         sent = computed(peer, (0, 1), to=1 if ahead else None)
         found = delivered([*sent, closing(peer, 1)])
         assert found is not None
-        facts, beside = parted(found[0])
-        owner.received(part(0, 1), facts, found[1], beside)
+        owner.received(part(0, 1), found[1], found[0].beside)
         squares = owner.sum_chunk(SumChunk(1, MEMBERS, (part(0, 1),), 4.0))
         means.append((owner.sum_of(1)[owner._stretch(MEMBERS, 1)].clone(), squares))
     assert torch.equal(means[0][0], means[1][0])
@@ -164,7 +163,7 @@ def test_a_piece_from_which_something_was_taken_back_is_sent_again() -> None:
     facts, right = whole(tensors, 1)
     assert found is not None
     assert late.num_promoted
-    assert parted(found[0])[1] == facts
+    assert found[0] == Envelope(beside=facts)
     assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
 
 
@@ -205,7 +204,7 @@ def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one
     arriving = ArrivingParts()
     for message in sent:
         assert arriving.take(*message) is None
-    assert arriving.take(part(0, 1, step=0), None, (torch.ones(3),)) is not None
+    assert arriving.take(part(0, 1, step=0), Envelope(), (torch.ones(3),)) is not None
     assert arriving.take(*last) is not None
 
 
@@ -225,22 +224,20 @@ def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(parts_ahead, "PIECE", {"cpu": 4 << 20})
     tensors = worker(0)
     assert not computed(tensors, (0, 1), to=1)
-    assert closing(tensors, 1)[1] == {"value": None, "beside": whole(tensors, 1)[0]}
+    assert closing(tensors, 1)[1] == Envelope(beside=whole(tensors, 1)[0])
 
 
 @pytest.mark.parametrize(
     "told",
     [
-        {},
-        {"of": 1, "piece": [0, 5, 2], "size": 10},
-        {"of": 1, "piece": [0, 0, 3], "size": 2},
-        {"of": 1, "piece": [0, -3, 0], "size": 10},
-        {"of": "x", "piece": [0, 0, 3], "size": 10},
-        {"of": 1, "piece": [0, 0, 3], "size": transport.MAX_BYTES},
-        {"of": 1, "piece": [0, 0], "size": 10},
-        None,
+        PartAhead(1, Stretch(0, 5, 2), 10),
+        PartAhead(1, Stretch(0, 0, 3), 2),
+        PartAhead(1, Stretch(0, -3, 0), 10),
+        PartAhead(1, Stretch(0, 0, 3), MAX_BYTES),
+        PartRest(1, (), (Stretch(4, 0, 3),), (0,), (3,)),
+        PartRest(1, (), (Stretch(0, 0, 3),), (0, 1), (3, 3)),
     ],
 )
-def test_pieces_that_cannot_be_are_refused(told: Any) -> None:
+def test_pieces_that_cannot_be_are_refused(told: PartAhead | PartRest) -> None:
     with pytest.raises(PeerError):
-        ArrivingParts().take(part(0, 1), {"ahead": told}, (torch.ones(3),))
+        ArrivingParts().take(part(0, 1), Envelope(piece=told), (torch.ones(3),))

@@ -17,7 +17,8 @@ from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage
 from everstep.errors import InternalError, UserError
 from everstep.net import frames
-from everstep.net.courier import Courier
+from everstep.net.envelope import Envelope
+from everstep.net.plane import DataPlane
 from everstep.protocol.parcels import Parcel, ParcelKind
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
@@ -394,16 +395,16 @@ def test_every_type_of_whole_bytes_crosses_the_edge_of_a_stage() -> None:
     run_step([whole], 1, 1)
 
     def sent(value: Boundary | Gradients) -> Boundary | Gradients:
-        kept = value.moved(lambda tensor: Courier.kept(Alone(), tensor))
+        kept = value.moved(lambda tensor: DataPlane.kept(Alone(), tensor))
         parcel = Parcel(ParcelKind.ACTIVATION, 0, 1, 0, None, 0, 0, 1)
-        data = frames.encode("A", parcel, kept.facts, *kept.tensors)
+        data = frames.encode(parcel, Envelope(beside=kept.facts), *kept.tensors)
         arriving = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
         for piece in (data, *map(frames.raw, kept.tensors)):
             while len(piece):
                 count = min(len(arriving.want), len(piece))
                 arriving.want[:count], piece = piece[:count], piece[count:]
                 arriving.took(count)
-        return type(value).arrived(arriving.tensors, arriving.facts)
+        return type(value).arrived(arriving.tensors, arriving.envelope.beside)
 
     pipe[1].forward(1, 0, sent(pipe[0].forward(1, 0)))
     pipe[0].input_grad(1, 0, sent(pipe[1].input_grad(1, 0)))
@@ -416,9 +417,9 @@ def test_every_type_of_whole_bytes_crosses_the_edge_of_a_stage() -> None:
 
 
 class Alone:
-    """A courier without shared memory or lanes."""
+    """A plane without shared memory or lanes."""
 
-    arena = lanes = None
+    arena = _lanes = None
 
 
 def test_an_operation_without_an_exact_kernel_is_told_in_words_of_the_job() -> None:

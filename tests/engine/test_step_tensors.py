@@ -21,22 +21,24 @@ from everstep.engine.prepare.program import Program
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
-from everstep.engine.worker.sharded_steps import ShardedSteps
-from everstep.engine.worker.step_tensors import Payload, StepTensors, parted
-from everstep.engine.worker.work_items import WorkItems
+from everstep.engine.worker.step_tensors import Payload, StepTensors
+from everstep.engine.worker.work_items import ShardedSteps, WorkItems
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.net import frames
+from everstep.net.envelope import Envelope, FrameKind, StateEnd
 from everstep.net.handshake import Acceptor
-from everstep.net.links import Address, Links
+from everstep.net.links import Address, LinkEvents, Links
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
-from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel, ParcelKind, Part, StateTransfer
 from everstep.protocol.work import AssembleSum, Restore, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
 TOKEN = b"t" * 32
 COUNT = 4  # microbatches in a step
+TRANSFER = StateTransfer(1, 5, 1, 1)
+SAID = Part((), (), 0, ())
 
 
 class OnTheHost:
@@ -80,11 +82,9 @@ class SlowReader:
 def links() -> Iterator[Links]:
     events: queue.SimpleQueue = queue.SimpleQueue()
     made = Links(
+        LinkEvents(deliver=events.put, broken=events.put, failed=events.put),
         token=TOKEN,
         host="127.0.0.1",
-        deliver=events.put,
-        broken=events.put,
-        failed=events.put,
         empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
     )
     made.start()
@@ -125,12 +125,12 @@ def train_alone(tensors: StepTensors, step: int) -> torch.Tensor:
 def test_a_feed_queued_behind_a_snapshot_arrives_as_it_was(links: Links, reader: SlowReader) -> None:
     """The sum's buffer is wanted again two steps later; the joining worker has read nothing by then."""
     tensors = worker(borrowed=links.borrows)
-    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, torch.ones(8_000_000))
+    links.send(reader.address, FrameKind.STATE, Envelope(TRANSFER, piece=StateEnd(0)), torch.ones(8_000_000))
     sums = {}
     for step in range(1, 6):
         sums[step] = train_alone(tensors, step)
         feed = parcel(ParcelKind.FEED, step)
-        links.send(reader.address, feed.what, feed, 1.0, *tensors.outgoing(feed, (0,)).tensors)
+        links.send(reader.address, feed, Envelope(1.0), *tensors.outgoing(feed, (0,)).tensors)
         tensors.release_sum(step)
     assert len({float(total.double().sum()) for total in sums.values()}) == len(sums)
     for frame in reader.read(1 + len(sums))[1:]:
@@ -142,12 +142,12 @@ def test_a_part_still_queued_when_its_work_is_discarded_arrives_as_it_was(
     links: Links, reader: SlowReader
 ) -> None:
     tensors = worker(borrowed=links.borrows)
-    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, torch.ones(8_000_000))
+    links.send(reader.address, FrameKind.STATE, Envelope(TRANSFER, piece=StateEnd(0)), torch.ones(8_000_000))
     run_step([tensors.stage], 1, COUNT)
     part = parcel(ParcelKind.PART, 1, sender=0, owner=1)
     sent = tensors.outgoing(part, (0, 1)).tensors
     before = sent[0].clone()
-    links.send(reader.address, part.what, part, None, *sent)
+    links.send(reader.address, part, Envelope(SAID), *sent)
     tensors.discard(1, ())
     assert not tensors.stage.sums.values().any()
     run_step([tensors.stage], 1, 1)
@@ -158,7 +158,7 @@ def test_what_the_kernel_has_taken_is_not_borrowed_any_more(links: Links, reader
     tensor = torch.ones(8_000_000)
     part = tensor[5:4_000_005]
     assert not links.borrows(part)
-    links.send(reader.address, frames.STATE, None, {"name": "model/x"}, part)
+    links.send(reader.address, FrameKind.STATE, Envelope(TRANSFER, piece=StateEnd(0)), part)
     assert links.borrows(tensor)
     assert links.borrows(tensor[-1:]), "the memory is one"
     assert not links.borrows(torch.ones(3))
@@ -259,10 +259,10 @@ def summed(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (output - targets).sum()
 
 
-def over_the_wire(parcel: Parcel, facts: Any, tensors: tuple[torch.Tensor, ...]) -> frames.Incoming:
+def over_the_wire(parcel: Parcel, envelope: Envelope, tensors: tuple[torch.Tensor, ...]) -> frames.Incoming:
     """As a receiver has it, who refuses a message that is not one."""
     arriving = frames.Incoming(lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    data = frames.encode(parcel.what, parcel, facts, *tensors)
+    data = frames.encode(parcel, envelope, *tensors)
     for piece in (data, *map(frames.raw, tensors)):
         while len(piece):
             count = min(len(arriving.want), len(piece))
@@ -301,10 +301,8 @@ def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(
         pair.append(tensors)
     for me, other in (pair, pair[::-1]):
         part = parcel(ParcelKind.PART, 1, sender=other.me.replica, owner=me.me.replica)
-        facts, tensors = other.contents(Send(part, me.me.replica, 0), (0, 1))
-        arrived = over_the_wire(part, facts, tensors)
-        value, beside = parted(arrived.facts)
-        me.received(part, value, arrived.tensors, beside)
+        arrived = over_the_wire(part, *other.contents(Send(part, me.me.replica, 0, SAID), (0, 1)))
+        me.received(part, arrived.tensors, arrived.envelope.beside)
         owned = tuple(c for c, row in enumerate(holders) if row[0] == me.me.replica)
         me.sum_chunk(SumChunk(1, (0, 1), (part,), 2.0, owned))
         means = me.by_chunk.means[1].values() if chunks else [me.sum_of(1)[me.stretches(part, (0, 1))[0]]]
@@ -335,9 +333,8 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
     control = WorkerControl(
         Sender("task", Worker(0, 0), 1), WorkerState(Worker(0, 0), program.rules(), incarnation=1)
     )
-    work = WorkItems(
-        control, build, ports=None, courier=Idle(), signs=None, times=SimpleNamespace(recorder=None)
-    )
+    signs, times = SimpleNamespace(shard=0), SimpleNamespace(recorder=None)
+    work = WorkItems(control, build, ports=None, plane=Idle(), signs=signs, times=times)
     for step in (1, 2):
         run_step([work.stage], step, 2)
         work.stage.take_gradients()
@@ -348,7 +345,7 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
 
 
 class Idle(OnTheHost):
-    """A courier with nothing to carry."""
+    """A plane with nothing to carry."""
 
     links = None
 

@@ -13,9 +13,9 @@ from everstep.core.worker.joining import Joiner
 from everstep.core.worker.mailbox import Mailbox
 from everstep.errors import PeerError
 from everstep.net import frames
-from everstep.net.fills import ArrivingFills
-from everstep.net.links import Address, Links
-from everstep.net.transfers import ArrivingState, StateSender
+from everstep.net.envelope import Envelope, FrameKind, StateEnd, StatePiece
+from everstep.net.links import Address, LinkEvents, Links
+from everstep.net.transfers import ArrivingFills, ArrivingState, StateSender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 
@@ -29,11 +29,9 @@ class Process:
     def __init__(self, name: str) -> None:
         self.events: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
         self.links = Links(
+            LinkEvents(deliver=self.events.put, broken=lambda address: None, failed=lambda error: None),
             token=TOKEN,
             host="127.0.0.1",
-            deliver=self.events.put,
-            broken=lambda address: None,
-            failed=lambda error: None,
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
             identity=name.encode(),
         )
@@ -113,7 +111,7 @@ class SlowJoiner(Process):
             time.sleep(frame_s)
             take(frame)
 
-        self.links._deliver = slowly
+        self.links.events.deliver = slowly
 
 
 def large_state(mib: int) -> dict[str, Tensor]:
@@ -166,7 +164,7 @@ def test_a_large_state_for_a_slow_joiner_takes_bounded_memory_and_is_that_of_one
 def test_a_joiner_that_takes_nothing_is_cut_off_and_the_update_goes_on() -> None:
     source, joiner = Process("a"), SlowJoiner(frame_s=0.0, stopped=True)
     broken: list[Address] = []
-    source.links._broken = broken.append
+    source.links.events.broken = broken.append
     try:
         sender = StateSender(source.links, window=WINDOW, rest=REST, piece=PIECE, stuck_s=0.3)
         sender.begin(joiner.links.address, StateTransfer(1, 5, 1, 1), large_state(96))
@@ -217,8 +215,8 @@ def fill(chunk: int, step: int = 5) -> Parcel:
 def collecting(target: Process, delivered: "queue.SimpleQueue[frames.Incoming]") -> ArrivingFills:
     """In the links' thread, as on a worker."""
     arriving = ArrivingFills(torch.device("cpu"), delivered.put)
-    other = target.links._deliver
-    target.links._deliver = lambda frame: None if arriving.take(frame) else other(frame)
+    other = target.links.events.deliver
+    target.links.events.deliver = lambda frame: None if arriving.take(frame) else other(frame)
     return arriving
 
 
@@ -229,14 +227,14 @@ def test_chunks_for_a_slow_holder_take_bounded_memory_and_are_those_of_one_step(
     source, holder = Process("a"), SlowJoiner(frame_s=0.002)
     delivered: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
     collecting(holder, delivered)
-    slowly = holder.links._deliver
-    holder.links._deliver = lambda frame: (time.sleep(0.001), slowly(frame))[1]
+    slowly = holder.links.events.deliver
+    holder.links.events.deliver = lambda frame: (time.sleep(0.001), slowly(frame))[1]
     try:
         live = {chunk: chunk_state(chunk, 24) for chunk in range(3)}
         wanted = {chunk: [tensor.clone() for tensor in tensors] for chunk, tensors in live.items()}
         sender = StateSender(source.links, window=WINDOW, rest=REST, piece=PIECE)
         for chunk, tensors in live.items():
-            sender.begin_fill(holder.links.address, fill(chunk), {"value": None, "n": chunk}, tensors)
+            sender.begin_fill(holder.links.address, fill(chunk), Envelope(beside=chunk), tensors)
         sender.settle()
         for tensors in live.values():
             for tensor in tensors:
@@ -248,7 +246,7 @@ def test_chunks_for_a_slow_holder_take_bounded_memory_and_are_those_of_one_step(
     assert WINDOW // 2 < sender.peak_bytes <= WINDOW + REST + 4 * PIECE
     for frame in found:
         assert frame.parcel is not None
-        assert frame.facts == {"value": None, "n": frame.parcel.owner}
+        assert frame.envelope == Envelope(beside=frame.parcel.owner)
         assert all(map(torch.equal, frame.tensors, wanted[frame.parcel.owner]))
     assert sorted(frame.parcel.owner for frame in found if frame.parcel is not None) == [0, 1, 2]
 
@@ -260,7 +258,7 @@ def test_a_chunk_whose_pieces_were_lost_is_whole_once_it_was_sent_again() -> Non
     try:
         tensors = chunk_state(1, 3)
         sender = StateSender(source.links, piece=PIECE)
-        sender.begin_fill(holder.links.address, fill(1), None, tensors)
+        sender.begin_fill(holder.links.address, fill(1), Envelope(), tensors)
         sender.settle()
         got = [holder.events.get(timeout=20)]
         while got[-1].tensor is not None:
@@ -280,26 +278,43 @@ def test_pieces_of_a_chunk_that_do_not_fit_are_refused_and_those_of_an_older_sta
     delivered: queue.SimpleQueue[frames.Incoming] = queue.SimpleQueue()
     arriving = ArrivingFills(torch.device("cpu"), delivered.put)
 
-    def piece(parcel: Parcel, facts: object, *tensors: Tensor) -> frames.Incoming:
-        return frames.Incoming.whole(parcel, facts, tensors)
+    def take(parcel: Parcel, piece: StatePiece | StateEnd | None, *tensors: Tensor) -> bool:
+        return arriving.take(frames.Incoming.whole(parcel, Envelope(piece=piece), tensors))
 
-    good = {"name": "0", "shape": [4], "at": 0}
-    assert arriving.take(piece(fill(1), good, torch.ones(4)))
-    assert arriving.take(piece(fill(1, step=4), {"pieces": 1, "facts": None}))
+    assert take(fill(1), StatePiece("0", (4,), 0), torch.ones(4))
+    assert take(fill(1, step=4), StateEnd(1))
     assert delivered.empty()
     for bad in (
-        {**good, "at": 2},
-        {**good, "at": -1},
-        {**good, "shape": [-4]},
-        {**good, "shape": [1 << 50]},
-        {**good, "shape": [8], "at": 4},
-        {"shape": [4], "at": 0},
-        {**good, "shape": None},
+        StatePiece("0", (4,), 2),
+        StatePiece("0", (4,), -1),
+        StatePiece("0", (-4,), 0),
+        StatePiece("0", (1 << 50,), 0),
+        StatePiece("0", (8,), 4),
         None,
     ):
         with pytest.raises(PeerError):
-            arriving.take(piece(fill(1), bad, torch.ones(4)))
+            take(fill(1), bad, torch.ones(4))
     with pytest.raises(PeerError):
-        arriving.take(piece(fill(1), good, torch.ones(4, dtype=torch.int32)))
-    assert arriving.take(piece(fill(1), {"pieces": 1, "facts": 7}))
+        take(fill(1), StatePiece("0", (4,), 0), torch.ones(4, dtype=torch.int32))
+    assert take(fill(1), StateEnd(1))
     assert torch.equal(delivered.get_nowait().tensors[0], torch.ones(4))
+    assert take(fill(2), StatePiece("other", (4,), 0), torch.ones(4))
+    with pytest.raises(PeerError, match="other names"):
+        take(fill(2), StateEnd(1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        StatePiece("model/w", (1 << 50,), 0),
+        StatePiece("model/w", (-3,), 0),
+        StatePiece("model/w", (4,), 2),
+        None,
+    ],
+)
+def test_pieces_of_a_state_that_cannot_be_are_refused_before_memory_is_taken(bad: StatePiece | None) -> None:
+    """A shape of 2^50 elements ended the joining worker."""
+    arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state)
+    envelope = Envelope(StateTransfer(1, 5, 1, 1), piece=bad)
+    with pytest.raises(PeerError):
+        arriving.take(frames.Incoming.whole(FrameKind.STATE, envelope, (torch.ones(4),)))

@@ -13,7 +13,8 @@ import torch
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.topology import FabricNode, Port, Switch, Topology
-from everstep.net.links import Links
+from everstep.net.envelope import Envelope
+from everstep.net.links import LinkEvents, Links
 from everstep.net.sockets import progress_of
 from everstep.node.probe import REACHED, Budget, Prober, probe
 from everstep.protocol.parcels import Parcel, ParcelKind
@@ -86,12 +87,15 @@ def test_probing_ends_when_its_packets_or_its_seconds_are_spent() -> None:
 
 
 def links(inbox: queue.Queue, **more) -> Links:
-    made = Links(
-        token=b"t" * 16,
-        host="127.0.0.1",
+    events = LinkEvents(
         deliver=lambda frame: inbox.put(("frame", frame.parcel.step)),
         broken=lambda address: inbox.put(("broken", address)),
         failed=lambda error: inbox.put(("failed", error)),
+    )
+    made = Links(
+        events,
+        token=b"t" * 16,
+        host="127.0.0.1",
         empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         **more,
     )
@@ -101,7 +105,7 @@ def links(inbox: queue.Queue, **more) -> Links:
 
 def send(sender: Links, to: object, step: int) -> None:
     parcel = Parcel(ParcelKind.ACTIVATION, 0, step, 0, None, 0, 0, 0)
-    sender.send(to, ParcelKind.ACTIVATION, parcel, None, torch.ones(1000))
+    sender.send(to, parcel, Envelope(), torch.ones(1000))
 
 
 def test_a_link_takes_the_source_port_it_is_given_and_another_one_after_a_move() -> None:

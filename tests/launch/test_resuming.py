@@ -14,14 +14,16 @@ from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.engine.prepare.resolve import model_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
+from everstep.engine.worker.work_items import whole_tensors
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.resuming import refuse_another_model
 from everstep.layout.box import Box
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import SaveCheckpoint
 from everstep.store import folder
-from everstep.store.state_keeper import States
+from everstep.store.state_keeper import StateKeeper
 
 TINY = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24}
 
@@ -114,12 +116,12 @@ def test_a_layer_with_a_slash_in_its_name_is_found_in_its_checkpoint(tmp_path: P
     updater.apply(1, updater.mean(stage.take_gradients(), 1))
     said: list[Any] = []
     me = Sender("task", Worker(0, 0), 1)
-    states = States(me, made, node="n", memory_root=tmp_path / "memory", secret="00", say=said.append)
-    states.save(1, 0, (0, 1), updater.state(1), updater.groups(1))
+    states = StateKeeper(me, made, node="n", memory_root=tmp_path / "memory", secret="00", say=said.append)
+    states.save(SaveCheckpoint(1, 0), whole_tensors(updater.state(1), 0, 1), updater.groups(1))
     states.finish()
     part = dict(said[0].part)
-    groups = part.pop("groups")
-    folder.commit(tmp_path / "kept", 1, [part], {}, groups=groups)
+    groups, meta = part.pop("groups"), part.pop("meta")
+    folder.commit(tmp_path / "kept", 1, [part], meta, groups=groups)
     refuse_another_model(made, model)
     found = states.load(1, list(stage.slots), StateDirections())
     assert found is not None

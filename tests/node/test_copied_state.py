@@ -16,7 +16,7 @@ from everstep.protocol.messages import MemoryAddress, Sender, StateFetched
 from everstep.protocol.ops import Worker
 from everstep.store import memory
 from everstep.store.memory_server import MemoryServer, MemoryStore
-from everstep.store.state_keeper import States
+from everstep.store.state_keeper import StateKeeper
 
 SECRET, STEP = "ab" * 32, 8
 NAMES = [f"s{stage}.{name}" for stage in (0, 1) for name in "abc"]
@@ -78,7 +78,7 @@ def holders() -> Iterator[Holders]:
 def load(tmp_path: Path, directions: StateDirections) -> tuple[dict[str, torch.Tensor] | None, StateFetched]:
     said: list[StateFetched] = []
     job = Job(model=ModelSpec(preset="gpt-tiny"), steps=9, base=tmp_path)
-    states = States(
+    states = StateKeeper(
         Sender("t", Worker(0, 0), 1),
         job,
         node="a",

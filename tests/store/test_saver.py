@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.store.saver import AsyncSaver, share_of
+from everstep.engine.worker.work_items import share_of
+from everstep.store.saver import AsyncSaver
 
 
 def test_what_is_written_is_the_state_of_the_call_not_of_the_writing() -> None:

@@ -25,7 +25,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def for_queue(tensor: Tensor) -> Tensor:
     """What a queue may keep for long while the tensor itself is written to. A GPU's tensor goes to the host
-    when it is queued (`courier`), which is copy enough.
+    when it is queued (`plane`), which is copy enough.
     """
     return tensor.detach() if tensor.is_cuda else tensor.detach().clone()
 

@@ -7,7 +7,8 @@
          ══ wire: the bytes ═════════════════════════►   delivers the parcel, whole
 
 One thread per lane and end uses the wire, so nothing else ever touches it. A lane has one direction: two
-workers that send to each other have two, and neither waits for the other.
+workers that send to each other have two, and neither waits for the other. The receiver takes transfers in the
+order of their numbers, and a gap breaks the lane.
 
 Ownership. A posted tensor is borrowed from `reserve` on, until the wire has let go of it: `borrows` says so,
 and `step_tensors` gives the buffer away instead of writing to it. What is received belongs to the receiver.
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,13 +36,13 @@ from torch import Tensor
 from everstep.errors import PeerError
 from everstep.log import say
 from everstep.net import frames
+from everstep.net.envelope import DTYPES, Envelope, Form, FrameKind, LaneBroke, OnLane, OpenLane
 from everstep.net.links import Address, Links
-from everstep.net.transport import ANNOUNCED, Announcement, LaneOpening, LaneOrder, lane_name
-from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.parcels import Parcel
 
 OPEN_WITHIN_S = 60.0
 MOST_ATTEMPTS = 3  # to open a lane to one address; after that tcp has to do
-_ITEM_SIZES = [dtype.itemsize for dtype in frames.DTYPES]
+MAX_NAME = 128
 
 
 class Wire(Protocol):
@@ -87,9 +88,27 @@ class LaneTransfer:
     """A message on its way: at the sender its tensors are borrowed, at the receiver they are being filled."""
 
     tensors: tuple[Tensor, ...]
-    forms: tuple[tuple[tuple[int, ...], int], ...] = ()
-    message: tuple[ParcelKind, Parcel, Any] | None = None  # at the sender: what announces it
+    forms: tuple[Form, ...] = ()
+    message: tuple[Parcel, Envelope] | None = None  # at the sender: what announces it
     frame: frames.Incoming | None = None  # at the receiver: what is delivered in the end
+
+
+class LaneOrder:
+    """The numbers of a lane's transfers, at either end: each is one more than the one before."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def take(self) -> int:
+        """The number of the next transfer to be sent."""
+        number, self._next = self._next, self._next + 1
+        return number
+
+    def expect(self, number: int) -> None:
+        """The next announced transfer has this number."""
+        if number != self._next:
+            raise PeerError(f"transfer {number} was announced where {self._next} was due")
+        self._next += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -157,17 +176,16 @@ class Lanes:
     def reserve(self, lane: Lane, tensors: tuple[Tensor, ...]) -> LaneTransfer:
         """From now on the lane borrows these."""
         whole = tuple(tensor.detach().contiguous() for tensor in tensors)
-        forms = tuple((tuple(t.shape), frames.type_number(t.dtype)) for t in whole)
-        transfer = LaneTransfer(whole, forms)
+        transfer = LaneTransfer(whole, tuple(map(Form.of, whole)))
         lane.held[id(transfer)] = transfer
         return transfer
 
     @staticmethod
-    def send(lane: Lane, what: ParcelKind, parcel: Parcel, facts: Any, transfer: LaneTransfer) -> None:
+    def send(lane: Lane, parcel: Parcel, envelope: Envelope, transfer: LaneTransfer) -> None:
         """Its tensors are whole: announce it and send it, in turn. A lane that broke meanwhile drops it: the
         link counts as broken then, and what is owed is sent again.
         """
-        transfer.message = (what, parcel, facts)
+        transfer.message = (parcel, envelope)
         lane.work.put(transfer)
 
     def borrows(self, tensor: Tensor) -> bool:
@@ -186,17 +204,16 @@ class Lanes:
 
     def take(self, frame: frames.Incoming) -> bool:
         """False: this message has nothing to do with lanes."""
-        facts = frame.facts
-        if frame.kind == frames.LANE:
-            self._control(facts)
+        if frame.kind is FrameKind.LANE:
+            self._control(frame.envelope.value)
             return True
-        if not isinstance(facts, dict) or ANNOUNCED not in facts:
+        announced = frame.envelope.where
+        if not isinstance(announced, OnLane):
             return False
-        announced = Announcement.decode(facts[ANNOUNCED], _ITEM_SIZES)
         lane = self._from.get(announced.lane)
         if lane is None or lane.state is LaneState.BROKEN:
             return True  # the sender hears of it, or has heard
-        frame.facts = facts["facts"]
+        frame.envelope = frame.envelope._replace(where=None)
         try:
             lane.order.expect(announced.number)
         except PeerError as error:
@@ -205,22 +222,24 @@ class Lanes:
         lane.work.put(LaneTransfer((), announced.forms, frame=frame))
         return True
 
-    def _control(self, facts: Any) -> None:
-        if not isinstance(facts, dict):
-            raise PeerError("a peer sent a message about lanes that cannot be read")
-        if "broken" in facts:
-            name = lane_name(facts["broken"])
-            for lane in [lane for lane in self._to.values() if lane.name == name]:
+    def _control(self, said: OpenLane | LaneBroke) -> None:
+        if isinstance(said, LaneBroke):
+            for lane in [lane for lane in self._to.values() if lane.name == said.lane]:
                 self._broke(lane, "the receiver says so")
             return
-        opening = LaneOpening.decode(facts.get("open"))
-        peer = Address(opening.host, opening.port)
+        try:
+            meet = bytes.fromhex(said.meet)
+        except ValueError:
+            raise PeerError("a peer opened a lane by a name that cannot be read") from None
+        if not 0 < len(said.lane) <= MAX_NAME or not 0 < said.port < 1 << 16:
+            raise PeerError("a peer opened a lane that cannot be")
+        peer = Address(said.host, said.port)
         for old in [lane for lane in self._from.values() if lane.peer == peer]:
             old.give_up("the sender has opened another")
             self._from.pop(old.name, None)
-        lane = Lane(opening.lane, peer, sends=False, wire=self._wire())
+        lane = Lane(said.lane, peer, sends=False, wire=self._wire())
         self._from[lane.name] = lane
-        self._start(lane, opening.meet)
+        self._start(lane, meet)
 
     # -------------------------------------------------------------- ends
 
@@ -267,7 +286,7 @@ class Lanes:
                 self._links.move(lane.peer)
         else:
             self._from.pop(lane.name, None)
-            self._links.send(lane.peer, frames.LANE, None, {"broken": lane.name})
+            self._links.send(lane.peer, FrameKind.LANE, Envelope(LaneBroke(lane.name)))
 
     # -------------------------------------------------------------- a lane's thread
 
@@ -302,8 +321,8 @@ class Lanes:
         began = time.monotonic()
         if meet is None:
             meet = lane.wire.name()
-            opening = LaneOpening(lane.name, *self._links.address, meet)
-            self._links.send(lane.peer, frames.LANE, None, opening.encode())
+            opening = OpenLane(lane.name, *self._links.address, meet.hex())
+            self._links.send(lane.peer, FrameKind.LANE, Envelope(opening))
         lane.wire.begin_open(meet, sends=lane.sends)
         self._until(lane, lane.wire.is_open, began + OPEN_WITHIN_S)
         first = lane.wire.empty((1,), torch.uint8)  # connects both ends
@@ -317,13 +336,11 @@ class Lanes:
 
     def _carry(self, lane: Lane, transfer: LaneTransfer) -> None:
         if transfer.frame is not None:
-            transfer.tensors = tuple(
-                lane.wire.empty(shape, frames.DTYPES[dtype]) for shape, dtype in transfer.forms
-            )
+            transfer.tensors = tuple(lane.wire.empty(shape, DTYPES[dtype]) for shape, dtype in transfer.forms)
         elif transfer.message is not None:  # from this thread, so that it follows the opening
-            what, parcel, facts = transfer.message
-            announced = Announcement(lane.name, lane.order.take(), transfer.forms)
-            self._links.send(lane.peer, what, parcel, {ANNOUNCED: announced.encode(), "facts": facts})
+            parcel, envelope = transfer.message
+            announced = OnLane(lane.name, lane.order.take(), transfer.forms)
+            self._links.send(lane.peer, parcel, envelope._replace(where=announced))
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
         self._until(lane, lane.wire.is_done, None)
         lane.held.pop(id(transfer), None)

@@ -22,13 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from everstep.errors import PeerError
 from everstep.net import frames
+from everstep.net.envelope import Envelope, FrameKind
 from everstep.net.handshake import Acceptor, Opener
 from everstep.net.sockets import FlowProgress, progress_of, watch_path
 from everstep.protocol.parcels import Parcel
@@ -68,32 +69,35 @@ class _Receiving:
     frame: frames.Incoming | None = None
 
 
-class Links:
-    """All connections of one worker.
+@dataclass(slots=True, kw_only=True)
+class LinkEvents:
+    """Who hears of what happens on links; all are called in the I/O thread."""
 
-    Called in the I/O thread: `deliver` with every whole message, `broken` with the address of a peer whose
-    connection is gone, `failed` if the thread itself must end. Asked when a connection is opened:
-    `source_port` with the peer's host and port, for fabrics on which the source port decides the path.
+    deliver: Callable[[frames.Incoming], None]  # a whole message
+    broken: Callable[[Address], None]  # the connection to this peer is gone
+    failed: Callable[[BaseException], None]  # the thread itself must end
+    opened: Callable[[Address], None] = lambda address: None
+
+
+class Links:
+    """All connections of one worker. `empty`: memory to receive into. `identity`: what a peer hears of this
+    worker. `source_port` is asked with the peer's host and port when a connection is opened, for fabrics on
+    which the source port decides the path.
     """
 
     def __init__(
         self,
+        events: LinkEvents,
         *,
         token: bytes,
         host: str,
-        deliver: Callable[[frames.Incoming], None],
-        broken: Callable[[Address], None],
-        opened: Callable[[Address], None] = lambda address: None,
-        failed: Callable[[BaseException], None],
-        empty: Any,
+        empty: frames.Empty,
         source_port: Callable[[str, int], int | None] | None = None,
         identity: bytes = b"",
         listener: socket.socket | None = None,
     ) -> None:
-        self._token, self._identity = token, identity
-        self._deliver, self._broken, self._failed, self._empty = deliver, broken, failed, empty
-        self._opened = opened
-        self._source_port = source_port
+        self.events, self._token, self._identity = events, token, identity
+        self._empty, self._source_port = empty, source_port
         self._selector = selectors.DefaultSelector()
         self._listener = listener or socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -119,9 +123,9 @@ class Links:
         self._wake()
         self._thread.join(timeout=2)
 
-    def send(self, to: Address, kind: str, parcel: Parcel | None, facts: Any, *tensors: Tensor) -> None:
+    def send(self, to: Address, what: Parcel | FrameKind, envelope: Envelope, *tensors: Tensor) -> None:
         """Send, or queue. Never blocks; a tensor must not be written to while this `borrows` it."""
-        head = frames.encode(kind, parcel, facts, *tensors)
+        head = frames.encode(what, envelope, *tensors)
         with self._opening:  # messages of several threads to one peer share one connection, and its order
             link = self._out.get(to)
             if link is None or link.broken:
@@ -246,7 +250,7 @@ class Links:
             while not self._stopped:
                 self._turn()
         except BaseException as error:
-            self._failed(error)
+            self.events.failed(error)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -346,7 +350,7 @@ class Links:
         if proof is not None:
             link.identity, link.handshake, link.connected = link.handshake.identity, None, True
             link.queue.appendleft(memoryview(proof))
-            self._opened(link.address)
+            self.events.opened(link.address)
 
     def _drop(self, link: _Outgoing) -> None:
         if link.registered:
@@ -358,7 +362,7 @@ class Links:
             del self._out[link.address]
         if not link.forgotten:  # also if the next one is open by now: what this one held is lost
             link.forgotten = True
-            self._broken(link.address)
+            self.events.broken(link.address)
 
     def _receive(self, conn: _Receiving) -> None:
         try:
@@ -385,4 +389,4 @@ class Links:
                 raise PeerError("closed")
             if conn.frame.took(count):
                 frame, conn.frame = conn.frame, None
-                self._deliver(frame)
+                self.events.deliver(frame)

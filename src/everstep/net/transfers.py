@@ -1,5 +1,5 @@
 """A state on its way from a member to a joiner, in pieces, and a last frame that counts them. The state of a
-chunk on its way to a new holder travels in the same way (`fills` collects it).
+chunk on its way to a new holder travels in the same way.
 
 Training goes on meanwhile, and host memory stays bounded. A state changes only in an update. Until then a
 thread copies piece after piece to the host and queues it, never more than WINDOW bytes at a time:
@@ -14,13 +14,21 @@ a newer state.
 
 Every frame names its transfer. Which transfer counts is decided in `core.worker.joining`; here its frames are
 collected, and those of no other one. A piece goes straight to its place, where the joiner can name one.
+
+Pieces of chunks are put to their place by the links' own thread, which reads nothing else meanwhile: a worker
+that is busy with an op for seconds does not let them pile up in host memory, the sender's kernel does not
+take more than is read, and the sender waits. So one piece at a time is in host memory here. Pieces of one
+name have the same bits whoever sends them, and however often: a chunk's state after a step.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,43 +37,33 @@ from torch import Tensor
 from everstep.core.worker.joining import FrameUse
 from everstep.errors import PeerError
 from everstep.net import frames, host_memory
+from everstep.net.envelope import MAX_BYTES, Envelope, FrameKind, StateEnd, StatePiece, type_number
 from everstep.net.links import Address, Links
-from everstep.protocol.parcels import Parcel, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.schedule.footprint import SNAPSHOT_PIECE, SNAPSHOT_REST, SNAPSHOT_WINDOW
 
 STUCK_S = 5.0
 _LOOK_S = 0.002
 
 
-def cut_up(state: Mapping[str, Tensor], piece_bytes: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def cut_up(state: Mapping[str, Tensor], piece_bytes: int) -> Iterator[tuple[StatePiece, Tensor]]:
     """A state's tensors in pieces: what each is, and the live elements."""
     for name, tensor in state.items():
         flat = tensor.detach().reshape(-1)
         count = max(1, piece_bytes // flat.element_size())
         for at in range(0, max(1, flat.numel()), count):
-            yield {"name": name, "shape": list(tensor.shape), "at": at}, flat[at : at + count]
+            yield StatePiece(name, tuple(tensor.shape), at), flat[at : at + count]
 
 
 class _Outgoing:
-    """One transfer. Its thread reads live tensors until `copied` is set. `head`: what every frame says of it,
-    `tail`: what the last one says besides.
+    """One transfer. Its thread reads live tensors until `copied` is set. `envelope`: of its last frame; the
+    others have its value.
     """
 
     def __init__(
-        self,
-        to: Address,
-        kind: str,
-        parcel: Parcel | None,
-        state: Mapping[str, Tensor],
-        head: Mapping[str, Any],
-        tail: Mapping[str, Any],
+        self, to: Address, what: Parcel | FrameKind, envelope: Envelope, state: Mapping[str, Tensor]
     ) -> None:
-        self.to = to
-        self.kind = kind
-        self.parcel = parcel
-        self.state = state
-        self.head = head
-        self.tail = tail
+        self.to, self.what, self.envelope, self.state = to, what, envelope, state
         self.left = sum(tensor.nbytes for tensor in state.values())
         self.hurry = threading.Event()
         self.cancelled = threading.Event()
@@ -96,17 +94,16 @@ class StateSender:
 
     def begin(self, to: Address, transfer: StateTransfer, state: Mapping[str, Tensor]) -> None:
         """`state`: live tensors. They must not change before `settle` has returned."""
-        self._begin((to, None), _Outgoing(to, frames.STATE, None, state, {"transfer": list(transfer)}, {}))
+        self._begin((to, None), _Outgoing(to, FrameKind.STATE, Envelope(transfer), state))
 
-    def begin_fill(self, to: Address, parcel: Parcel, facts: Any, tensors: Sequence[Tensor]) -> None:
+    def begin_fill(self, to: Address, parcel: Parcel, envelope: Envelope, tensors: Sequence[Tensor]) -> None:
         """The same for the state of chunk `parcel.owner`."""
         state = {str(index): tensor for index, tensor in enumerate(tensors)}
-        going = _Outgoing(to, parcel.what, parcel, state, {}, {"facts": facts})
-        self._begin((to, parcel.owner), going)
+        self._begin((to, parcel.owner), _Outgoing(to, parcel, envelope, state))
 
     def _begin(self, key: tuple[Address, int | None], going: _Outgoing) -> None:
         for tensor in going.state.values():
-            frames.type_number(tensor.dtype)  # refused here: a thread could tell no one
+            type_number(tensor.dtype)  # refused here: a thread could tell no one
         self._cancel(key)
         self._going[key] = going
         threading.Thread(target=self._run, args=(going,), name="state", daemon=True).start()
@@ -157,17 +154,16 @@ class StateSender:
         try:
             host = _Host(going)
             count = 0
-            for facts, piece in cut_up(going.state, self._piece):
+            for piece, elements in cut_up(going.state, self._piece):
                 self._wait_for_room(going)
                 if going.cancelled.is_set():
                     return
-                copy = host.copy(piece)
-                self._links.send(going.to, going.kind, going.parcel, {**going.head, **facts}, copy)
-                going.left -= piece.nbytes
+                copy = host.copy(elements)
+                self._links.send(going.to, going.what, Envelope(going.envelope.value, piece=piece), copy)
+                going.left -= elements.nbytes
                 self.peak_bytes = max(self.peak_bytes, self._links.queued(going.to))
                 count += 1
-            whole = {**going.head, "pieces": count, **going.tail}
-            self._links.send(going.to, going.kind, going.parcel, whole)
+            self._links.send(going.to, going.what, going.envelope._replace(piece=StateEnd(count)))
         finally:
             going.state = {}
             going.copied.set()
@@ -202,6 +198,35 @@ class _Host:
 Place = Callable[[str, tuple[int, ...], torch.dtype], Tensor | None]
 
 
+class _Pieces:
+    """Tensors that come piece by piece. `new` makes one, given its first piece."""
+
+    def __init__(self, new: Callable[[StatePiece, Tensor], Tensor]) -> None:
+        self._new = new
+        self.tensors: dict[str, Tensor] = {}
+        self._here: set[tuple[str, int]] = set()
+
+    def add(self, piece: StatePiece, elements: Tensor) -> None:
+        size, stop = math.prod(piece.shape), piece.at + elements.numel()
+        too_large = size * elements.element_size() > MAX_BYTES
+        if too_large or min(piece.shape, default=0) < 0 or not 0 <= piece.at <= stop <= size:
+            raise PeerError("a peer sent a piece of a tensor that is outside of it")
+        if piece.name not in self.tensors:
+            self.tensors[piece.name] = self._new(piece, elements)
+        tensor = self.tensors[piece.name]
+        if tensor.dtype != elements.dtype or tensor.numel() != size:
+            raise PeerError("a peer sent pieces of a tensor that do not belong together")
+        if elements.numel() < size:
+            tensor.view(-1)[piece.at : stop].copy_(elements, non_blocking=True)
+        elif tensor.data_ptr() != elements.data_ptr():
+            tensor.copy_(elements.view(tensor.shape), non_blocking=True)
+        self._here.add((piece.name, piece.at))
+
+    def are_all(self, end: StateEnd) -> bool:
+        """If not, a connection broke in between, and all of it is sent again."""
+        return len(self._here) == end.pieces
+
+
 class ArrivingState:
     """The pieces of the transfer that counts, until they are complete. `place`: where a tensor belongs, if
     its pieces may be put there before all are here.
@@ -211,36 +236,86 @@ class ArrivingState:
         self, use: Callable[[StateTransfer], FrameUse], place: Place = lambda name, shape, dtype: None
     ) -> None:
         self._use, self._place = use, place
-        self._tensors: dict[str, Tensor] = {}
-        self._pieces: set[tuple[str, int]] = set()
+        self._pieces = _Pieces(self._new)
 
     def take(self, frame: frames.Incoming) -> tuple[StateTransfer, dict[str, Tensor]] | None:
         """A frame is here. Returns the whole state with its last one."""
-        transfer = StateTransfer(*map(int, frame.facts["transfer"]))
+        transfer, piece = frame.envelope.value, frame.envelope.piece
         use = self._use(transfer)
         if use is FrameUse.DROP:
             return None
         if use is FrameUse.BEGIN:
-            self._tensors, self._pieces = {}, set()
-        if frame.tensor is not None:
-            self._add(frame.facts, frame.tensor)
+            self._pieces = _Pieces(self._new)
+        if isinstance(piece, StatePiece) and frame.tensor is not None:
+            self._pieces.add(piece, frame.tensor)
             return None
-        if len(self._pieces) != frame.facts["pieces"]:
-            return None  # a connection broke in between; the source sends all of it again
-        whole, self._tensors, self._pieces = self._tensors, {}, set()
+        if not isinstance(piece, StateEnd):
+            raise PeerError("a peer sent a frame of a state without saying what it is")
+        if not self._pieces.are_all(piece):
+            return None
+        whole, self._pieces = self._pieces.tensors, _Pieces(self._new)
         return transfer, whole
 
-    def _add(self, facts: Mapping[str, Any], piece: Tensor) -> None:
-        name, shape, at = str(facts["name"]), tuple(map(int, facts["shape"])), int(facts["at"])
-        size = torch.Size(shape).numel()
-        if not 0 <= at <= size - piece.numel() or min(shape, default=0) < 0:
-            raise PeerError("a peer sent a piece of a state that is outside of its tensor")
-        if name not in self._tensors and piece.numel() == size:
-            place = self._place(name, shape, piece.dtype)
-            self._tensors[name] = piece.view(shape) if place is None else place.copy_(piece.view(shape))
-        else:
-            if name not in self._tensors:
-                place = self._place(name, shape, piece.dtype)
-                self._tensors[name] = torch.empty(shape, dtype=piece.dtype) if place is None else place
-            self._tensors[name].view(-1)[at : at + piece.numel()].copy_(piece, non_blocking=True)
-        self._pieces.add((name, at))
+    def _new(self, piece: StatePiece, elements: Tensor) -> Tensor:
+        place = self._place(piece.name, piece.shape, elements.dtype)
+        if place is not None:
+            return place
+        if elements.numel() == math.prod(piece.shape):
+            return elements.view(piece.shape)
+        return torch.empty(piece.shape, dtype=elements.dtype)
+
+
+@dataclass(slots=True)
+class _Filling:
+    parcel: Parcel
+    pieces: _Pieces
+
+
+class ArrivingFills:
+    """States of chunks for a new holder, one per chunk at most: the newest. `deliver`: gets the whole message
+    as if it had come as one.
+    """
+
+    def __init__(self, device: torch.device, deliver: Callable[[frames.Incoming], None]) -> None:
+        self._device, self._deliver = device, deliver
+        self._filling: dict[int, _Filling] = {}
+        self._stream: Any = None
+
+    def take(self, frame: frames.Incoming) -> bool:
+        """True: it is a piece of a chunk's state, or the frame that counts them."""
+        parcel, piece = frame.parcel, frame.envelope.piece
+        if parcel is None or parcel.what is not ParcelKind.FILL:
+            return False
+        filling = self._filling.get(parcel.owner)
+        if filling is None or filling.parcel != parcel:
+            if filling is not None and filling.parcel.step > parcel.step:
+                return True  # of a state that has been replaced
+            filling = self._filling[parcel.owner] = _Filling(parcel, _Pieces(self._new))
+        if isinstance(piece, StatePiece) and frame.tensor is not None:
+            self._add(filling.pieces, piece, frame.tensor)
+        elif not isinstance(piece, StateEnd):
+            raise PeerError("a peer sent a frame of a chunk without saying what it is")
+        elif filling.pieces.are_all(piece):
+            del self._filling[parcel.owner]
+            self._deliver(self._whole(frame, filling.pieces.tensors))
+        return True
+
+    @staticmethod
+    def _whole(end: frames.Incoming, tensors: dict[str, Tensor]) -> frames.Incoming:
+        names = [str(index) for index in range(len(tensors))]
+        if end.parcel is None or tensors.keys() != set(names):
+            raise PeerError("a peer sent the state of a chunk by other names than its own")
+        envelope = end.envelope._replace(piece=None)
+        return frames.Incoming.whole(end.parcel, envelope, tuple(tensors[name] for name in names))
+
+    def _new(self, piece: StatePiece, elements: Tensor) -> Tensor:
+        device = self._device if piece.shape else torch.device("cpu")  # a single number is a counter
+        return torch.empty(piece.shape, dtype=elements.dtype, device=device)
+
+    def _add(self, pieces: _Pieces, piece: StatePiece, elements: Tensor) -> None:
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            pieces.add(piece, elements)
+        if self._stream is not None:
+            self._stream.synchronize()  # then its host memory is free again

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,6 +33,7 @@ from everstep.engine.sums.sum_units import units_of
 from everstep.engine.telemetry.beacon import Beacon
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.engine.telemetry.recorder import WorkerRecorder
+from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
@@ -40,10 +42,8 @@ from everstep.errors import MOST_TRACEBACK, UserError, clipped
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
-from everstep.net import host_memory, nccl
-from everstep.net.courier import Courier, identity_of
-from everstep.net.frames import Incoming
-from everstep.net.links import Address, Links
+from everstep.net import nccl
+from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
 from everstep.node.agent_line import AgentLine
@@ -61,8 +61,7 @@ from everstep.protocol.messages import (
     WorkerHello,
     WorkerReport,
 )
-from everstep.protocol.work import LinkBroke, LinkOpened
-from everstep.store.state_keeper import States
+from everstep.store.state_keeper import StateKeeper
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
 
@@ -145,145 +144,135 @@ def _run(spec: WorkerSpec, job: Job, line: AgentLine | _Pipe, group: ShardGroup 
 
 
 def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
-    sender, beacon_path = spec.sender, spec.beacon_path
-    me = sender.worker
-    job = program.job
+    sender, job = spec.sender, program.job
     loader = None
-    if me.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
+    if sender.worker.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
         loader = Loader(program.data, ahead=job.load_ahead)
         program = replace(program, data=loader)
         if program.evaluation is not None:
             stand_by(program.evaluation.data)
-    torch.set_num_threads(job.threads)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    is_leader = group is None or group.index == 0
-    device = devices.pick(job.device)
+    device = _device_of(job)
     job = take_share(job, device, slot_devices.sharers(len(spec.devices), slots=spec.slots_on_node))
     program = replace(program, job=job)
     if loader is not None:
         loader.device = device
-    if job.compile:
-        regions.enable()
-    if job.accumulate != "fp32":
-        devices.exact(device)
-    steering = steering_from(spec.fabric) if spec.fabric else None
+    steering = None if spec.fabric is None else steering_from(spec.fabric)
+    shard = 0 if group is None else group.index
+    seen = spec.beacon_path if shard == 0 else None
     recorder = None
-    if beacon_path is not None and is_leader:
-        recorder = WorkerRecorder.beside(str(beacon_path), me, replicas=job.replicas, stages=job.stages)
-
-    def arrived(frame: Incoming) -> None:
-        if not courier.takes(frame):
-            deliver(frame)
-
-    def broke(address: Address) -> None:
-        courier.link_broke(address)
-        inbox.put(LinkBroke(address))
-
-    def deliver(frame: Incoming) -> None:
-        if recorder is not None and frame.parcel is not None and frame.tensors:
-            recorder.got(frame.parcel, frame.nbytes)  # now: this worker may be busy for long
-        inbox.put(frame)
-
-    computes = ""
-    if job.accumulate != "fp32":
-        units = units_of(job.accumulate, late=True)
-        computes = computes_with(device, has_kernels=units is None or kernels.usable(device, units.dtype))
-    identity = identity_of(device, job.transport, computes=computes)
-    links = Links(
-        token=bytes.fromhex(spec.secret),
-        host=spec.host,
-        deliver=arrived,
-        broken=broke,
-        opened=lambda address: inbox.put(LinkOpened(address)),
-        failed=inbox.put,
-        empty=lambda shape, dtype: host_memory.host_empty(shape, dtype, device),
-        source_port=None if steering is None else steering.ports,
-        identity=identity.encode(),
-        listener=None if group is None else group.listener,
+    if seen is not None:
+        recorder = WorkerRecorder.beside(str(seen), sender.worker, replicas=job.replicas, stages=job.stages)
+    plane = DataPlane(
+        PlaneSettings(
+            secret=bytes.fromhex(spec.secret),
+            host=spec.host,
+            device=device,
+            transport=job.transport,
+            computes=_computes_with(job, device),
+            waits=job.transport in ("nccl", "pipe") and sender.incarnation == 1,
+            listener=None if group is None else group.listener,
+            source_port=None if steering is None else steering.ports,
+        ),
+        _nothing if recorder is None else recorder.got,
     )
-    waits = job.transport in ("nccl", "pipe") and sender.incarnation == 1
-    courier = Courier.of(links, identity, device, deliver=deliver, failed=inbox.put, waits=waits)
-    beacon = Beacon(beacon_path) if beacon_path is not None and is_leader else None
-    leader = None if group is None or not is_leader else ShardLeader(group.count, group.tell, line.say)
-    shards = None
+    control = WorkerControl(
+        sender, WorkerState(sender.worker, program.rules(), incarnation=sender.incarnation)
+    )
+    faults = tuple(map(parse_fault, spec.faults))
+    beacon = None if seen is None else Beacon(seen)
+    signs = WorkerSigns(control, beacon, time.monotonic_ns, device, faults, shard)
+    leader, shards = None, None
     if group is not None:  # watched before it meets: a shard that ends on its way would be waited for
-        _watch(group, inbox, sender, line, leader)
-        mark = None if beacon_path is None else ShardMark(beacon_path, group.index)
-        shards = GroupCollectives(
-            group.store,
-            group.index,
-            group.count,
-            device,
-            splits_sequence=job.sequence_parallel,
-            ordered=job.accumulate != "fp32" and device.type == "cuda",
-            entered=lambda: entering(mark),
-            left=_nothing if mark is None else mark.leaving,
-        )
-    states = States(
+        leader = ShardLeader(group.count, group.tell, line.say) if shard == 0 else None
+        _watch(group, plane.inbox, sender, line, leader)
+        shards = _meet(group, spec, job, signs, device)
+    states = StateKeeper(
         sender,
         job,
         node=spec.node,
         memory_root=Path(spec.memory),
         secret=spec.secret,
         say=line.say if leader is None else partial(leader.report, 0),
-        cut=Cut(program.model.shard_plan, 0 if group is None else group.index, job.shards),
+        cut=Cut(program.model.shard_plan, shard, job.shards),
     )
-    control = WorkerControl(sender, WorkerState(me, program.rules(), incarnation=sender.incarnation))
     loop = WorkerLoop(
         control,
-        lambda: program.build(me.stage, device=device, empty=courier.empty, shards=shards),
+        lambda: program.build(sender.worker.stage, device=device, empty=plane.empty, shards=shards),
         ports=Ports(
-            report=line.say if leader is None else _with_waits(line.say, beacon_path, job.shards),
-            save=states.save,
-            load=states.load,
-            save_chunks=states.save_chunks,
-            copy_chunks=states.copy_chunks,
-            copy_to_memory=states.copy_to_memory,
+            report=line.say if leader is None else _with_waits(line.say, spec.beacon_path, job.shards),
+            states=states,
             room=partial(room, job),
         ),
-        courier=courier,
-        inbox=inbox,
-        beacon=beacon,
+        plane=plane,
+        signs=signs,
         recorder=recorder,
         loader=loader,
-        faults=tuple(parse_fault(text) for text in spec.faults),
-        shard=0 if group is None else group.index,
         leader=leader,
     )
-
-    def entering(mark: ShardMark | None) -> None:
-        if mark is not None:
-            mark.entering()
-        loop.signs.entering()
-
     line.where = control.where
-    links.start()
+    plane.start()
     if isinstance(line, _Pipe):
         assert group is not None
-        Follower(loop, inbox, group.tell).run()
+        Follower(loop, plane.inbox, group.tell).run()
         states.finish(lambda: None)
-        if loader is not None:
-            loader.close()
-        courier.stop()
-        links.stop()
-        return
-    flows = None if steering is None else watch_links(steering, links, lambda kind, row: None)
-    line.listen(inbox)
-    line.say(control.started(links.address).report)
-    loop.run()
-    line.over = True
-    states.finish(loop.show_saving)
+    else:
+        flows = None if steering is None else watch_links(steering, plane.links, lambda kind, row: None)
+        line.listen(plane.inbox)
+        line.say(control.started(plane.links.address).report)
+        loop.run()
+        line.over = True
+        states.finish(loop.show_saving)
+        if flows is not None:
+            flows.stop()
     if loader is not None:
         loader.close()
-    if group is not None:
+    if group is not None and shard == 0:
         group.wait()
-    courier.stop()
-    if flows is not None:
-        flows.stop()
-    links.stop()
+    plane.stop()
 
 
-def _nothing() -> None:
+def _device_of(job: Job) -> torch.device:
+    torch.set_num_threads(job.threads)
+    device = devices.pick(job.device)
+    if job.compile:
+        regions.enable()
+    if job.accumulate != "fp32":
+        devices.exact(device)
+    return device
+
+
+def _computes_with(job: Job, device: torch.device) -> str:
+    """What the worker's bits depend on; empty: on the order of its sums as well."""
+    if job.accumulate == "fp32":
+        return ""
+    units = units_of(job.accumulate, late=True)
+    return computes_with(device, has_kernels=units is None or kernels.usable(device, units.dtype))
+
+
+def _meet(
+    group: ShardGroup, spec: WorkerSpec, job: Job, signs: WorkerSigns, device: torch.device
+) -> GroupCollectives:
+    """All shards of the worker are here."""
+    mark = None if spec.beacon_path is None else ShardMark(spec.beacon_path, group.index)
+
+    def entering() -> None:
+        if mark is not None:
+            mark.entering()
+        signs.entering()
+
+    return GroupCollectives(
+        group.store,
+        group.index,
+        group.count,
+        device,
+        splits_sequence=job.sequence_parallel,
+        ordered=job.accumulate != "fp32" and device.type == "cuda",
+        entered=entering,
+        left=_nothing if mark is None else mark.leaving,
+    )
+
+
+def _nothing(*args: object) -> None:
     """Nobody looks."""
 
 

@@ -27,20 +27,6 @@ Write = Callable[[int, dict[str, Tensor]], Any]
 STALL_S = 5.0  # without a written byte, while a save waits for room
 
 
-def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
-    """What the `index`-th of `count` peers writes of the state they all have: the largest tensors first, each
-    for whoever has least so far.
-    """
-    loads = [0] * count
-    mine = {}
-    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
-        who = loads.index(min(loads))
-        loads[who] += state[name].nbytes + 1
-        if who == index:
-            mine[name] = state[name]
-    return mine
-
-
 class Snapshots:
     """One set of host buffers for a state, filled again and again."""
 

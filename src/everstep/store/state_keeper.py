@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
-from everstep.engine.state.sharded import ChunkSlice
+from everstep.engine.state.sharded import StateSlice
+from everstep.engine.worker.ports import Groups, StateParts
 from everstep.errors import UserError, clipped
 from everstep.job.job import Job
-from everstep.layout.box import Box, whole
+from everstep.layout.box import Box
 from everstep.log import warn
 from everstep.protocol.messages import (
     MemoryAddress,
@@ -33,21 +33,22 @@ from everstep.protocol.messages import (
     StateFetched,
     WorkerReport,
 )
+from everstep.protocol.work import SaveCheckpoint, StoreCopy
 from everstep.store import folder, memory
-from everstep.store.copied_state import CopiedState
 from everstep.store.folder import parameter_of
 from everstep.store.memory_server import token_of
-from everstep.store.reader import Checkpoint
-from everstep.store.saver import AsyncSaver, Write, share_of
+from everstep.store.reader import Checkpoint, UnusableCheckpointError
+from everstep.store.saver import AsyncSaver
 
 LOOK_S = 1.0
 LAST_STALL_S = 60.0  # at the end of training: without a written byte, before the last states are given up
 STORAGE_IS_SILENT = "the checkpoint storage does not answer"  # `core.faults.symptoms` knows this sentence
 Say = Callable[[WorkerReport], None]
-Slice = tuple[str, tuple[int, ...], Box, Tensor]  # a logical tensor, its shape, and values of a box of it
 
 
-class States:
+class StateKeeper:
+    """Of one worker, or of one of its shards. `say` reaches the agent."""
+
     def __init__(
         self,
         me: Sender,
@@ -72,111 +73,34 @@ class States:
 
     # -------------------------------------------------------------- out
 
-    def save(
-        self,
-        step: int,
-        attempt: int,
-        share: tuple[int, int],
-        state: Mapping[str, Tensor],
-        groups: list[dict[str, Any]],
-    ) -> None:
-        """A share of this stage's part of the checkpoint on disk, and the optimizer's groups."""
-        self._save(
-            step,
-            attempt,
-            share_of(self._own(state), *share),
-            lambda step, tensors: self._write_to_disk(step, attempt, share, tensors, groups),
-        )
+    def save(self, task: SaveCheckpoint, parts: StateParts, groups: Groups) -> None:
+        """This worker's parts of the checkpoint on disk, and the optimizer's groups."""
+        ours = self._logical(parts)
 
-    def save_chunks(
-        self,
-        step: int,
-        attempt: int,
-        count: int,
-        chunks: Mapping[int, Sequence[ChunkSlice]],
-        groups: list[dict[str, Any]],
-    ) -> None:
-        """Sharded: the chunks of this stage that are this worker's, one part each."""
-
-        def write(step: int, tensors: dict[str, Tensor]) -> None:
-            for chunk in chunks:
-                slices = self._of_logical(_copied(chunks, chunk, tensors))
-                share = chunk * self._cut.count + self._cut.index, count * self._cut.count
-                self._write_chunk(step, attempt, share, slices, groups)
-
-        self._save(step, attempt, _to_copy(chunks), write)
-
-    def _save(self, step: int, attempt: int, state: Mapping[str, Tensor], write: Write) -> None:
-        def answered(step: int, tensors: dict[str, Tensor]) -> None:
-            write(step, tensors)
+        def write(step: int, copies: dict[str, Tensor]) -> None:
+            for number, slices in _with(ours, copies).items():
+                self._write_part(task, (number, parts.count), slices, groups)
             self._under_way.pop(step, None)
 
+        step, attempt = task.state_step, task.attempt
         self._under_way[step] = attempt
-        if self._to_disk.save(step, state, write=answered) is None:
+        if self._to_disk.save(step, _values(ours), write=write) is None:
             del self._under_way[step]
             self._not_saved(
                 step, attempt, f"{STORAGE_IS_SILENT}; step {min(self._under_way)} is still being written"
             )
 
-    def copy_chunks(
-        self,
-        step: int,
-        attempt: int,
-        leaving: bool,
-        count: int,
-        chunks: Mapping[int, Sequence[ChunkSlice]],
-        directions: StateDirections,
-    ) -> None:
-        """Sharded: copies of these chunks in memory. No other worker has all of them, so this one leaves its
-        own behind whatever its node keeps of others.
-        """
+    def copy(self, task: StoreCopy, parts: StateParts, directions: StateDirections) -> None:
+        """Copies in memory: on this node, and on another unless this worker ends anyway."""
+        ours = self._logical(parts)
 
-        def write(step: int, tensors: dict[str, Tensor]) -> None:
-            for chunk in chunks:
-                slices = self._of_logical(_copied(chunks, chunk, tensors))
-                name = f"stage-{self._me.stage}-chunk-{chunk}-{self._me.replica}{self._of_shard}"
-                put = partial(memory.put, self._memory_root, self._task, step, name, slices)
-                self._put_copies(step, attempt, (chunk, count), put, directions, leaving)
+        def write(step: int, copies: dict[str, Tensor]) -> None:
+            for number, slices in _with(ours, copies).items():
+                self._put_copies(task, (number, parts.count), slices, directions)
 
-        self._copy(step, attempt, _to_copy(chunks), write)
-
-    def _write_chunk(
-        self,
-        step: int,
-        attempt: int,
-        share: tuple[int, int],
-        slices: Sequence[Slice],
-        groups: list[dict[str, Any]],
-    ) -> None:
-        name = f"stage-{self._me.stage}-chunk-{share[0]}-of-{share[1]}-i{self._incarnation}"
-        try:
-            part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
-        except Exception as error:  # whatever a disk or a store can say: training goes on
-            self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
-            return
-        self._say(self._written(step, attempt, part | self._told_once(step, share, groups), share=share))
-
-    def copy_to_memory(
-        self,
-        step: int,
-        attempt: int,
-        leaving: bool,
-        state: Mapping[str, Tensor],
-        directions: StateDirections,
-    ) -> None:
-        """A copy in memory: on this node, and on another unless this worker ends anyway."""
-        if leaving and not directions.copy_at_end:
-            return
-        self._copy(
-            step,
-            attempt,
-            self._own(state),
-            lambda step, tensors: self._write_copies(step, attempt, tensors, directions, leaving),
-        )
-
-    def _copy(self, step: int, attempt: int, state: Mapping[str, Tensor], write: Write) -> None:
-        if self._to_memory.save(step, state, write=write) is None:
-            self._not_saved(step, attempt, "the memory of nodes takes no more bytes", memory_of=self._node)
+        if self._to_memory.save(task.state_step, _values(ours), write=write) is None:
+            because = "the memory of nodes takes no more bytes"
+            self._not_saved(task.state_step, task.attempt, because, memory_of=self._node)
 
     def finish(self, alive: Callable[[], None] = lambda: None) -> None:
         """Until everything is written. `alive` is called as long as bytes are: a slow disk is no hang. States
@@ -192,27 +116,21 @@ class States:
         for step, attempt in list(self._under_way.items()):
             self._not_saved(step, attempt, f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s")
 
-    def _write_to_disk(
-        self,
-        step: int,
-        attempt: int,
-        share: tuple[int, int],
-        tensors: dict[str, Tensor],
-        groups: list[dict[str, Any]],
+    def _write_part(
+        self, task: SaveCheckpoint, share: tuple[int, int], slices: Sequence[StateSlice], groups: Groups
     ) -> None:
-        # By its incarnation: a process that was given up may still write, and not over another's file.
+        step, attempt = task.state_step, task.attempt
         share = share[0] * self._cut.count + self._cut.index, share[1] * self._cut.count
+        # By its incarnation: a process that was given up may still write, and not over another's file.
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
         try:
-            part = folder.write_slices(
-                self._root, step, name, self._slices(tensors), progress=self._progressed
-            )
+            part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
         self._say(self._written(step, attempt, part | self._told_once(step, share, groups), share=share))
 
-    def _told_once(self, step: int, share: tuple[int, int], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def _told_once(self, step: int, share: tuple[int, int], groups: Groups) -> dict[str, Any]:
         """Peers know the same: one of each stage tells its groups, and one of all what the run is."""
         if share[0]:
             return {}
@@ -239,27 +157,21 @@ class States:
             share=share,
         )
 
-    def _write_copies(
-        self, step: int, attempt: int, tensors: dict[str, Tensor], directions: StateDirections, leaving: bool
-    ) -> None:
-        name = f"stage-{self._me.stage}-{self._me.replica}{self._of_shard}"
-        put = partial(memory.put, self._memory_root, self._task, step, name, self._slices(tensors))
-        self._put_copies(step, attempt, (0, 1), put, directions, leaving)
-
     def _put_copies(
         self,
-        step: int,
-        attempt: int,
+        task: StoreCopy,
         share: tuple[int, int],
-        put: Callable[[], memory.Label],
+        slices: Sequence[StateSlice],
         directions: StateDirections,
-        leaving: bool,
     ) -> None:
+        step, attempt = task.state_step, task.attempt
+        of_shard = f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
+        name = f"stage-{self._me.stage}-{share[0]}-{self._me.replica}{of_shard}"
         node: str | None = None
         try:
-            label = put()
+            label = memory.put(self._memory_root, self._task, step, name, slices)
             self._say(self._written(step, attempt, label, memory_of=self._node, share=share))
-            stays = leaving and not directions.copy_away
+            stays = task.leaving and not directions.copy_away
             if stays or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
             node, host, port = directions.copy_to
@@ -294,7 +206,7 @@ class States:
             return dict(self._read(checkpoint, wanted))
         began = time.monotonic()
         holders = CopyHolders(directions)
-        copied = CopiedState(self._task, step, holders, self._source)
+        copied = _CopiedState(self._task, step, holders, self._source)
         found = copied.read(lambda checkpoint, done: self._read(checkpoint, wanted, done))
         fetched = StateFetched(
             task=self._task,
@@ -310,42 +222,24 @@ class States:
 
     # -------------------------------------------------------------- shards
 
-    def _own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this shard writes: its parts; what all shards have whole is the first one's."""
-        return {
-            name: tensor
-            for name, tensor in state.items()
-            if self._cut.index == 0 or self._is_split(name, tensor)
-        }
+    def _logical(self, parts: StateParts) -> dict[int, list[StateSlice]]:
+        """What this shard writes: its slices as boxes of the logical tensors. What all shards have whole is
+        the first one's.
+        """
+        return {number: self._of_logical(slices) for number, slices in parts.slices.items()}
 
-    def _slices(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], Box, Tensor]]:
-        """Each tensor as a box of the logical one: (name, whole shape, box, values)."""
+    def _of_logical(self, slices: Sequence[StateSlice]) -> list[StateSlice]:
         found = []
-        for name, tensor in tensors.items():
-            shape = tuple(tensor.shape)
-            split = self._cut.split_of_part(parameter_of(name), shape) if _per_element(name, shape) else None
-            at = (shape, whole(shape)) if split is None else (split.whole, split.box)
-            found.append((name, *at, tensor))
-        return found
-
-    def _of_logical(self, slices: Sequence[Slice]) -> list[Slice]:
-        """What this shard writes of a chunk: boxes of its part as boxes of the logical tensors."""
-        found = []
-        for name, shape, box, values in slices:
-            split = self._cut.split_of_part(parameter_of(name), tuple(shape)) if shape else None
+        for one in slices:
+            split = None
+            if _per_element(one.tensor, one.shape):
+                split = self._cut.split_of_part(parameter_of(one.tensor), one.shape)
             if split is not None:
-                start = tuple(a + b for a, b in zip(split.box.start, box.start, strict=True))
-                found.append((name, split.whole, Box(start, box.size), values))
+                start = tuple(a + b for a, b in zip(split.box.start, one.box.start, strict=True))
+                found.append(one._replace(shape=split.whole, box=Box(start, one.box.size)))
             elif self._cut.index == 0:
-                found.append((name, tuple(shape), box, values))
+                found.append(one)
         return found
-
-    @property
-    def _of_shard(self) -> str:
-        return f"-shard-{self._cut.index}" if self._cut.count > 1 else ""
-
-    def _is_split(self, name: str, tensor: Tensor) -> bool:
-        return _per_element(name, tensor.shape) and self._cut.is_split(parameter_of(name))
 
     def _read(
         self, checkpoint: Checkpoint, wanted: set[str], done: Container[str] = ()
@@ -370,23 +264,81 @@ class States:
         return folder.root_of(self._job.base, self._job.checkpoint.folder)
 
 
-def _to_copy(chunks: Mapping[int, Sequence[ChunkSlice]]) -> dict[str, Tensor]:
-    return {f"{chunk}/{i}": one.values for chunk, slices in chunks.items() for i, one in enumerate(slices)}
+def _values(parts: Mapping[int, Sequence[StateSlice]]) -> dict[str, Tensor]:
+    """What is copied before training goes on."""
+    return {f"{number}/{i}": one.values for number, slices in parts.items() for i, one in enumerate(slices)}
 
 
-def _values(
-    chunks: Mapping[int, Sequence[ChunkSlice]], chunk: int, tensors: Mapping[str, Tensor]
-) -> list[Tensor]:
-    return [tensors[f"{chunk}/{i}"] for i in range(len(chunks[chunk]))]
-
-
-def _copied(
-    chunks: Mapping[int, Sequence[ChunkSlice]], chunk: int, tensors: Mapping[str, Tensor]
-) -> list[Slice]:
-    values = _values(chunks, chunk, tensors)
-    return [(s.tensor, s.shape, s.box, copy) for s, copy in zip(chunks[chunk], values, strict=True)]
+def _with(
+    parts: Mapping[int, Sequence[StateSlice]], copies: Mapping[str, Tensor]
+) -> dict[int, list[StateSlice]]:
+    return {
+        number: [one._replace(values=copies[f"{number}/{i}"]) for i, one in enumerate(slices)]
+        for number, slices in parts.items()
+    }
 
 
 def _per_element(name: str, shape: Sequence[int]) -> bool:
     """Not an optimizer's counters, nor what it keeps besides, nor the limits of sums."""
     return len(shape) > 0 and not name.startswith(BESIDE)
+
+
+# ------------------------------------------------------------------ a copy in memory, read
+
+Read = Callable[[Checkpoint, Container[str]], Iterator[tuple[str, Tensor]]]
+
+
+class _CopiedState:
+    """Read tensor by tensor: from the next holder of a part where a read fails. Who is asked next is decided
+    in `core.worker.copy_holders`. What has been read and checked stays; only the tensors that are missing are
+    read from other holders.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        step: int,
+        holders: CopyHolders,
+        source: Callable[[MemoryAddress], Path | memory.Remote],
+    ) -> None:
+        """`source`: how a node's memory is read from here."""
+        self._task, self._step, self._holders, self._source = task, step, holders, source
+        self.bytes_here = self.bytes_elsewhere = 0
+
+    def read(self, read: Read) -> dict[str, Tensor] | None:
+        """What `read` gives of the whole state; None: a part of it has no holder left."""
+        found: dict[str, Tensor] = {}
+        while True:
+            files: dict[str, int] = {}  # which part each file is of
+            try:
+                self._read_from(self._opened(files), read, found)
+                return found
+            except (UserError, OSError) as error:
+                warn(f"the state of step {self._step} in memory: {error}")
+                if not self._ask_another(error, files):
+                    return None
+
+    def _opened(self, files: dict[str, int]) -> Checkpoint:
+        sources = []
+        for number, (address, part) in enumerate(self._holders.chosen()):
+            for label in part.get("shards", [part]):  # of a worker with shards: one each
+                files[f"{label['name']}.safetensors"] = number
+                sources.append((self._source(address), label))
+        return memory.open_copies(self._task, self._step, sources)
+
+    def _read_from(self, checkpoint: Checkpoint, read: Read, found: dict[str, Tensor]) -> None:
+        try:
+            for name, tensor in read(checkpoint, found):
+                found[name] = tensor
+        finally:
+            here, elsewhere = memory.bytes_read(checkpoint)
+            self.bytes_here += here
+            self.bytes_elsewhere += elsewhere
+            checkpoint.close()
+
+    def _ask_another(self, error: UserError | OSError, files: dict[str, int]) -> bool:
+        """False: it is not known whose part is to blame, or no other node has it."""
+        if not isinstance(error, UnusableCheckpointError) or error.file not in files:
+            return False
+        reached = error.kind != "unreadable"
+        return self._holders.read_failed(files[error.file], str(error), reached=reached)

@@ -53,7 +53,7 @@ class NodeMemory:
     def load(
         self, me: Worker, epoch: int, step: int, directions: StateDirections
     ) -> tuple[VirtualState | None, tuple[FailedRead, ...]]:
-        """As `store.copied_state`: the holders of its part one after the other."""
+        """As `store.state_keeper`: the holders of its part one after the other."""
         holders = CopyHolders(directions)
         while True:
             address, _ = holders.chosen()[me.stage]

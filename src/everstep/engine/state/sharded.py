@@ -50,8 +50,8 @@ class RowPiece(NamedTuple):
         return Box((self.start, *(0 for _ in self.shape[1:])), self.rows) if self.shape else Box((), ())
 
 
-class ChunkSlice(NamedTuple):
-    """What a checkpoint holds of a chunk: a box of a logical tensor."""
+class StateSlice(NamedTuple):
+    """What a checkpoint holds of a state: values of a box of a logical tensor."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -217,21 +217,21 @@ class ShardedUpdater:
 
     # -------------------------------------------------------------- checkpoints
 
-    def slices(self, chunk: int, step: int) -> list[ChunkSlice]:
+    def slices(self, chunk: int, step: int) -> list[StateSlice]:
         """Live tensors, to be copied before the next step."""
         held = self.held[chunk]
         limits = self.stage.limits.state(step)
         found = []
         for index, piece in enumerate(held.pieces):
             values = held.named[index][1].detach()
-            found.append(ChunkSlice(f"model/{piece.name}", piece.shape, piece.box, values))
+            found.append(StateSlice(f"model/{piece.name}", piece.shape, piece.box, values))
             if held.average is not None:
                 at = piece.offset - held.where.start
                 averaged = held.average[at : at + piece.size].view(piece.rows)
-                found.append(ChunkSlice(f"extra/ema/{piece.name}", piece.shape, piece.box, averaged))
+                found.append(StateSlice(f"extra/ema/{piece.name}", piece.shape, piece.box, averaged))
             if piece.start == 0 and piece.name in limits:
                 grid = torch.tensor(limits[piece.name])
-                found.append(ChunkSlice(f"extra/grid/{piece.name}", (), Box((), ()), grid))
+                found.append(StateSlice(f"extra/grid/{piece.name}", (), Box((), ()), grid))
         for index, key, value in held.states():
             piece = held.pieces[index]
             name = f"optimizer/{piece.name}/{key}"
@@ -239,11 +239,11 @@ class ShardedUpdater:
                 kind = type(value).__name__
                 if kind in _SCALARS and piece.start == 0:
                     scalar = torch.tensor(value, dtype=_SCALARS[kind])
-                    found.append(ChunkSlice(f"{name}#{kind}", (), Box((), ()), scalar))
+                    found.append(StateSlice(f"{name}#{kind}", (), Box((), ()), scalar))
             elif tuple(value.shape) == piece.rows and value.ndim:
-                found.append(ChunkSlice(name, piece.shape, piece.box, value))
+                found.append(StateSlice(name, piece.shape, piece.box, value))
             elif piece.start == 0:
-                found.append(ChunkSlice(name, tuple(value.shape), _whole(value), value))
+                found.append(StateSlice(name, tuple(value.shape), _whole(value), value))
         return found
 
     def groups(self, step: int) -> list[dict[str, Any]]:

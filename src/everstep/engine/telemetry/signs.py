@@ -27,13 +27,13 @@ class WorkerSigns:
         shard: int = 0,
     ) -> None:
         self.control, self.beacon, self._clock_ns, self._device = control, beacon, clock_ns, device
-        self._shard = shard
+        self.shard = shard
         self._op = (0, "")  # what it is in, for faults inside a collective
         self.plant(faults)
 
     def plant(self, faults: Sequence[PlantedFault]) -> None:
         """These faults and no others."""
-        self.faults = [fault for fault in faults if fault.shard == self._shard]
+        self.faults = [fault for fault in faults if fault.shard == self.shard]
 
     def begin(self, step: int, op: str) -> None:
         self._op = step, op

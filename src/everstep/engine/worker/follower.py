@@ -14,6 +14,7 @@ from everstep.engine.worker.leader import Contents
 from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.errors import InternalError
 from everstep.net import frames
+from everstep.net.envelope import FrameKind
 from everstep.net.transfers import ArrivingState
 from everstep.protocol import shard_messages as sh
 from everstep.protocol import work
@@ -65,7 +66,7 @@ class Follower:
         return item
 
     def _arrived(self, frame: frames.Incoming) -> None:
-        if frame.kind == frames.STATE:
+        if frame.kind is FrameKind.STATE:
             if (found := self._arriving.take(frame)) is not None:
                 transfer, state = found
                 self._say(self.slices.state_arrived(transfer, state))
@@ -80,6 +81,6 @@ class Follower:
         if contents is None:
             if parcel.what not in SMALL:
                 raise InternalError(f"{parcel} counts for the leader, and its slice is not here")
-            contents = Contents(value, (), None)
+            contents = Contents(value)
         if not self.loop.accept(parcel, contents):
             raise InternalError(f"{parcel} counts for the leader of this worker and not for its shard")

@@ -22,11 +22,11 @@ class FollowerSays:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Of a parcel: facts for the worker state, tensors, and facts beside them."""
+    """Of a parcel: what the worker state knows of it, tensors, and the facts that go with them."""
 
-    facts: Any
-    tensors: tuple[Tensor, ...]
-    beside: Any
+    value: Any
+    tensors: tuple[Tensor, ...] = ()
+    beside: Any = None
 
 
 class ShardLeader:

@@ -24,37 +24,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
-from everstep.net import transport
+from everstep.net.envelope import MAX_BYTES, Envelope, PartAhead, PartRest, Stretch
 from everstep.protocol.parcels import Parcel
 
 PIECE = {"cpu": 1 << 20, "cuda": 16 << 20}  # bytes, at least
-AHEAD = "ahead"  # among a message's facts
 MOST_SENDERS = 4096
 
-Post = Callable[[Parcel, Any, Tensor], None]
-
-
-class PartPiece(NamedTuple):
-    """Of one stretch of a part."""
-
-    stretch: int
-    start: int  # from its beginning
-    stop: int
+Post = Callable[[Parcel, Envelope, Tensor], None]
+Message = tuple[Envelope, tuple[Tensor, ...]]
 
 
 @dataclass(slots=True)
 class _Part:
     stretches: Sequence[slice]
-    waiting: dict[PartPiece, set[int]]  # the tensors that are not final
-    made_of: dict[PartPiece, frozenset[int]]
-    sent: list[PartPiece] = field(default_factory=list)
+    waiting: dict[Stretch, set[int]]  # the tensors that are not final
+    made_of: dict[Stretch, frozenset[int]]
+    sent: list[Stretch] = field(default_factory=list)
 
 
 class PartsAhead:
@@ -90,13 +81,13 @@ class PartsAhead:
 
         return finished
 
-    def _send(self, parcel: Parcel, part: _Part, piece: PartPiece, post: Post) -> None:
+    def _send(self, parcel: Parcel, part: _Part, piece: Stretch, post: Post) -> None:
         assert self._sums is not None
         del part.waiting[piece]
         part.sent.append(piece)
         where = part.stretches[piece.stretch]
-        facts = {"of": self.number, "piece": list(piece), "size": where.stop - where.start}
-        post(parcel, {AHEAD: facts}, self._sums.flat[where.start + piece.start : where.start + piece.stop])
+        told = Envelope(piece=PartAhead(self.number, piece, where.stop - where.start))
+        post(parcel, told, self._sums.flat[where.start + piece.start : where.start + piece.stop])
 
     def clear(self) -> None:
         """What was sent counts for nothing."""
@@ -109,51 +100,51 @@ class PartsAhead:
             del self._parts[parcel]
 
     def rest(
-        self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...], places: Sequence[int]
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+        self, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...], places: Sequence[int]
+    ) -> Message:
         """A PART, less the pieces that were sent. `places`: of its stretches among the tensors."""
         part = self._parts.get(parcel)
         if part is None or self._sums is None or not part.sent:
-            return facts, tensors
+            return envelope, tensors
         changed = self._sums.changed
-        pieces = [piece for piece in part.sent if not part.made_of[piece] & changed]
-        sizes = [tensors[place].numel() for place in places]
-        missing = [gap for k, size in enumerate(sizes) for gap in _gaps(k, size, pieces)]
-        told = {"of": self.number, "pieces": pieces, "rest": missing, "places": places, "sizes": sizes}
+        pieces = tuple(piece for piece in part.sent if not part.made_of[piece] & changed)
+        sizes = tuple(tensors[place].numel() for place in places)
+        missing = tuple(gap for k, size in enumerate(sizes) for gap in _gaps(k, size, pieces))
+        told = PartRest(self.number, pieces, missing, tuple(places), sizes)
         others = [tensor for at, tensor in enumerate(tensors) if at not in set(places)]
         own = [tensors[places[k]][start:stop] for k, start, stop in missing]
-        return {AHEAD: told, "facts": facts}, (*own, *others)
+        return envelope._replace(piece=told), (*own, *others)
 
 
-def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[PartPiece, frozenset[int]]:
+def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[Stretch, frozenset[int]]:
     """The pieces of a part, each with the slots it is made of. The last slots of a stretch end first."""
     least = PIECE[sums.device.type] // sums.flat.element_size()
-    found: dict[PartPiece, frozenset[int]] = {}
+    found: dict[Stretch, frozenset[int]] = {}
     for k, where in enumerate(stretches):
         stop, of = where.stop, set[int]()
         for slot, piece in reversed(sums.pieces(where)):
             of.add(slot)
             if stop - piece.start >= least:
-                found[PartPiece(k, piece.start - where.start, stop - where.start)] = frozenset(of)
+                found[Stretch(k, piece.start - where.start, stop - where.start)] = frozenset(of)
                 stop, of = piece.start, set()
     return found
 
 
-def _gaps(stretch: int, size: int, pieces: Iterable[PartPiece]) -> list[PartPiece]:
+def _gaps(stretch: int, size: int, pieces: Iterable[Stretch]) -> list[Stretch]:
     found, at = [], 0
     for _, start, stop in sorted(piece for piece in pieces if piece.stretch == stretch):
         if at < start:
-            found.append(PartPiece(stretch, at, start))
+            found.append(Stretch(stretch, at, start))
         at = stop
-    return [*found, PartPiece(stretch, at, size)] if at < size or not size else found
+    return [*found, Stretch(stretch, at, size)] if at < size or not size else found
 
 
 @dataclass(slots=True)
 class _Arriving:
     age: tuple[float, ...]  # attempt, step, round of its parcel, and its number
     wholes: dict[int, Tensor] = field(default_factory=dict)
-    here: set[PartPiece] = field(default_factory=set)
-    closing: tuple[Any, tuple[Tensor, ...]] | None = None  # the PART itself, which lacks pieces
+    here: set[Stretch] = field(default_factory=set)
+    closing: tuple[PartRest, Message] | None = None  # the PART itself, which lacks pieces
 
 
 class ArrivingParts:
@@ -162,29 +153,15 @@ class ArrivingParts:
     def __init__(self) -> None:
         self._of: dict[int, _Arriving] = {}
 
-    def take(
-        self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...]
-    ) -> tuple[Any, tuple[Tensor, ...]] | None:
+    def take(self, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...]) -> Message | None:
         """A message of a PART: the whole of it, if it is here."""
-        if not isinstance(facts, dict) or AHEAD not in facts:
+        told = envelope.piece
+        if not isinstance(told, PartAhead | PartRest):
             arriving = self._of.get(parcel.sender)
             if arriving is not None and arriving.age <= (parcel.attempt, parcel.step, parcel.round, math.inf):
                 del self._of[parcel.sender]
-            return facts, tensors
-        try:
-            return self._take(parcel, facts, tensors)
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
-            raise PeerError("a peer sent a piece of a part that cannot be read") from None
-
-    def forget_until(self, step: int) -> None:
-        """Of steps that are over: their senders have died."""
-        self._of = {sender: one for sender, one in self._of.items() if one.age[1] > step}
-
-    def _take(
-        self, parcel: Parcel, facts: dict[str, Any], tensors: tuple[Tensor, ...]
-    ) -> tuple[Any, tuple[Tensor, ...]] | None:
-        told = facts[AHEAD]
-        age = parcel.attempt, parcel.step, parcel.round, int(told["of"])
+            return envelope, tensors
+        age = parcel.attempt, parcel.step, parcel.round, told.of
         arriving = self._of.get(parcel.sender)
         if arriving is None or arriving.age < age:
             if len(self._of) >= MOST_SENDERS:
@@ -192,36 +169,40 @@ class ArrivingParts:
             arriving = self._of[parcel.sender] = _Arriving(age)
         elif arriving.age > age:
             return None
-        if "facts" not in facts:
-            piece = PartPiece(*map(int, told["piece"]))
-            self._put(arriving, piece, int(told["size"]), tensors[0])
-            arriving.here.add(piece)
-        else:
-            arriving.closing = facts, tensors
-        return self._whole(parcel.sender, arriving)
+        try:
+            if isinstance(told, PartAhead):
+                self._put(arriving, told.piece, told.size, tensors[0])
+                arriving.here.add(told.piece)
+            else:
+                arriving.closing = told, (envelope._replace(piece=None), tensors)
+            return self._whole(parcel.sender, arriving)
+        except (KeyError, IndexError, RuntimeError):  # numbers that do not belong together
+            raise PeerError("a peer sent a piece of a part that cannot be read") from None
 
-    def _whole(self, sender: int, arriving: _Arriving) -> tuple[Any, tuple[Tensor, ...]] | None:
+    def forget_until(self, step: int) -> None:
+        """Of steps that are over: their senders have died."""
+        self._of = {sender: one for sender, one in self._of.items() if one.age[1] > step}
+
+    def _whole(self, sender: int, arriving: _Arriving) -> Message | None:
         if arriving.closing is None:
             return None
-        facts, tensors = arriving.closing
-        told = facts[AHEAD]
-        if not {PartPiece(*piece) for piece in told["pieces"]} <= arriving.here:
+        told, (envelope, tensors) = arriving.closing
+        if not set(told.ahead) <= arriving.here:
             return None
-        rest, sizes = [PartPiece(*piece) for piece in told["rest"]], told["sizes"]
-        for piece, tensor in zip(rest, tensors, strict=False):
-            self._put(arriving, piece, int(sizes[piece.stretch]), tensor)
+        for piece, tensor in zip(told.rest, tensors, strict=False):
+            self._put(arriving, piece, told.sizes[piece.stretch], tensor)
         del self._of[sender]
-        found = list(tensors[len(rest) :])
-        for stretch, place in enumerate(told["places"]):
-            found.insert(int(place), arriving.wholes[stretch])
-        return facts["facts"], tuple(found)
+        found = list(tensors[len(told.rest) :])
+        for stretch, place in enumerate(told.places):
+            found.insert(place, arriving.wholes[stretch])
+        return envelope, tuple(found)
 
     @staticmethod
-    def _put(arriving: _Arriving, piece: PartPiece, size: int, tensor: Tensor) -> None:
+    def _put(arriving: _Arriving, piece: Stretch, size: int, tensor: Tensor) -> None:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
         if not 0 <= piece.start <= piece.stop <= size or tensor.numel() != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
-        if size * tensor.element_size() > transport.MAX_BYTES:
+        if size * tensor.element_size() > MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
         if tensor.numel() == size:
             arriving.wholes[piece.stretch] = tensor

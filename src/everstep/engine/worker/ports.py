@@ -1,41 +1,55 @@
-"""What a worker's loop needs of the world outside."""
+"""What a worker's loop needs of the world outside: who hears its reports, where states are kept, a clock."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from everstep.core.worker.control import StateDirections
 from everstep.engine.stage.stage import Stage
-from everstep.engine.state.sharded import ChunkSlice
+from everstep.engine.state.sharded import StateSlice
 from everstep.protocol.messages import WorkerReport
+from everstep.protocol.work import SaveCheckpoint, StoreCopy
 
+State = Mapping[str, Tensor]
 Groups = list[dict[str, Any]]  # of an optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """A stage's state is cut into `count` parts: by tensors, or where states are sharded into chunks. These
+    are this worker's, by number.
+    """
+
+    count: int
+    slices: Mapping[int, Sequence[StateSlice]]
+
+
+class StateStore(Protocol):
+    """Where states go and come from. What is saved or copied are live tensors, which are copied before the
+    call returns.
+    """
+
+    def save(self, task: SaveCheckpoint, parts: StateParts, groups: Groups) -> None:
+        """This worker's share of a checkpoint."""
+        ...
+
+    def copy(self, task: StoreCopy, parts: StateParts, directions: StateDirections) -> None:
+        """To the memory of nodes."""
+        ...
+
+    def load(self, step: int, names: list[str], directions: StateDirections) -> State | None:
+        """The tensors of these parameters; None: the state is gone."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Ports:
-    """What the loop needs of the world outside: who hears its reports, where states are kept, a clock.
-
-    `save` and `copy_to_memory` get live tensors and copy them before they return; `load` gives None if the
-    state is gone.
-    """
-
     report: Callable[[WorkerReport], None]
-    save: Callable[[int, int, tuple[int, int], Mapping[str, Tensor], Groups], None]  # step, attempt, share
-    load: Callable[[int, list[str], StateDirections], Mapping[str, Tensor] | None]
-    copy_to_memory: Callable[[int, int, bool, Mapping[str, Tensor], StateDirections], None] = lambda *copy: (
-        None
-    )
-    save_chunks: Callable[[int, int, int, Mapping[int, Sequence[ChunkSlice]], Groups], None] = lambda *save: (
-        None
-    )  # sharded: step, attempt, number of chunks
-    copy_chunks: Callable[
-        [int, int, bool, int, Mapping[int, Sequence[ChunkSlice]], StateDirections], None
-    ] = lambda *copy: None
+    states: StateStore
     room: Callable[[Stage, int], float | None] = lambda stage, shared: None  # bytes there are for stashes
     clock_ns: Callable[[], int] = time.monotonic_ns

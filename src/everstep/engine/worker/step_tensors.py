@@ -8,12 +8,12 @@ The worker state decides in names; here the names have tensors:
     sums         the reduced mean gradient                           until sealed, valid and fed
 
 Ownership. A send does not copy: the links *borrow* a tensor until the kernel has its last byte, which can be
-many steps later when a large state is queued before it.
+many steps later when a large state is queued before it. Which buffers may be written to again is decided in
+`core.worker.buffers`. Besides:
 
-1., 2. As `core.worker.buffers` says.
-3. Boundaries and payloads are never written to, by anyone.
-4. A sum does not change between its assembly and the seal: until then any part of it may be sent again. What
-   an update needs beyond it (a tied pair inside the stage) is computed by the update, not stored in the sum.
+- Boundaries and payloads are never written to, by anyone.
+- A sum does not change between its assembly and the seal: until then any part of it may be sent again. What
+  an update needs beyond it (a tied pair inside the stage) is computed by the update, not stored in the sum.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from everstep.engine.state.chunk_sums import ChunkSums
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chunks
-from everstep.engine.worker.parts_ahead import ArrivingParts, PartsAhead
-from everstep.net import frames, host_memory
+from everstep.engine.worker.parts_ahead import ArrivingParts, Message, PartsAhead
+from everstep.net import host_memory
+from everstep.net.envelope import Envelope
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import AssembleSum, CombineTied, Send, SumChunk
@@ -40,18 +41,8 @@ from everstep.protocol.work import AssembleSum, CombineTied, Send, SumChunk
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
 
-_BESIDE = "beside"  # among a message's facts: those that the worker state does not know of
-
-
-def parted(facts: Any) -> tuple[Any, Any]:
-    """A message's facts: for the worker state, and those beside them."""
-    if isinstance(facts, dict) and _BESIDE in facts:
-        return facts["value"], facts[_BESIDE]
-    return facts, None
-
-
 class SharedTensors(Protocol):
-    """Where tensors live that peers read (`courier`)."""
+    """Where tensors live that peers read (`net.plane`)."""
 
     def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor: ...
 
@@ -160,18 +151,16 @@ class StepTensors:
             case _:
                 return Payload(())
 
-    def contents(self, command: Send, members: tuple[int, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The small facts and the tensors that go with a parcel."""
+    def contents(self, command: Send, members: tuple[int, ...]) -> Message:
+        """What goes with a parcel."""
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             boundary = self.boundaries[command.parcel]
-            return boundary.facts, boundary.tensors
+            return Envelope(beside=boundary.facts), boundary.tensors
         payload = self.outgoing(command.parcel, members)
-        facts = frames.facts_of(command.value)
-        if payload.facts is not None:
-            facts = {"value": facts, _BESIDE: payload.facts}
+        envelope = Envelope(command.value, payload.facts)
         if command.parcel.what is ParcelKind.PART:
-            return self.ahead.rest(command.parcel, facts, payload.tensors, self._places(payload))
-        return facts, payload.tensors
+            return self.ahead.rest(command.parcel, envelope, payload.tensors, self._places(payload))
+        return envelope, payload.tensors
 
     def stretches(self, parcel: Parcel, members: tuple[int, ...]) -> list[slice]:
         """Of the stage's sums, what a PART is of."""
@@ -192,12 +181,12 @@ class StepTensors:
         counts = [count for count, _ in part.facts[1]]
         return [sum(counts[:at]) for at in range(len(counts))]
 
-    def received(self, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...], beside: Any) -> None:
+    def received(self, parcel: Parcel, tensors: tuple[Tensor, ...], beside: Any) -> None:
         """A parcel that is wanted. `beside`: facts that the worker state does not know of."""
         if parcel.what is ParcelKind.ACTIVATION:
-            self.boundaries[parcel] = Boundary.arrived(tensors, facts)
+            self.boundaries[parcel] = Boundary.arrived(tensors, beside)
         elif parcel.what is ParcelKind.GRADIENT:
-            self.boundaries[parcel] = Gradients.arrived(tensors, facts)
+            self.boundaries[parcel] = Gradients.arrived(tensors, beside)
         elif tensors or beside is not None:
             self.payloads[parcel] = Payload(tensors, beside)
 

@@ -6,14 +6,15 @@ What is next is decided elsewhere (`core.worker`), and so is who hears of it (`w
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.chunks import Chunks
+from everstep.core.worker.control import StateDirections, WorkerControl
 from everstep.core.worker.joining import WorkerLife
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.layers.boundary import Boundary, Gradients
@@ -21,17 +22,19 @@ from everstep.engine.prepare.fitting import allocated
 from everstep.engine.shards.collectives import summed
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.weight_sums import Begins, Finished
 from everstep.engine.state.optimizer import Updater
-from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.state.sharded import ShardedUpdater, StateSlice
 from everstep.engine.telemetry.op_times import Began, OpTimes
+from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
-from everstep.engine.worker.ports import Ports
-from everstep.engine.worker.sending_ahead import SendingAhead
-from everstep.engine.worker.sharded_steps import ShardedSteps
+from everstep.engine.worker.ports import Ports, StateParts
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.layout.box import whole
 from everstep.net import host_memory
-from everstep.net.courier import Courier
+from everstep.net.envelope import Envelope
 from everstep.net.links import Address
+from everstep.net.plane import DataPlane
 from everstep.net.sockets import FlowProgress
 from everstep.net.transfers import StateSender
 from everstep.protocol import work
@@ -54,26 +57,23 @@ _OF_CHUNKS = (work.AdoptWeights, work.LoadFill, work.ApplyFeed, work.SaveCheckpo
 
 
 class WorkItems:
-    """`shard`: which of the worker's shards this is."""
-
     def __init__(
         self,
         control: WorkerControl,
         build: Callable[[], tuple[Stage, Updater | ShardedUpdater]],
         *,
         ports: Ports,
-        courier: Courier,
+        plane: DataPlane,
         signs: WorkerSigns,
         times: OpTimes,
         loader: Loader | None = None,
-        shard: int = 0,
     ) -> None:
-        self.control, self.ports, self.courier, self.shard = control, ports, courier, shard
+        self.control, self.ports, self.plane, self.shard = control, ports, plane, signs.shard
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.signs, self.times, self.loader = signs, times, loader
         self._data_waited_s = 0.0
         self._sent_before: dict[Address, FlowProgress] = {}
-        self._sender = StateSender(courier.links)
+        self._sender = StateSender(plane.links)
         self._build = build
         self.stage, made = build()
         self.tensors = StepTensors(
@@ -81,11 +81,11 @@ class WorkItems:
             self.stage,
             made,
             replicas=self.rules.replicas,
-            borrowed=courier.borrows,
-            shared=courier,
+            borrowed=plane.borrows,
+            shared=plane,
             holders=self.state.chunks.holders if self.rules.chunks else None,
         )
-        self.ahead = SendingAhead(control, self.tensors, courier, signs, times.recorder, self.address)
+        self.ahead = SendingAhead(control, self.tensors, plane, signs, times.recorder, self.address)
         self._use(made)
         self._touched = False  # has the initial state been changed?
 
@@ -128,16 +128,16 @@ class WorkItems:
                 return self._all_have(self._restore(task.state_step))
             case work.SaveCheckpoint():
                 self.signs.show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
-                share = task.index, task.count
                 groups = self.updater.groups(task.state_step)
-                state = self.updater.state(task.state_step)
-                return self.ports.save(task.state_step, task.attempt, share, state, groups)
+                share = share_of(self.updater.state(task.state_step), task.index, task.count)
+                return self.ports.states.save(task, whole_tensors(share, task.index, task.count), groups)
             case work.StoreCopy():
                 self.signs.show(busy=True, doing=SAVING)
-                directions, state = self.control.directions, self.updater.state(task.state_step)
-                return self.ports.copy_to_memory(
-                    task.state_step, task.attempt, task.leaving, state, directions
-                )
+                directions = self.control.directions
+                if task.leaving and not directions.copy_at_end:
+                    return None  # a peer on its node has the same state, and leaves it
+                parts = whole_tensors(self.updater.state(task.state_step), 0, 1)
+                return self.ports.states.copy(task, parts, directions)
 
     def _do_sharded(self, task: work.WorkItem, sharded: ShardedSteps) -> None:
         match task:
@@ -182,7 +182,7 @@ class WorkItems:
             self.stage.weight_grad(task.step, number, self.ahead.during(task))
         if task.output is not None:
             assert output is not None
-            self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.courier.kept)
+            self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.plane.kept)
         self._time(op.kind, began, str(op))
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
 
@@ -279,9 +279,9 @@ class WorkItems:
         state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
         self._sender.begin(target, task.transfer, state)
 
-    def send_fill(self, to: Address, parcel: Parcel, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+    def send_fill(self, to: Address, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...]) -> None:
         """The state of a chunk, to a new holder: live tensors, in pieces until the next update."""
-        self._sender.begin_fill(to, parcel, facts, tensors)
+        self._sender.begin_fill(to, parcel, envelope, tensors)
 
     def _fed(self) -> list[Address]:
         """The joiners that this worker feeds."""
@@ -321,7 +321,7 @@ class WorkItems:
                 self.sharded.begin()
                 self._touched = True
             return True
-        state = self.ports.load(state_step, list(self.stage.slots), self.control.directions)
+        state = self.ports.states.load(state_step, list(self.stage.slots), self.control.directions)
         if state is not None:
             self._load(state_step, state)
         return state is not None
@@ -354,7 +354,7 @@ class WorkItems:
         """What a stash takes and how much there is for stashes, in bytes, for the scheduler."""
         forward, weight = self.stage.held_bytes
         held = {HELD_FORWARD: float(forward), HELD_WEIGHT: float(weight)}
-        shared, device = self.courier.shared_bytes, self.stage.device
+        shared, device = self.plane.shared_bytes, self.stage.device
         if device.type == "cuda":
             held[ALLOCATED], held[PEAK] = (float(each + shared) for each in allocated(self.stage))
             torch.cuda.reset_peak_memory_stats(device)
@@ -364,12 +364,12 @@ class WorkItems:
     def _carriers(self) -> dict[str, str]:
         """By peer: what carries tensors to it now."""
         book = {self.address(at): worker for worker, at in self.control.book.items()}
-        return {str(book[to]): kind for to, kind in self.courier.carriers.items() if to in book}
+        return {str(book[to]): kind for to, kind in self.plane.carriers.items() if to in book}
 
     def _sent(self) -> dict[str, tuple[int, float]]:
         """By peer on another machine: bytes acknowledged and seconds under way, since the last call."""
         book = {self.address(at): worker for worker, at in self.control.book.items()}
-        now, before, here = self.courier.links.progress(), self._sent_before, self.courier.links.address.host
+        now, before, here = self.plane.links.progress(), self._sent_before, self.plane.links.address.host
         self._sent_before = now
         return {
             str(book[to]): (seen.acked_bytes - before[to].acked_bytes, seen.busy_s - before[to].busy_s)
@@ -381,3 +381,130 @@ class WorkItems:
         """Of the same shard of that worker: shards listen on neighbouring ports."""
         host, port = address
         return Address(host, port + self.shard)
+
+
+class SendingAhead:
+    """When a worker sends pieces of its parts ahead (`parts_ahead`), and to whom."""
+
+    def __init__(
+        self,
+        control: WorkerControl,
+        tensors: StepTensors,
+        plane: DataPlane,
+        signs: WorkerSigns,
+        recorder: WorkerRecorder | None,
+        address: Callable[[tuple[str, int]], Address],
+    ) -> None:
+        self._control, self._tensors, self._plane = control, tensors, plane
+        self._signs, self._recorder, self._address = signs, recorder, address
+
+    def during(self, task: work.Compute) -> Begins | None:
+        """For a W that is about to run. Only after the last one of a step its sums are final."""
+        ahead, state = self._tensors.ahead, self._control.state
+        ahead.clear()
+        is_last = len(state.now.todo) > 1 and state.now.todo[-2].kind is Kind.R
+        if task.ghost or not is_last:
+            return None
+        members = state.mail.peers(task.step)
+        parts = [
+            (parcel, self._tensors.stretches(parcel, members))
+            for parcel in state.reduction.parts_to_come(state.now)
+            if (to := self._to(parcel)) is not None and self._plane.sends_beside(to)
+        ]
+        if not parts:
+            return None
+
+        def post(parcel: Parcel, envelope: Envelope, tensor: Tensor) -> None:
+            to = self._to(parcel)
+            assert to is not None
+            self._plane.post(to, parcel, envelope, (tensor,))
+            if self._recorder is not None:
+                self._recorder.sent(parcel, parcel.owner, parcel.stage, tensor.nbytes)
+            self._signs.maybe_die(task.step, str(task.op)[len(str(parcel.stage)) :], "sending")
+
+        def begins(slots: set[int]) -> Finished:
+            return ahead.begin(self._tensors.stage.sums, parts, slots, post)
+
+        return begins
+
+    def link_broke(self, address: tuple[str, int]) -> None:
+        """What was under way there is lost, and the whole part will be sent again."""
+        book = self._control.book
+        gone = {worker for worker, at in book.items() if at == address}
+        self._tensors.ahead.lost(lambda parcel: Worker(parcel.owner, parcel.stage) in gone)
+
+    def _to(self, parcel: Parcel) -> Address | None:
+        at = self._control.book.get(Worker(parcel.owner, parcel.stage))
+        return None if at is None else self._address(at)
+
+
+class ShardedSteps:
+    """What is done with sharded states, in the place of one optimizer for the whole stage."""
+
+    def __init__(self, updater: ShardedUpdater, tensors: StepTensors, chunks: Chunks) -> None:
+        self.updater, self.tensors, self.chunks = updater, tensors, chunks
+
+    def update(self, task: work.Update) -> None:
+        """The chunks that this worker holds. A skipped step changes none."""
+        assert self.tensors.by_chunk is not None
+        if task.scale is not None:
+            means = self.tensors.by_chunk.means[task.step]
+            self.updater.apply(task.step, {chunk: means[chunk] for chunk in task.chunks}, task.scale)
+
+    def adopt(self, task: work.AdoptWeights) -> None:
+        for parcel in task.weights:
+            (weights,) = self.tensors.payloads[parcel].tensors
+            self.updater.weights_of(parcel.owner).copy_(
+                host_memory.to_device(weights, self.updater.stage.device)
+            )
+
+    def load_fill(self, task: work.LoadFill) -> None:
+        payload = self.tensors.payloads[task.fill]
+        self.updater.take_fill(task.fill.owner, payload.tensors, payload.facts)
+
+    def apply_feed(self, task: work.ApplyFeed) -> None:
+        """The working weights after a step that this joiner took no part in."""
+        self.updater.stage.working.copy_(self.tensors.fed(task.step, task.feed))
+        self.tensors.updated(task.step)
+
+    def begin(self) -> None:
+        """The initial state."""
+        self.updater.begin(self.chunks.held(1))
+
+    def load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
+        self.updater.load(state, state_step, self.chunks.held(state_step + 1))
+
+    def store(self, task: work.StoreCopy, ports: Ports, directions: StateDirections) -> None:
+        """No other worker has all of these chunks: it leaves its own behind whatever its node keeps."""
+        parts = self._parts(task.chunks, len(self.updater.ranges), task.state_step)
+        ports.states.copy(task, parts, directions)
+
+    def save(self, task: work.SaveCheckpoint, ports: Ports) -> None:
+        groups = self.updater.groups(task.state_step)
+        ports.states.save(task, self._parts(task.chunks, task.count, task.state_step), groups)
+
+    def _parts(self, chunks: Iterable[int], count: int, step: int) -> StateParts:
+        return StateParts(count, {chunk: self.updater.slices(chunk, step) for chunk in chunks})
+
+
+def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
+    """What the `index`-th of `count` peers writes of the state they all have: the largest tensors first, each
+    for whoever has least so far.
+    """
+    loads = [0] * count
+    mine = {}
+    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
+        who = loads.index(min(loads))
+        loads[who] += state[name].nbytes + 1
+        if who == index:
+            mine[name] = state[name]
+    return mine
+
+
+def whole_tensors(state: Mapping[str, Tensor], number: int, count: int) -> StateParts:
+    """One part, of tensors that are not cut."""
+    slices = [
+        StateSlice(name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor)
+        for name, tensor in state.items()
+    ]
+    return StateParts(count, {number: slices})

@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -24,20 +23,19 @@ from everstep.engine.datasets.loading import Loader
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
-from everstep.engine.telemetry.beacon import Beacon
-from everstep.engine.telemetry.faults import PlantedFault, parse_fault
+from everstep.engine.telemetry.faults import parse_fault
 from everstep.engine.telemetry.op_times import OpTimes
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
-from everstep.engine.worker import step_tensors
 from everstep.engine.worker.leader import Contents, FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.work_items import WorkItems
 from everstep.errors import PeerError, UserError
 from everstep.log import warn
 from everstep.net import frames, host_memory
-from everstep.net.courier import Courier
+from everstep.net.envelope import Envelope, FrameKind
 from everstep.net.links import Address
+from everstep.net.plane import DataPlane
 from everstep.net.transfers import ArrivingState
 from everstep.protocol import shard_messages as sh
 from everstep.protocol import work
@@ -58,33 +56,21 @@ class WorkerLoop:
         build: Callable[[], tuple[Stage, Updater | ShardedUpdater]],
         *,
         ports: Ports,
-        courier: Courier,
-        inbox: queue.SimpleQueue[InboxItem],
-        beacon: Beacon | None = None,
+        plane: DataPlane,
+        signs: WorkerSigns,
         recorder: WorkerRecorder | None = None,
         loader: Loader | None = None,
-        faults: tuple[PlantedFault, ...] = (),
-        shard: int = 0,
         leader: ShardLeader | None = None,
     ) -> None:
         """`leader`: if this worker has shards and this is the first of them; the others are `Follower`s."""
-        self.shard, self.leader = shard, leader
-        self.control, self.ports, self.courier, self.inbox = control, ports, courier, inbox
-        self.links = courier.links
+        self.shard, self.leader = signs.shard, leader
+        self.control, self.ports, self.plane, self.inbox = control, ports, plane, plane.inbox
         self.state, self.me = control.state, control.sender.worker
-        self.recorder = recorder
-        self.signs = WorkerSigns(control, beacon, ports.clock_ns, courier.device, faults, shard)
-        times = OpTimes(clock_ns=ports.clock_ns, completions=courier.completions, recorder=recorder)
-        times.shows = lambda doing: self.signs.show(busy=True, doing=doing)
+        self.recorder, self.signs = recorder, signs
+        times = OpTimes(clock_ns=ports.clock_ns, completions=plane.completions, recorder=recorder)
+        times.shows = lambda doing: signs.show(busy=True, doing=doing)
         self.work = WorkItems(
-            control,
-            build,
-            ports=ports,
-            courier=courier,
-            signs=self.signs,
-            times=times,
-            loader=loader,
-            shard=shard,
+            control, build, ports=ports, plane=plane, signs=signs, times=times, loader=loader
         )
         self.tensors = self.work.tensors
         self._arriving = ArrivingState(self.state.take_state, self.work.place)
@@ -167,8 +153,8 @@ class WorkerLoop:
             self.signs.plant(list(map(parse_fault, event.faults)))
             return
         if isinstance(event, NotifyWorker) and isinstance(event.words, InterruptWorkers):
-            self.courier.waits = False  # for lanes: from now on tcp bridges the time
-            self.courier.drain()  # a ledger tells what is done, not what is launched
+            self.plane.waits = False  # for lanes: from now on tcp bridges the time
+            self.plane.drain()  # a ledger tells what is done, not what is launched
         elif isinstance(event, LinkBroke):
             self.work.ahead.link_broke(event.address)
         self._carry_out(self.control.handle(event, now))
@@ -189,7 +175,7 @@ class WorkerLoop:
                 pass  # for whoever watches the processes
 
     def _arrived(self, frame: frames.Incoming) -> None:
-        if frame.kind == frames.STATE:
+        if frame.kind is FrameKind.STATE:
             self._state_arrived(frame)
             return
         contents = self.opened(frame)
@@ -203,26 +189,23 @@ class WorkerLoop:
 
     def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
-            facts, tensors = self.courier.opened(frame)
+            envelope, tensors = frame.envelope, self.plane.opened(frame)
             if frame.parcel is not None and frame.parcel.what is ParcelKind.PART:
-                if (found := self.tensors.arriving.take(frame.parcel, facts, tensors)) is None:
+                if (found := self.tensors.arriving.take(frame.parcel, envelope, tensors)) is None:
                     return None  # others of its pieces are on their way
-                facts, tensors = found
-            facts, beside = step_tensors.parted(facts)
-            if frame.parcel is not None:
-                frames.checked_value(frame.parcel.what, facts)
+                envelope, tensors = found
         except PeerError as error:  # its owner died before it was opened, or it is broken: it did not come
             warn(f"{frame.parcel} was lost: {error}")
             return None
-        return Contents(facts, tensors, beside)
+        return Contents(envelope.value, tensors, envelope.beside)
 
     def accept(self, parcel: Parcel, contents: Contents) -> bool:
         """A parcel is here, on every shard. False: it is of no use."""
-        wanted = self.state.arrived(parcel, frames.value_of(parcel.what, contents.facts))
+        wanted = self.state.arrived(parcel, contents.value)
         if wanted:
-            self.tensors.received(parcel, contents.facts, contents.tensors, contents.beside)
+            self.tensors.received(parcel, contents.tensors, contents.beside)
         if self.leader is not None:
-            value = contents.facts if parcel.what in SMALL else None
+            value = contents.value if parcel.what in SMALL else None
             self.leader.tell(
                 sh.ShardReceives(parcel=parcel, value=value) if wanted else sh.ShardDrops(parcel=parcel)
             )
@@ -253,8 +236,8 @@ class WorkerLoop:
                 case SendReport():
                     self.ports.report(command.report)
                 case KeepLinks():
-                    self.courier.forget({self.work.address(address) for address in command.addresses})
-                    self.courier.prepare(self._neighbours())
+                    self.plane.forget({self.work.address(address) for address in command.addresses})
+                    self.plane.prepare(self._neighbours())
                 case work.Send():
                     self._send(command)
                 case work.Forget():
@@ -275,8 +258,8 @@ class WorkerLoop:
         address = self.control.book.get(Worker(command.replica, command.stage))
         if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
             parcel = command.parcel
-            facts, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
-            self._post(self.work.address(address), command, facts, tensors)
+            envelope, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
+            self._post(self.work.address(address), command, envelope, tensors)
             if self.recorder is not None and tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
@@ -285,19 +268,21 @@ class WorkerLoop:
             elif parcel.what is ParcelKind.WEIGHTS:
                 self.signs.maybe_die(parcel.step, "U", "sending")
 
-    def _post(self, address: Address, command: work.Send, facts: Any, tensors: tuple[Tensor, ...]) -> None:
+    def _post(
+        self, address: Address, command: work.Send, envelope: Envelope, tensors: tuple[Tensor, ...]
+    ) -> None:
         parcel = command.parcel
         if parcel.what is ParcelKind.FILL:
-            self.work.send_fill(address, parcel, facts, tensors)
+            self.work.send_fill(address, parcel, envelope, tensors)
             return
         lag_s = self.signs.lag_s(parcel.step, command.stage)
         if lag_s:  # the timer's own copy: not borrowed yet
             copies = tuple(host_memory.to_host(tensor).clone() for tensor in tensors)
-            late = threading.Timer(lag_s, self.links.send, (address, parcel.what, parcel, facts, *copies))
+            late = threading.Timer(lag_s, self.plane.links.send, (address, parcel, envelope, *copies))
             late.daemon = True
             late.start()
         else:
-            self.courier.post(address, parcel.what, parcel, facts, tensors)
+            self.plane.post(address, parcel, envelope, tensors)
 
     # -------------------------------------------------------------- peers
 
