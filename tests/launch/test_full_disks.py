@@ -23,7 +23,7 @@ from everstep.node.fork_server import ForkServer
 from everstep.protocol.ops import Worker
 from everstep.ranks.output import OutputStream
 from everstep.store.folder import complete_steps
-from everstep.store.state_keeper import States
+from everstep.store.state_keeper import StateKeeper
 from tests.test_log import fill
 
 STEPS = 12
@@ -91,7 +91,7 @@ def test_a_run_whose_last_state_is_not_saved_does_not_exit_with_0(
 
 def test_a_failed_save_is_reported_before_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The print raised on the same full disk, and the coordinator never heard of it."""
-    states, said = States.__new__(States), []
+    states, said = StateKeeper.__new__(StateKeeper), []
     states._task, states._say = "t", said.append
 
     class Full(io.StringIO):
