@@ -36,6 +36,36 @@ def test_every_command_of_a_page_can_be_parsed(page: Path, app: Any) -> None:
         parse(app, words[1:], line)
 
 
+@named
+def test_every_command_in_a_sentence_can_be_parsed(page: Path, app: Any) -> None:
+    """Abbreviated ones ("everstep submit …") must at least name commands and options that exist."""
+    for line in re.findall(r"`(everstep [^`\n]+)`", page.read_text()):
+        line = re.split(r"\s(?:[|>&;…]|2>)", line)[0]
+        words = shlex.split(line)[1:]
+        if not words or not re.fullmatch(r"-?[a-z-]+", words[0]):  # `everstep.train`, "everstep …"
+            continue
+        command = app
+        while words and words[0] in getattr(command, "commands", {}):
+            command, words = command.commands[words[0]], words[1:]
+        assert command is not app or words[0].startswith("-"), f"{line}: there is no everstep {words[0]}"
+        known = {option for parameter in command.params for option in parameter.opts} | {"-h", "--help"}
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+        assert {flag for flag in flags if words.index(flag) < script} <= known, line
+
+
+_FILES = re.compile(r"`([\w./]+/[\w./]*\.(?:py|js|toml|yaml|service|sbatch))`")
+
+
+@named
+def test_every_file_a_page_names_is_there(page: Path) -> None:
+    roots = [ROOT, DOCS, ROOT / "src", ROOT / "src" / "everstep", ROOT / "src" / "everstep_lab"]
+    missing = [
+        name for name in _FILES.findall(page.read_text()) if not any((root / name).exists() for root in roots)
+    ]
+    assert missing == []
+
+
 def parse(app: Any, words: list[str], line: str) -> None:
     """As the command line does, up to where the command would run."""
     command, context = app, app.make_context("everstep", list(words), resilient_parsing=True)

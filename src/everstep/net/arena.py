@@ -1,4 +1,4 @@
-"""SharedMemory that other processes of the machine can read: boundary tensors and gradients live in it.
+"""Memory that other processes of the machine can read: boundary tensors and gradients live in it.
 
 A worker's arena is a few large slabs, each exported once. A tensor in it is named by its slab and its place
 there; who gets the name maps the slab, once, and reads the bytes where they are: no copy through the host.
@@ -236,7 +236,7 @@ class _LeasedArray(np.ndarray):
 
 
 class CudaMemory:
-    """SharedMemory of a GPU, shared by CUDA's own handles with processes that use the same GPU."""
+    """Memory of a GPU, shared by CUDA's own handles with processes that use the same GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

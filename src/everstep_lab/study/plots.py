@@ -1,4 +1,4 @@
-"""Pictures of a study, as small SVG files. Matplotlib is loaded here and nowhere else."""
+"""Pictures of a study, as small SVG files. Matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's commands. Each is bounded in time; what they print is understood in `slurm_words`."""
+"""Slurm's commands. Each is bounded in time; what they print is understood in `words`."""
 
 from __future__ import annotations
 
