@@ -151,7 +151,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
         (
             f'{MODEL}[data]\nkind = "synthetic"\nrow = 2',
-            "data.row is not a key of [data]; did you mean 'rows'? Its keys: build, columns, kind,",
+            "data.row is not a key of [data]; did you mean 'rows'? Its keys: build, columns, document_end,",
         ),
         (f"{MODEL}[optimizer]\nlr = 0", "optimizer.lr is 0.0; it must be more than 0"),
         (f"{MODEL}[optimizer]\nlr = nan", "optimizer.lr is nan; it must be a finite number"),

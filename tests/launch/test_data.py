@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from everstep.engine.prepare.resolve import data_of
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.run import LocalNode, LocalTask
@@ -114,3 +116,24 @@ def test_a_stream_is_read_once_whichever_worker_dies(fork_server: ForkServer, tm
     source = elements()
     expected = [next(source)[0][0].tolist() for _ in numbers]
     assert [given[key][0] for key in sorted(given)] == expected
+
+
+def test_rows_of_several_documents_heal_to_the_bit(fork_server: ForkServer, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 60, 4000).astype(np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    path = str(tmp_path / "train.bin")
+    job = Job(
+        model=ModelSpec(preset="gpt-1m", options={"vocab": 64, "width": 32, "heads": 4, "depth": 2}),
+        data=DataSpec(kind="tokens", path=path, token="uint16", document_end=0, sequence=32, rows=2),
+        steps=10,
+        replicas=2,
+        stages=2,
+        microbatches=2,
+    )
+    calm = run(fork_server, job, {})
+    deaths = {
+        3: lambda task: task.kill(Worker(0, 1)),
+        6: lambda task: task.kill(Worker(1, 0)),
+        8: lambda task: task.reshape(2, 1),
+    }
+    assert run(fork_server, job, deaths).outcome.all_losses() == calm.outcome.all_losses()

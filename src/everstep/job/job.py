@@ -80,6 +80,8 @@ class DataSpec:
     sequence: int | None = None  # None: the model's context
     path: str | None = None
     token: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint8"
+    document_end: int | None = None  # of tokens: the token that ends a document; attention stays within one
+    pack: bool = False  # of a table: several documents (input_ids) in a row of `sequence` tokens
     columns: list[str] | None = None  # of a table; all that are numbers, if not given
     shuffle: bool = True  # of tokens and tables, anew in every epoch
     options: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +94,13 @@ class DataSpec:
         at_most("data.sequence", self.sequence, 2**30)
         if self.kind in ("file", "tokens", "table") and self.path is None:
             raise UserError(f'data.path is missing; data.kind = "{self.kind}" needs a path.')
+        for key, is_set, kind in (
+            ("document_end", self.document_end is not None, "tokens"),
+            ("pack", self.pack, "table"),
+        ):
+            if is_set and self.kind != kind:
+                raise UserError(f'data.{key} is for data.kind = "{kind}"; leave it out.')
+        at_least("data.document_end", self.document_end, 0)
         if self.build is None and self.options:
             refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
 

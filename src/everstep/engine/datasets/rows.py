@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from everstep.engine import keys
+from everstep.engine.datasets.documents import PackedDocuments, stacked_documents
 from everstep.engine.datasets.order import Order
 from everstep.engine.layers.boundary import Value, described
 from everstep.errors import UserError
+from everstep.log import say
 
 if TYPE_CHECKING:
     from everstep.job.job import Job
@@ -33,6 +35,7 @@ def rows(
     dataset: Any,
     *,
     rows: int = 4,
+    pack: int | None = None,
     shuffle: bool = True,
     seed: int | None = None,
     collate: Collate | None = None,
@@ -40,6 +43,8 @@ def rows(
     """A data set with `len` and `[index]`, such as one of torch or of Hugging Face `datasets`.
 
     rows      in a microbatch
+    pack      tokens in a row: rows of the data set, dicts with `input_ids`, are documents, and several are
+              put into one row (`everstep.engine.datasets.documents`)
     shuffle   a new order in every epoch, by (seed, epoch); each row comes exactly once in each
     seed      the job's, if not given
     collate   makes a batch of a list of rows; else rows are stacked, and rows that are dicts with `input_ids`
@@ -54,6 +59,14 @@ def rows(
         raise UserError("everstep.rows was given a data set without rows.")
     if rows < 1:
         raise UserError(f"everstep.rows has rows={rows}; it must be at least 1.")
+    if pack is not None:
+        if pack < 2 or collate is not None:
+            raise UserError(
+                f"everstep.rows has pack={pack}; it is the tokens of a row, at least 2, and rows that are "
+                "packed need no collate."
+            )
+        dataset, collate = PackedDocuments(dataset, pack), stacked_documents
+        say(f"data: {len(dataset)} rows of {pack} tokens, {dataset.filled:.1%} of them used")
     return Rows(dataset=dataset, rows=rows, shuffle=shuffle, seed=seed, collate=collate or stacked)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from everstep.engine.datasets.rows import Collate, Rows, rows
 from everstep.errors import UserError
 
+TOKENS = "input_ids"
 _KEPT_GROUPS = 8  # row groups of parquet files that are held decoded
 
 
@@ -23,6 +24,7 @@ def table(
     *,
     columns: Sequence[str] | None = None,
     rows: int = 4,
+    pack: int | None = None,
     shuffle: bool = True,
     seed: int | None = None,
     collate: Collate | None = None,
@@ -32,7 +34,7 @@ def table(
     columns   those a batch has; all that are numbers, if not given
     The rest is that of `everstep.rows`.
     """
-    return _rows(opened(path, columns), rows=rows, shuffle=shuffle, seed=seed, collate=collate)
+    return _rows(opened(path, columns), rows=rows, pack=pack, shuffle=shuffle, seed=seed, collate=collate)
 
 
 _rows = rows
@@ -90,6 +92,11 @@ class ParquetRows:
         start = self._ends[group - 1] if group else 0
         return _row(self._group(group), index - start)
 
+    def lengths(self) -> list[int]:
+        """Of the documents, without the documents themselves staying in memory."""
+        columns = (self._files[f].read_row_group(g, columns=[TOKENS]).column(TOKENS) for f, g in self._groups)
+        return [length for column in columns for length in _lengths(column)]
+
     def _group(self, group: int) -> Any:
         if group not in self._kept:
             file, number = self._groups[group]
@@ -112,9 +119,21 @@ class ArrowRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def lengths(self) -> list[int]:
+        return [length for table in self._tables for length in _lengths(table.column(TOKENS))]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = bisect_right(self._ends, index)
         return _row(self._tables[number], index - (self._ends[number - 1] if number else 0))
+
+
+def _lengths(column: Any) -> list[int]:
+    import pyarrow as arrow
+    from pyarrow import compute
+
+    if not arrow.types.is_list(column.type) and not arrow.types.is_large_list(column.type):
+        raise UserError(f"the column {TOKENS} holds {column.type}; pack takes lists of tokens.")
+    return [length or 0 for length in compute.list_value_length(column).to_pylist()]
 
 
 def _arrow(file: Path) -> Any:

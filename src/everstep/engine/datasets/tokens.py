@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.engine.datasets.documents import positions_in_documents
 from everstep.engine.datasets.order import Order
+from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,22 +35,33 @@ def tokens(
     sequence: int,
     rows: int = 4,
     token: str = "uint16",
+    document_end: int | None = None,
     shuffle: bool = True,
     seed: int | None = None,
 ) -> Tokens:
     """Packed tokens: a `.bin` as nanoGPT or llm.c write it, a `.npy`, several of them, or a folder of them.
 
-    sequence   tokens in a row
-    rows       in a microbatch
-    token      type of a token in a .bin: uint8, uint16, uint32, int32 or int64
-    shuffle    a new order of all rows in every epoch; each comes exactly once in each
+    sequence      tokens in a row
+    rows          in a microbatch
+    token         type of a token in a .bin: uint8, uint16, uint32, int32 or int64
+    document_end  the token that ends a document: attention then stays within a document, positions begin
+                  anew in each, and no token is to be told from another document's end
+    shuffle       a new order of all rows in every epoch; each comes exactly once in each
     """
     if token not in TYPES:
         raise UserError(f"everstep.tokens has token={token!r}; use one of {', '.join(TYPES)}.")
     if sequence < 1 or rows < 1:
         raise UserError(f"everstep.tokens has sequence={sequence}, rows={rows}; both must be at least 1.")
     paths = tuple(_found(files))
-    made = Tokens(paths=paths, sequence=sequence, rows=rows, token=token, shuffle=shuffle, seed=seed)
+    made = Tokens(
+        paths=paths,
+        sequence=sequence,
+        rows=rows,
+        token=token,
+        document_end=document_end,
+        shuffle=shuffle,
+        seed=seed,
+    )
     if made.num_rows == 0:
         raise UserError(f"{paths[0]} holds no row: a row needs {sequence + 1} tokens.")
     return made
@@ -60,6 +73,7 @@ class Tokens:
     sequence: int
     rows: int
     token: str
+    document_end: int | None
     shuffle: bool
     seed: int | None
     order: Order | None = None
@@ -91,10 +105,17 @@ class Tokens:
     def num_rows(self) -> int:
         return int(self._ends[-1])
 
-    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, microbatch: int) -> tuple[Value, Tensor]:
         order = self.order or self.order_in(1, 0)
         taken = torch.from_numpy(np.stack([self._row(row) for _, row in order.places(step, microbatch)]))
-        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
+        inputs, targets = taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
+        if self.document_end is None:
+            return inputs, targets
+        ends = inputs == self.document_end
+        return (
+            {"input_ids": inputs, "position_ids": positions_in_documents(ends)},
+            targets.masked_fill(ends, -100),
+        )
 
     def _row(self, row: int) -> np.ndarray:
         file = int(np.searchsorted(self._ends, row, side="right"))

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.attention_kernels import ROWS, query_grads
@@ -36,8 +37,12 @@ _CLOSE = 0.02  # of the largest gradient: both are computed in 16 bits
 _aten = torch.ops.aten
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each rows x heads x length x size; keys and values may have fewer heads."""
+def causal(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Each rows x heads x length x size; keys and values may have fewer heads. `positions`: rows x length, in
+    rows of several documents: where they begin anew, so does a document, and none sees another.
+    """
+    if positions is not None:
+        return _within_documents(q, k, v, positions)
     if q.is_cuda and torch.are_deterministic_algorithms_enabled() and _fits(q, k, v):
         return _WAYS[exact_way(q.shape, q.dtype, q.device)](q, k, v)
     return _torch(q, k, v)
@@ -52,6 +57,17 @@ def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """On a GPU by plain products: those of torch's kernels that take a mask add up in no fixed order."""
+    document = (positions == 0).cumsum(1)
+    length = positions.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    seen = (document[:, None, :, None] == document[:, None, None, :]) & earlier
+    ways = [SDPBackend.MATH] if q.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(ways):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ split of heads over shards is a slice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,15 @@ IGNORED = -100  # torch's `ignore_index`: a target that no loss counts
 
 def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
     """The first batch: rows of tokens that the model knows? Targets of -100 do not count in a loss."""
+    if isinstance(inputs, Mapping):
+        if inputs.keys() != {"input_ids", "position_ids"}:
+            raise UserError(
+                f"data gives {described(inputs)}; a GPT takes tokens, or, where rows hold several documents, "
+                "a dict with input_ids and position_ids."
+            )
+        positions, inputs = inputs["position_ids"], inputs["input_ids"]
+        if not isinstance(positions, Tensor) or positions.shape != getattr(inputs, "shape", None):
+            raise UserError(f"data gives position_ids as {described(positions)}; one for each token.")
     for tokens, what in ((inputs, "inputs"), (targets, "targets")):
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
             kind = f" and {tokens.dtype}" if isinstance(tokens, Tensor) else ""
@@ -83,9 +93,9 @@ class Embed(nn.Module):
         self.dropout = nn.Dropout(form.dropout)
         nn.init.normal_(self.tokens.weight, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.dropout(self.tokens(tokens))
-        return x
+    def forward(self, value: Value) -> Value:
+        tokens, positions = _parted(value)
+        return _joined(self.dropout(self.tokens(tokens)), positions)
 
 
 class Block(nn.Module):
@@ -97,16 +107,16 @@ class Block(nn.Module):
         self.mlp = SwiGLU(form)
         self.dropout = nn.Dropout(form.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, value: Value) -> Value:
         eps = 1e-6
+        x, positions = _parted(value)
         if regions.are_enabled():
             x, normed = branched(x, self.attention_norm.weight, eps)
         else:
             normed = _normed(x, self.attention_norm.weight, eps)
-        attended = self.dropout(self.attention(normed))
+        attended = self.dropout(self.attention(normed, positions))
         x, normed = _added_and_normed(x, attended, self.mlp_norm.weight, eps)
-        x = x + self.dropout(self.mlp(normed))
-        return x
+        return _joined(x + self.dropout(self.mlp(normed)), positions)
 
 
 class Attention(nn.Module):
@@ -120,13 +130,13 @@ class Attention(nn.Module):
         self.out = _linear(form.width, form.width, into_residual=form.depth)
         self.rotary = Rotary(size, form.rope_base)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         q, k, v = _all_of(x, self.q, self.k, self.v)
         rows, length, _ = q.shape  # not of x, which can be a part of the sequence
-        q = self.rotary(q.view(rows, length, -1, self.size))  # a shard has some of the heads
-        k = self.rotary(k.view(rows, length, -1, self.size))
+        q = self.rotary(q.view(rows, length, -1, self.size), positions)  # a shard has some of the heads
+        k = self.rotary(k.view(rows, length, -1, self.size), positions)
         v = v.view(rows, length, -1, self.size)
-        y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 
@@ -139,8 +149,9 @@ class Rotary(nn.Module):
         self.size, self.base = size, base
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _rotated(x, *self._of(x.shape[1], x.device))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        cos, sin = self._of(x.shape[1], x.device)
+        return _rotated(x, cos, sin) if positions is None else _rotated(x, cos[positions], sin[positions])
 
     def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         tables = self._tables
@@ -171,9 +182,21 @@ class Head(nn.Module):
         self.logits = nn.Linear(form.width, form.vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, value: Value) -> Tensor:
+        x, _ = _parted(value)
         logits: Tensor = self.logits(_normed(x, self.norm.weight, 1e-6))
         return logits
+
+
+def _parted(value: Value) -> tuple[Tensor, Tensor | None]:
+    """What a layer is given: one tensor; in rows of several documents their positions beside it."""
+    if isinstance(value, Tensor):
+        return value, None
+    return (value["input_ids"], value["position_ids"]) if isinstance(value, Mapping) else value
+
+
+def _joined(x: Tensor, positions: Tensor | None) -> Value:
+    return x if positions is None else (x, positions)
 
 
 def _all_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import nn
 from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, of_job
 from everstep.engine.datasets.table import table
 from everstep.engine.datasets.tokens import tokens
-from everstep.engine.layers.model import Model, in_short, slots
+from everstep.engine.layers.model import Model, in_short, slots, token_loss
 from everstep.engine.stage.evaluation import Evaluation, Metric
 from everstep.engine.state.optimizer import OptimizerFactory, adamw, torch_optimizer
 from everstep.engine.state.optimizer_state import Named
@@ -74,7 +74,9 @@ def model_of(job: Job) -> Model:
         assert form is not None
         module, _, function = MODELS[spec.preset or SMALLEST].build.partition(":")
         model: Model = getattr(importlib.import_module(module), function)(form)
-        return model
+        data = [job.data, *([] if job.evaluation is None else [job.evaluation.data])]
+        counts = any(spec.pack or spec.document_end is not None for spec in data)  # not every target
+        return replace(model, loss=token_loss) if counts else model
     made = _call(resolve(spec.build, "model.build", job.base), "model.build", spec.options)
     return made if isinstance(made, Model) else Model(layers=made)
 
@@ -100,13 +102,20 @@ def data_of(job: Job) -> Dataset:
             )
         dataset: Dataset = of_job(made, job)
         return dataset
+    sequence = spec.sequence or (language[1] if language is not None else None)
+    if sequence is None and (spec.kind != "table" or spec.pack):
+        raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
     if spec.kind == "table":
         assert spec.path is not None
-        source = table(job.path(spec.path), columns=spec.columns, rows=spec.rows, shuffle=spec.shuffle)
+        source = table(
+            job.path(spec.path),
+            columns=spec.columns,
+            rows=spec.rows,
+            pack=sequence if spec.pack else None,
+            shuffle=spec.shuffle,
+        )
         return source.for_job(job)
-    sequence = spec.sequence or (language[1] if language is not None else None)
-    if sequence is None:
-        raise UserError("data.sequence is missing; a model of your own needs the length of a row.")
+    assert sequence is not None
     if spec.kind == "file":
         assert spec.path is not None
         return TokenFile(
@@ -115,7 +124,12 @@ def data_of(job: Job) -> Dataset:
     if spec.kind == "tokens":
         assert spec.path is not None
         packed = tokens(
-            job.path(spec.path), sequence=sequence, rows=spec.rows, token=spec.token, shuffle=spec.shuffle
+            job.path(spec.path),
+            sequence=sequence,
+            rows=spec.rows,
+            token=spec.token,
+            document_end=spec.document_end,
+            shuffle=spec.shuffle,
         )
         return packed.for_job(job)
     return Synthetic(
