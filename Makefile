@@ -2,8 +2,10 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 RUNS := .venv/.runs
+# Tests and benches start Python hundreds of times: what is compiled once is kept.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types unit docs sweep storms all-storms fresh-storms mutants cluster slurm machines fabric-test clean
+.PHONY: demo test lint types unit docs sweep storms all-storms fresh mutants cluster slurm machines fabric-test release clean
 
 demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -18,9 +20,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	.venv/bin/mypy
 
-unit: export PYTHONDONTWRITEBYTECODE :=  # tests start Python hundreds of times
 unit: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m tools.second_look -n 2 --dist worksteal
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs
@@ -28,8 +29,9 @@ docs: $(STAMP)           ## the API reference, every picture and every quoted ou
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) -m bench.sweep
 
-cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed
-	$(PY) -m pytest tests --slow -m slow
+BUDGET := 1800
+cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed (half an hour at most)
+	$(PY) -m tools.second_look tests --slow -m slow --budget $(BUDGET)
 
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random failures in the simulator (about twenty minutes)
@@ -42,7 +44,8 @@ all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, t
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --sharded --cluster
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --groups
 
-fresh-storms: $(STAMP)   ## storms that no run has seen; the seeds are printed (about a minute)
+fresh: $(STAMP)          ## storms and examples that no run has seen; what fails is printed with its seed (minutes)
+	$(PY) -m pytest tests -m hypothesis --fresh
 	.venv/bin/everstep sim storm --seeds fresh:500
 	.venv/bin/everstep sim storm --seeds fresh:300 --cluster
 	.venv/bin/everstep sim storm --seeds fresh:200 --moves
@@ -53,18 +56,17 @@ mutants: $(STAMP)        ## bugs planted in recovery, agents and worker loops: s
 	$(PY) bench/simulate.py mutants
 
 slurm: $(STAMP)          ## a real Slurm cluster: nodes lost, drained, returned, a job requeued (about five minutes)
-	if [ "$$(id -u)" = 0 ] && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then \
-	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-	  munge slurmctld slurmd slurm-client; } >/dev/null 2>&1 || echo "Slurm is not available"; fi
+	command -v slurmctld >/dev/null || .ci/install munge slurmctld slurmd slurm-client
 	$(PY) -m bench.slurm --skip
 
 machines: $(STAMP)       ## faults of machines and networks, on machines made of namespaces (root; about fifteen minutes)
 	$(PY) -m bench.machines --skip
 
 fabric-test: $(STAMP)    ## a leaf-spine network of namespaces, made, used and removed (root; about three minutes)
-	if [ "$$(id -u)" = 0 ] && ! command -v tc >/dev/null && command -v apt-get >/dev/null; then \
-	  apt-get install -qq -y iproute2 >/dev/null; fi
+	command -v tc >/dev/null || .ci/install iproute2
 	$(PY) -m bench.fabric test --skip
+
+release: test sweep all-storms cluster fresh mutants slurm machines fabric-test  ## everything, on a quiet machine (hours)
 
 # What Everstep needs to run; `make test` adds the test tools. Python compiles modules when they are first used:
 # compiling all of torch beforehand takes longer than the demo.
@@ -75,7 +77,6 @@ $(RUNS): pyproject.toml
 
 $(STAMP): $(RUNS)
 	.venv/bin/pip install --quiet --editable '.[dev]'
-	-$(PY) -m compileall -q -j 0 .venv/lib >/dev/null  # tests start Python hundreds of times
 	touch $@
 
 clean:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import subprocess
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,24 @@ from everstep.node.fork_server import ForkServer
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes depends on what else the machine does: it is no claim of ours.
-settings.register_profile("everstep", deadline=None)
+# The same examples in every run: a change is not stopped by luck. `--fresh` (`make fresh`) draws new ones.
+settings.register_profile("everstep", deadline=None, derandomize=True)
+settings.register_profile("fresh", deadline=None, print_blob=True)
 settings.load_profile("everstep")
+BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was over"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storms", type=int, default=12, help="random storms of deaths per case")
     parser.addoption("--slow", action="store_true", help="also the tests that take a minute each")
-    parser.addoption("--rewrite", action="store_true", help="write golden files anew")
+    parser.addoption("--fresh", action="store_true", help="new random examples instead of those of every run")
+    parser.addoption("--budget", type=float, help="seconds after which no test is begun; the rest is listed")
+    parser.addoption("--rewrite", action="store_true", help="write golden files again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fresh"):
+        settings.load_profile("fresh")
     config.addinivalue_line("markers", "slow: takes about a minute; run by `make cluster`")
     config.addinivalue_line("markers", "alone: measures time or load; no other test runs beside it")
 
@@ -37,6 +45,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow; run by make cluster"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget_s = item.config.getoption("--budget")
+    if budget_s is not None and time.monotonic() - BEGAN > budget_s:
+        pytest.skip(OVER_BUDGET)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    left = [report.nodeid for report in skipped if OVER_BUDGET in str(report.longrepr)]
+    if left:
+        terminalreporter.write_line(f"{len(left)} tests were not run, {OVER_BUDGET}:")
+        for test in left:
+            terminalreporter.write_line(f"    {test}")
 
 
 @pytest.hookimpl(wrapper=True)
