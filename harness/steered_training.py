@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -94,7 +95,7 @@ def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str,
     control_network()
     everstep = [sys.executable, "-m", "everstep.cli.main"]
     state = ["--state", str(folder / "state")]
-    running = [start("h1", [*everstep, "coordinator", "--host", CONTROL, "--token", TOKEN, *state])]
+    running = [start("h1", [*everstep, "coordinator", "--host", CONTROL, "--insecure", *state])]
     try:
         for number in (1, 2):
             words = [
@@ -105,8 +106,6 @@ def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str,
                 f"h{number}",
                 "--slots",
                 "2",
-                "--token",
-                TOKEN,
             ]
             words += ["--host", testbed.host(number)]
             if not args.unsteered:
@@ -205,7 +204,10 @@ def busiest_spine() -> int:
 
 def start(host: str, command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        ["ip", "netns", "exec", host, *command], stdout=subprocess.DEVNULL, stderr=sys.stderr
+        ["ip", "netns", "exec", host, *command],
+        stdout=subprocess.DEVNULL,
+        stderr=sys.stderr,
+        env=os.environ | {"EVERSTEP_TOKEN": TOKEN},
     )
 
 

@@ -50,4 +50,4 @@ def test_a_file_that_is_no_token_is_refused_in_words(tmp_path: Path, text, mode,
         held.write_text(text)
         held.chmod(mode)
     with pytest.raises(UserError, match=why):
-        tokens.read(held)
+        tokens.read_token(held)

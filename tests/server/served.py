@@ -27,6 +27,7 @@ def served(
     token: str | None = None,
     patience: msg.Patience | None = None,
     port: int = 0,
+    ca: Path | None = None,
     **settings_more: Any,
 ) -> Iterator[str]:
     """Its address."""
@@ -51,7 +52,7 @@ def served(
     try:
         address = told.get(timeout=90)
         assert isinstance(address, str), address
-        while not Client(address=address).get("/v1/health")["leads"]:
+        while not Client(address=address, ca=ca).get("/v1/health")["leads"]:
             threading.Event().wait(0.01)
         yield address
     finally:

@@ -88,7 +88,7 @@ def test_a_page_of_another_origin_is_refused(lasting: str) -> None:
 def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not loopback"):
         ServerSettings(folder=tmp_path, host="0.0.0.0").check()
-    ServerSettings(folder=tmp_path, host="0.0.0.0", token="t").check()
+    ServerSettings(folder=tmp_path, host="0.0.0.0", token="t", is_insecure=True).check()
 
 
 @pytest.mark.parametrize(

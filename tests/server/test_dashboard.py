@@ -195,7 +195,7 @@ def test_a_viewer_that_reads_too_slowly_gets_the_whole_picture_again(
     async def play() -> None:
         record = ClusterRecord()
         crowd, line = viewers.Viewers(record, set), StuckLine()
-        showing = asyncio.create_task(crowd.show(line))  # type: ignore[arg-type]
+        showing = asyncio.create_task(crowd.show(line, ()))  # type: ignore[arg-type]
         for number in range(50):
             for listen in record.listeners:
                 listen({"at": float(number), "kind": "NodeChanged", "because": "test"})

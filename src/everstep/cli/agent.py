@@ -37,11 +37,22 @@ def agent_command(
     token: Annotated[
         str,
         typer.Option(
-            envvar="EVERSTEP_TOKEN", help="The coordinator's token.", show_default="~/.config/everstep/token"
+            envvar="EVERSTEP_TOKEN",
+            help="Token of this node or of the cluster, as @FILE.",
+            show_default="~/.config/everstep/token",
         ),
     ] = "",
     token_file: Annotated[Path | None, typer.Option(help="File that contains the token, mode 600.")] = None,
-    ca: Annotated[Path | None, typer.Option(help="For https: the CA certificate of the coordinator.")] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls",
+            "--ca",
+            envvar="EVERSTEP_TLS",
+            help="For https: directory of everstep ca issue node, or a CA certificate.",
+            show_default="~/.config/everstep/tls, if it is there",
+        ),
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Directory for the output of workers.")] = None,
     fabric: Annotated[
         Path | None,
@@ -87,14 +98,17 @@ def agent_command(
 
       everstep agent --slots 2
 
-      everstep agent --coordinator https://head:7077 --host 10.0.0.7 --ca ca.pem
+      everstep agent --coordinator https://head:7077 --node n1 --host 10.0.0.7 --tls n1
 
       everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
     """
     log.start(form=log_format.value, level=log_level)
     from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
+    from everstep.server.certificates import client_context
 
+    tokens.refuse_on_command_line(token)
+    tokens.clean_environment()
     node, slots = node or socket.gethostname(), slots or default_slots()
     settings = AgentSettings(
         node=node,
@@ -102,20 +116,18 @@ def agent_command(
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
         token=lambda: tokens.found(token, token_file),
-        ca=ca,
+        tls=lambda: client_context(tokens.tls_place(ca)),
         words=log_dir,
         beat_s=beat,
         grace_s=grace,
         notice=notice_file,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
-    settings.token()  # report an unreadable file now
+    settings.token(), settings.tls()  # report unreadable files now
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
-
-    tokens.clean_environment()
 
     async def run(signalled: Signalled) -> None:
         agent = Agent(settings)

@@ -33,5 +33,13 @@ Token = Annotated[
 ]
 Ca = Annotated[
     Path | None,
-    typer.Option(help="For https: the CA certificate of the coordinator.", rich_help_panel="Cluster"),
+    typer.Option(
+        "--tls",
+        "--ca",
+        envvar="EVERSTEP_TLS",
+        help="For https: directory of everstep ca issue, or a CA certificate.",
+        show_default="~/.config/everstep/tls, if it is there",
+        callback=lambda value: tokens.tls_place(value),
+        rich_help_panel="Cluster",
+    ),
 ]

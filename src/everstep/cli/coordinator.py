@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 
 from everstep import log
 from everstep.cli import render
+from everstep.errors import UserError
 
 SAME_SIGNAL_S = 1.0
 
@@ -31,11 +33,20 @@ def coordinator_command(
         str,
         typer.Option(
             envvar="EVERSTEP_TOKEN",
-            help="Token that every request must carry: a submitted job runs code on every node.",
+            help="An admin's token, as @FILE; a submitted job runs code on every node.",
             show_default="created in ~/.config/everstep/token",
         ),
     ] = "",
-    token_file: Annotated[Path | None, typer.Option(help="File that contains the token, mode 600.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File that contains the token, mode 600; read again when it changes.")
+    ] = None,
+    credentials: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of everstep access: tokens by role and name, read again when it changes.",
+            show_default="STATE/credentials",
+        ),
+    ] = None,
     etcd: Annotated[
         str,
         typer.Option(
@@ -60,6 +71,18 @@ def coordinator_command(
     ] = "",
     cert: Annotated[Path | None, typer.Option(help="TLS certificate file.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS key file.")] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="EVERSTEP_TLS",
+            help="Directory of everstep ca issue coordinator: instead of --cert and --key; callers are known "
+            "by certificates of the same CA.",
+            show_default=False,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond loopback without TLS: on a network of your own.")
+    ] = False,
     silence: Annotated[
         float,
         typer.Option(
@@ -109,7 +132,7 @@ def coordinator_command(
 
       everstep coordinator
 
-      EVERSTEP_TOKEN=... everstep coordinator --host 0.0.0.0 --cert cert.pem --key key.pem
+      everstep coordinator --host 0.0.0.0 --tls everstep-ca/issued/coordinator
 
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
@@ -118,11 +141,22 @@ def coordinator_command(
     from everstep.protocol.messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve
 
+    if tls is not None and (cert or key):
+        raise UserError("--tls and --cert or --key are both given; give --tls, or --cert and --key.")
+    client_ca = None
+    if tls is not None:
+        cert, key, client_ca = tls / "cert.pem", tls / "key.pem", tls / "ca.pem"
+    tokens.refuse_on_command_line(token)
+    given = tokens.made(token, token_file) if host in LOOPBACK else tokens.found(token, token_file)
+    held = tokens.file_of(token, token_file)
+    tokens.clean_environment()
     settings = ServerSettings(
         folder=state,
         host=host,
         port=port,
-        token=tokens.made(token, token_file) if host in LOOPBACK else tokens.found(token, token_file) or None,
+        token=given or None if held is None else None,
+        token_file=held,
+        credentials=credentials or state / "credentials",
         etcd=tuple(filter(None, etcd.split(","))),
         etcd_prefix=etcd_prefix,
         etcd_token=etcd_token or None,
@@ -134,6 +168,8 @@ def coordinator_command(
         silence_s=silence,
         cert=cert,
         key=key,
+        client_ca=client_ca,
+        is_insecure=insecure,
         otel=otel,
         tensorboard=tensorboard,
     )
@@ -141,7 +177,10 @@ def coordinator_command(
 
     def ready(address: str) -> None:
         render.note(f"coordinator: {address}")
-        render.note(f"dashboard: {address}/#token={settings.token}")
+        if sys.stderr.isatty():  # in a log the token would be there for all who read it
+            render.note(f"dashboard: {address}/#token={given}" if given else f"dashboard: {address}")
+        else:
+            render.note(f"dashboard: {address}, with the token " + (f"in {held}" if held else "you gave"))
         if as_json:
             render.emit({"address": address, "state": str(state)})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.coordinator_address import current
+from everstep.server.certificates import client_context
 
 DEFAULT_ADDRESS = "http://127.0.0.1:7077"
 MAX_ANSWER_BYTES = 64 << 20
@@ -22,7 +22,7 @@ MAX_ANSWER_BYTES = 64 << 20
 class Client:
     address: str = DEFAULT_ADDRESS  # or @FILE, which holds it
     token: str = ""
-    ca: Path | None = None
+    ca: Path | None = None  # or a folder of `everstep ca issue`
 
     def get(self, path: str) -> Any:
         return self._call("GET", path, None)
@@ -41,7 +41,7 @@ class Client:
             request.add_header("Authorization", f"Bearer {self.token}")
         context = None
         if base.startswith("https"):
-            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+            context = client_context(self.ca)
         try:
             with urllib.request.urlopen(request, timeout=30, context=context) as answer:
                 return _decoded(answer.read(MAX_ANSWER_BYTES + 1), base)

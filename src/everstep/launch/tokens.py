@@ -7,16 +7,15 @@ same user find it there, without any option.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import secrets
-import stat
 from pathlib import Path
 
 from everstep.errors import UserError
+from everstep.server.access import read_token
 
 VARIABLE = "EVERSTEP_TOKEN"
-MAX_TOKEN = 4096
 
 
 def own_file() -> Path:
@@ -25,35 +24,31 @@ def own_file() -> Path:
     return Path(base) / "everstep" / "token"
 
 
+def tls_place(given: Path | None) -> Path | None:
+    """Certificates: as given, or those of this user, if any."""
+    own = own_file().with_name("tls")
+    return given if given is not None or not own.is_dir() else own
+
+
 def found(token: str = "", file: Path | None = None) -> str:
     """The token for a request: as given, or from @FILE; else the file of this user, if any."""
+    held = file_of(token, file)
+    return token if held is None else read_token(held)
+
+
+def file_of(token: str = "", file: Path | None = None) -> Path | None:
+    """The file that `found` reads the token from; None: it was given as text, or there is none."""
     if token and file is not None:
         raise UserError("--token and --token-file are both given; give one of them.")
     if file is not None or token.startswith("@"):
-        return read(file or Path(token[1:]))
-    if token:
-        return token
+        return file or Path(token[1:])
     own = own_file()
-    return read(own) if own.is_file() else ""
+    return own if not token and own.is_file() else None
 
 
 def made(token: str = "", file: Path | None = None) -> str:
     """The same for the coordinator itself; if there is none yet, it is created."""
     return found(token, file) or _make(own_file())
-
-
-def read(path: Path) -> str:
-    try:
-        mode = path.stat().st_mode
-        text = path.read_text(errors="strict")[: MAX_TOKEN + 1].strip()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"the token file {path} cannot be read: {reason}.") from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise UserError(f"the token file {path} can be read by other users; run: chmod 600 {path}")
-    if not text or len(text) > MAX_TOKEN or not text.isprintable():
-        raise UserError(f"the token file {path} must contain one line of at most {MAX_TOKEN} characters.")
-    return text
 
 
 def _make(path: Path) -> str:
@@ -69,7 +64,7 @@ def _make(path: Path) -> str:
         try:
             os.link(draft, path)  # never over one that another coordinator has made meanwhile
         except FileExistsError:
-            token = read(path)
+            token = read_token(path)
         finally:
             draft.unlink()
     except OSError as error:
@@ -80,6 +75,22 @@ def _make(path: Path) -> str:
 
 
 def clean_environment() -> None:
-    """Take the token out of this process's environment: user code must not inherit it."""
-    with contextlib.suppress(KeyError):
-        del os.environ[VARIABLE]
+    """Take the token out of this process's environment, so that user code neither inherits it nor reads it
+    in /proc/PID/environ, which shows the memory that the process was started with.
+    """
+    if VARIABLE not in os.environ:
+        return
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    if (place := library.getenv(VARIABLE.encode())) is not None:
+        ctypes.memset(place, 0, len(ctypes.string_at(place)))
+    del os.environ[VARIABLE]
+
+
+def refuse_on_command_line(token: str) -> None:
+    """For processes that stay: every user of the machine can read their command lines."""
+    if token and not token.startswith("@") and os.environ.get(VARIABLE) != token:
+        raise UserError(
+            f"--token on a command line can be read by every user of this machine; give --token-file FILE, "
+            f"--token @FILE or {VARIABLE}."
+        )

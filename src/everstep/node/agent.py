@@ -72,7 +72,7 @@ class AgentSettings:
     coordinators: Sequence[str]  # http(s) addresses, or @FILE that holds one now; tried in turn
     host: str = "127.0.0.1"  # where this node's workers are reached by their peers
     token: Callable[[], str] = lambda: ""  # asked at every attempt: a file may hold another one by then
-    ca: Path | None = None
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None  # asked, too: certificates are replaced
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
     fabric: FabricSettings | None = None  # workers follow its plan
@@ -278,7 +278,7 @@ class Agent:
     async def _connected(self, session: aiohttp.ClientSession, address: str) -> None:
         token = self.settings.token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        context = ssl.create_default_context(cafile=str(self.settings.ca)) if self.settings.ca else None
+        context = self.settings.tls() if address.startswith("https") else None
         url = f"{address.rstrip('/')}/v1/agent"
         timeout = aiohttp.ClientWSTimeout(ws_close=1.0)
         connect = session.ws_connect(
@@ -295,7 +295,7 @@ class Agent:
             if error.status in (401, 403):
                 raise PeerError(
                     "it refuses this agent's token; correct the token file, or start the agent with the "
-                    "right --token-file or EVERSTEP_TOKEN"
+                    "right --token-file or EVERSTEP_TOKEN: that of this node, or of an admin"
                 ) from None
             raise
         _watch(line.get_extra_info("socket"))

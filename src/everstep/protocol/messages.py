@@ -504,6 +504,8 @@ class WeighedOption:
 
 # ------------------------------------------------------------------ what happens to the cluster
 
+AN_OPERATOR = "an operator"  # whoever shows the cluster's one token; other callers have names
+
 
 @message(by=AGENT, says="node {node} reports")
 class FromNode(ClusterEvent):
@@ -542,7 +544,7 @@ class NodeLeft(NodeEvent):
     node: str
 
 
-@message(by=OPERATOR, says="an operator drains node {node}")
+@message(by=OPERATOR, says="{by} drains node {node}")
 class DrainRequested(NodeEvent):
     """An operator wants a node emptied. A task that would lose steps makes its state safe first, at the end
     of its step. `force`: at once, whatever is lost.
@@ -550,6 +552,7 @@ class DrainRequested(NodeEvent):
 
     node: str
     force: bool = False
+    by: str = AN_OPERATOR
 
 
 @message(by=OPERATOR, says="node {node} is readmitted by {by}")
@@ -560,12 +563,13 @@ class ReadmitRequested(NodeEvent):
     by: str
 
 
-@message(by=OPERATOR, says="node {node} is expected back in {back_in_s:.0f} s")
+@message(by=OPERATOR, says="node {node} is expected back in {back_in_s:.0f} s, says {by}")
 class RepairPromised(NodeEvent):
     """An operator, or a repair system, says when this node will be back."""
 
     node: str
     back_in_s: float
+    by: str = AN_OPERATOR
 
 
 @message(by=OPERATOR, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
@@ -577,7 +581,7 @@ class LeaveAnnounced(NodeEvent):
     by: str
 
 
-@message(by=OPERATOR, says="task {task} is submitted")
+@message(by=OPERATOR, says="{owner} submits task {task}")
 class TaskSubmitted(ClusterEvent):
     """`job` is opaque here: agents hand it to workers. By `secret` the task's workers know each other."""
 
@@ -596,13 +600,15 @@ class TaskSubmitted(ClusterEvent):
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     closes: bool = False  # after the last step follows one that only evaluates
     needs: TaskNeeds | None = None  # None: submitted to the version before
+    owner: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, says="an operator cancels task {task}")
+@message(by=OPERATOR, says="{by} cancels task {task}")
 class CancelRequested(TaskRequest):
     """End the task now; its state is not saved."""
 
     task: str
+    by: str = AN_OPERATOR
 
 
 @message(by=OPERATOR, says="task {task} is to finish early")
@@ -613,36 +619,40 @@ class FinishRequested(TaskRequest):
     because: str
 
 
-@message(by=OPERATOR, says="an operator pauses task {task}")
+@message(by=OPERATOR, says="{by} pauses task {task}")
 class PauseRequested(TaskRequest):
     """End its workers after the step they are in; the task keeps its place."""
 
     task: str
+    by: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, says="an operator resumes task {task}")
+@message(by=OPERATOR, says="{by} resumes task {task}")
 class UnpauseRequested(TaskRequest):
     """Train again from where it was paused."""
 
     task: str
+    by: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, says="an operator resizes task {task} to {workers} workers")
+@message(by=OPERATOR, says="{by} resizes task {task} to {workers} workers")
 class ResizeRequested(TaskRequest):
     """At most this many workers from now on, until an operator releases it."""
 
     task: str
     workers: int
+    by: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, says="an operator lets the planner choose the size of task {task}")
+@message(by=OPERATOR, says="{by} lets the planner choose the size of task {task}")
 class ResizeReleased(TaskRequest):
     """The planner may choose workers and shape again."""
 
     task: str
+    by: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, says="an operator changes the shape of task {task}")
+@message(by=OPERATOR, says="{by} changes the shape of task {task}")
 class ReshapeRequested(TaskRequest):
     """Another shape from the next step boundary on, kept until an operator releases it. `job`: the same one,
     in that shape.
@@ -651,6 +661,7 @@ class ReshapeRequested(TaskRequest):
     task: str
     job: Any
     shape: Shape
+    by: str = AN_OPERATOR
 
 
 @message(says="the scheduler answers for task {task}")

@@ -17,6 +17,7 @@ from everstep.errors import PeerError, clipped
 from everstep.net.sockets import watch_path
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
+from everstep.server.access import CALLER, Role
 from everstep.server.journal import LostLeadership
 
 if TYPE_CHECKING:
@@ -100,8 +101,16 @@ class AgentConnections:
             await line.send_json({"refused": f"this is not an agent's hello: {error}"})
             await line.close()
             return line
-        if self._busy(hello):
+        caller = CALLER.get()
+        if caller.role is Role.NODE and caller.name != hello.node:
+            sentence = (
+                f"its credential is that of node {caller.name}; start the agent with --node {caller.name}"
+            )
+        elif self._busy(hello):
             sentence = f"node {hello.node} is connected already; give this agent another --node."
+        else:
+            sentence = ""
+        if sentence:
             await line.send_json({"refused": sentence})
             await line.close()
             return line

@@ -1,7 +1,8 @@
-"""HTTP and WebSocket on one port. The routes below are the API; docs/control-plane.md describes it.
+"""HTTP and WebSocket on one port. `access.CALLS` lists the calls and who may make them;
+docs/control-plane.md describes them.
 
-A token, if there is one, guards every route but /v1/health and the dashboard's files, which hold no data.
-Without one the coordinator listens on loopback only, and a browser page of another origin is refused all the
+Every call but /v1/health and the dashboard's files, which hold no data, needs a credential, if there are any.
+Without any the coordinator listens on loopback only, and a browser page of another origin is refused all the
 same, as is a Host that is not ours: a web page must not be able to talk to a coordinator behind its reader's
 back.
 """
@@ -9,10 +10,10 @@ back.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,12 +24,13 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
-from everstep.errors import EverstepError, PeerError, UserError
+from everstep.errors import EverstepError, InternalError, PeerError, UserError
 from everstep.net.strangers import StrangerLimit
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, requests, views
+from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
 from everstep.server.journal import LostLeadership
 from everstep.server.log_answers import newest_log
 from everstep.server.metrics import ClusterMetrics
@@ -39,6 +41,7 @@ from everstep.server.viewers import Viewers
 MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
+CREDENTIALS_S = 1.0  # between two looks at the credential files
 VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
 Named = TypeVar("Named")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -74,11 +77,12 @@ class Served(Protocol):
 
 class Api:
     def __init__(
-        self, served: Served, *, token: str | None = None, hosts: frozenset[str] = frozenset()
+        self, served: Served, *, credentials: Credentials, hosts: frozenset[str] = frozenset()
     ) -> None:
-        """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
+        """`hosts`: names this server may be called by, beside loopback's; any if there are credentials."""
         self.served, self.record, self.strangers = served, served.record, StrangerLimit()
-        self._access = AccessControl(token, hosts)
+        self.access = AccessControl(credentials, hosts)
+        self._calls: dict[web.AbstractResource | None, dict[str, ApiCall]] = {}
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
         self._pages, self._tickets = Pages(), Tickets()
@@ -86,32 +90,10 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.get("/", self._pages.serve),
-                web.get("/web/{file}", self._pages.serve),
-                web.get("/v1/health", self._health),
-                web.get("/v1/status", self._status),
-                web.get("/v1/agent", self._agent),
-                web.post("/v1/tickets", self._ticket),
-                web.get("/v1/watch", self._watch),
-                web.get("/v1/news", self._news),
-                web.get("/v1/outlook", self._outlook),
-                web.get("/v1/plans", self._plans),
-                web.get("/v1/digest", self._digest),
-                web.get("/v1/events/{number}", self._event),
-                web.get("/v1/incidents", self._incidents),
-                web.get("/v1/incidents/{number}", self._incident),
-                web.post("/v1/tasks", self._submit),
-                web.get("/v1/tasks/{task}", self._task),
-                web.get("/v1/tasks/{task}/logs", self._logs),
-                web.get("/v1/tasks/{task}/readings", self._readings),
-                web.get("/v1/tasks/{task}/gantt", self._gantt),
-                web.post("/v1/tasks/{task}/{verb}", self._task_verb),
-                web.post("/v1/nodes/{node}/{verb}", self._node_verb),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        for call in CALLS:
+            handler = getattr(self, f"_{call.handler}")
+            add = app.router.add_get if call.method == "GET" else app.router.add_post
+            self._calls.setdefault(add(call.path, handler).resource, {})[call.method] = call
         return app
 
     # -------------------------------------------------------------- who may ask
@@ -121,15 +103,19 @@ class Api:
         try:
             if request.path == "/v1/health":
                 return await handler(request)
-            self._access.check_origin(request)
+            self.access.check_origin(request)
             if self._pages.has(request.path):
                 return await handler(request)
-            if request.path != "/v1/watch" or not self._tickets.take(request):
-                self._access.check_token(request)
+            caller = self._tickets.take(request) if request.path == "/v1/watch" else None
+            caller = caller or self.access.caller(request)
+            CALLER.set(caller)
             self.strangers.know(request)
             if not self.record.leads:
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
-            return await handler(request)
+            if refusal := self._refusal(request, caller):
+                return _refuse(403, refusal)
+            with self.access.in_flight(request, caller):
+                return await handler(request)
         except (UserError, PeerError) as error:
             return _refuse(400, str(error))
         except LostLeadership as error:
@@ -139,14 +125,26 @@ class Api:
         except ConnectionResetError:  # the caller has hung up before it was answered
             return web.Response(status=408)
 
+    def _refusal(self, request: web.Request, caller: Caller) -> str:
+        """Why this caller may not; empty if it may. A path that is not in the table answers 404 to all."""
+        method = "GET" if request.method == "HEAD" else request.method
+        call = self._calls.get(request.match_info.route.resource, {}).get(method)
+        if call is None:
+            return ""
+        task = self.record.machine.tasks.get(request.match_info.get("task", ""))
+        return caller.refusal(call, None if task is None else task.request.owner)
+
     def _connected(self) -> set[str]:
         """The nodes that are connected now."""
         return self.served.lines.nodes if self.record.leads else set()
 
     # -------------------------------------------------------------- asking
 
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return await self._pages.serve(request)
+
     async def _health(self, request: web.Request) -> web.Response:
-        found = {"ok": True, "leads": self.record.leads, "needs_token": self._access.needs_token}
+        found = {"ok": True, "leads": self.record.leads, "needs_token": not self.access.is_open}
         return web.json_response(found)
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -166,6 +164,10 @@ class Api:
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
         return web.json_response({"digest": digest(self.record.machine), "journal": self.record.number})
+
+    async def _audit(self, request: web.Request) -> web.Response:
+        """What people have asked for, and who; the newest first."""
+        return web.json_response(list(reversed(self.record.audit))[: requests.last(request)])
 
     async def _event(self, request: web.Request) -> web.Response:
         """An event of the recent past, what followed from it, and the chain of causes behind it."""
@@ -247,7 +249,7 @@ class Api:
 
     async def _ticket(self, request: web.Request) -> web.Response:
         """For a browser's WebSocket, which cannot carry the token: opens one /v1/watch within seconds."""
-        return web.json_response({"ticket": self._tickets.issue(), "valid_s": TICKET_S})
+        return web.json_response({"ticket": self._tickets.issue(CALLER.get()), "valid_s": TICKET_S})
 
     async def _agent(self, request: web.Request) -> web.WebSocketResponse:
         return await self.served.lines.serve(request)
@@ -263,12 +265,17 @@ class Api:
         self._viewers += 1
         try:
             if request.query.get("as") == "page":
-                await self._dashboards.show(line)
+                await self._dashboards.show(line, self.may(CALLER.get()))
             else:
                 await self._tell_all(line)
         finally:
             self._viewers -= 1
         return line
+
+    def may(self, caller: Caller) -> tuple[str, ...]:
+        """What the page offers this reader. What a submitter asks about another's task is refused then."""
+        node = ("drain", "readmit") if caller.role is Role.ADMIN else ()
+        return (*node, "cancel") if caller.role in (Role.ADMIN, Role.SUBMITTER) else ()
 
     async def _tell_all(self, line: web.WebSocketResponse) -> None:
         """A viewer that reads too slowly misses some, and sees how many."""
@@ -304,35 +311,37 @@ class Api:
     # -------------------------------------------------------------- doing
 
     async def _submit(self, request: web.Request) -> web.Response:
-        submitted = requests.submission(await requests.body(request), known=self.record.machine.tasks)
+        given, tasks = await requests.body(request), self.record.machine.tasks
+        submitted = requests.submission(given, known=tasks, owner=CALLER.get().words)
         await self.served.handle(submitted)
         task = self.record.machine.tasks[submitted.task]
         return web.json_response(views.task(self.record, task), status=201)
 
     async def _task_verb(self, request: web.Request) -> web.Response:
         task, verb = self._named_task(request), request.match_info["verb"]
+        by = CALLER.get().words
         event: msg.ClusterEvent
         match verb:
             case "cancel":
-                event = msg.CancelRequested(task=task.name)
+                event = msg.CancelRequested(task=task.name, by=by)
             case "pause":
                 if not task.request.has_checkpoints:
                     raise UserError(
                         f"task {task.name} keeps no checkpoints, so it cannot be paused; cancel it."
                     )
-                event = msg.PauseRequested(task=task.name)
+                event = msg.PauseRequested(task=task.name, by=by)
             case "unpause":
-                event = msg.UnpauseRequested(task=task.name)
+                event = msg.UnpauseRequested(task=task.name, by=by)
             case "resize":
                 workers = requests.workers(await requests.body(request), task)
-                event = msg.ResizeRequested(task=task.name, workers=workers)
+                event = msg.ResizeRequested(task=task.name, workers=workers, by=by)
             case "release":
-                event = msg.ResizeReleased(task=task.name)
+                event = msg.ResizeReleased(task=task.name, by=by)
             case "reshape":
                 slots = [n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP]
-                event = requests.reshape(task, await requests.body(request), slots=slots)
+                event = requests.reshape(task, await requests.body(request), slots=slots, by=by)
             case _:
-                return _refuse(404, f"{verb!r} is not cancel, pause, unpause, resize, reshape or release.")
+                raise InternalError(f"no task verb {verb}")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
         await self.served.handle(event)
@@ -340,20 +349,28 @@ class Api:
 
     async def _node_verb(self, request: web.Request) -> web.Response:
         node, verb = self._named_node(request), request.match_info["verb"]
+        given, by = await requests.body(request), CALLER.get().words
+        event: msg.ClusterEvent
         match verb:
             case "drain":
-                given, roster = await requests.body(request), self.record.machine.roster
-                await self.served.handle(requests.drain(given, node, roster))
+                event = requests.drain(given, node, self.record.machine.roster, by=by)
             case "readmit":
-                await self.served.handle(msg.ReadmitRequested(node=node.name, by="an operator"))
+                event = msg.ReadmitRequested(node=node.name, by=by)
             case "expect":
-                seconds = requests.repair_s(await requests.body(request), node)
-                await self.served.handle(msg.RepairPromised(node=node.name, back_in_s=seconds))
+                seconds = requests.repair_s(given, node)
+                event = msg.RepairPromised(node=node.name, back_in_s=seconds, by=by)
             case "notice":
-                await self.served.handle(requests.notice(await requests.body(request), node))
+                event = requests.notice(given, node, by=by)
             case _:
-                return _refuse(404, f"{verb!r} is not drain, readmit, expect or notice.")
+                raise InternalError(f"no node verb {verb}")
+        await self.served.handle(event)
         return web.json_response({"node": node.name, "state": node.state, "because": node.because})
+
+    async def _no_task_verb(self, request: web.Request) -> web.Response:
+        return _refuse(404, _unknown(request, "task_verb"))
+
+    async def _no_node_verb(self, request: web.Request) -> web.Response:
+        return _refuse(404, _unknown(request, "node_verb"))
 
     def _named_task(self, request: web.Request) -> Task:
         return _named("task", request, self.record.machine.tasks)
@@ -375,6 +392,11 @@ def _refuse(status: int, sentence: str) -> web.Response:
     return web.json_response({"error": sentence}, status=status)
 
 
+def _unknown(request: web.Request, handler: str) -> str:
+    known = verbs(handler)
+    return f"{request.match_info['verb']!r} is not {', '.join(known[:-1])} or {known[-1]}."
+
+
 def _named(kind: str, request: web.Request, known: Mapping[str, Named]) -> Named:
     name = request.match_info[kind]
     if name not in known:
@@ -386,30 +408,59 @@ def _named(kind: str, request: web.Request, known: Mapping[str, Named]) -> Named
     return known[name]
 
 
-# Who may call the API. A token guards every route that holds data. A page of another origin is refused in
-# any case, and without a token a Host that is not ours: a web page must not talk to a coordinator unnoticed.
+# Who calls, and whether the call comes from a page of ours. A page of another origin is refused in any case,
+# and without credentials a Host that is not ours: a web page must not talk to a coordinator unnoticed.
 
 
 class AccessControl:
-    def __init__(self, token: str | None, hosts: frozenset[str]) -> None:
-        """`hosts`: names this server may be called by, beside loopback's; empty with a token means any."""
-        self._token, self._hosts = token, hosts
+    def __init__(self, credentials: Credentials, hosts: frozenset[str]) -> None:
+        """`hosts`: names this server may be called by, beside loopback's; any if there are credentials."""
+        self._credentials, self._hosts = credentials, hosts
+        self._in_flight: dict[int, tuple[web.Request, Caller]] = {}
 
     @property
-    def needs_token(self) -> bool:
-        return self._token is not None
+    def is_open(self) -> bool:
+        """No credential is needed."""
+        return self._credentials.is_open
 
-    def check_token(self, request: web.Request) -> None:
-        if self._token is None:
-            return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
+    def caller(self, request: web.Request) -> Caller:
+        """Who this is, by its token or else by its certificate."""
+        if self._credentials.is_open:
+            return Caller(role=Role.ADMIN)
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        tls = request.get_extra_info("ssl_object")
+        found = None
+        if token and scheme == "Bearer":
+            found = self._credentials.of_token(token)
+        elif tls is not None and (shown := tls.getpeercert()):
+            found = self._credentials.of_certificate(shown.get("subject", ()))
+        if found is None:
             raise web.HTTPUnauthorized(
                 text=json.dumps(
                     {"error": "the token is missing or wrong; give it by --token or EVERSTEP_TOKEN."}
                 ),
                 content_type="application/json",
             )
+        return found
+
+    @contextlib.contextmanager
+    def in_flight(self, request: web.Request, caller: Caller) -> Iterator[None]:
+        self._in_flight[id(request)] = request, caller
+        try:
+            yield
+        finally:
+            del self._in_flight[id(request)]
+
+    async def watch(self) -> None:
+        """Until cancelled: read credentials again that have changed, and end the lines of those who lost
+        theirs.
+        """
+        while True:
+            await asyncio.sleep(CREDENTIALS_S)
+            await asyncio.to_thread(self._credentials.refresh)
+            for request, caller in list(self._in_flight.values()):
+                if request.transport is not None and not self._credentials.is_valid(caller):
+                    request.transport.close()
 
     def check_origin(self, request: web.Request) -> None:
         origin = request.headers.get("Origin")
@@ -422,5 +473,5 @@ class AccessControl:
         if asking is not None and asking != host:
             raise web.HTTPForbidden(text=f"a page of {origin} may not talk to this coordinator")
         ours = {"localhost", "127.0.0.1", "::1"} | self._hosts
-        if self._token is None and name not in ours:
+        if self._credentials.is_open and name not in ours:
             raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")

@@ -36,6 +36,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import requests, views
+from everstep.server.access import Caller, Credentials
 from everstep.server.api import Api
 from everstep.server.record import SILENCE_S, ClusterRecord
 
@@ -143,9 +144,11 @@ class RunApi(Api):
     """The coordinator's API as far as it makes sense for one run on one machine."""
 
     def __init__(self, follower: RunFollower, *, token: str, may_hurt: bool) -> None:
-        super().__init__(follower, token=token)
+        super().__init__(follower, credentials=Credentials(token=token, clock=time.time))
         self._follower, self._may_hurt = follower, may_hurt
-        self._dashboards.may = ("follow", *(_HURTS if may_hurt else ("cancel",)))
+
+    def may(self, caller: Caller) -> tuple[str, ...]:
+        return ("follow", *(_HURTS if self._may_hurt else ("cancel",)))
 
     def app(self) -> web.Application:
         app = super().app()

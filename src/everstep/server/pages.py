@@ -19,6 +19,7 @@ from importlib import resources
 from aiohttp import web
 
 from everstep.server import words
+from everstep.server.access import Caller
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -69,21 +70,22 @@ class Tickets:
     """Single use, a few seconds, a bounded number."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._until: dict[str, tuple[float, Caller]] = {}
 
-    def issue(self) -> str:
+    def issue(self, caller: Caller) -> str:
         now = time.monotonic()
-        self._until = {ticket: until for ticket, until in self._until.items() if until > now}
+        self._until = {ticket: held for ticket, held in self._until.items() if held[0] > now}
         if len(self._until) >= MAX_TICKETS:
             raise web.HTTPTooManyRequests(text="too many tickets are in use; retry in a few seconds")
         ticket = secrets.token_urlsafe(24)
-        self._until[ticket] = now + TICKET_S
+        self._until[ticket] = now + TICKET_S, caller
         return ticket
 
-    def take(self, request: web.Request) -> bool:
-        """Does this request hold one? It is used up then."""
+    def take(self, request: web.Request) -> Caller | None:
+        """Who has asked for the ticket that this request holds. It is used up then."""
         for offer in request.headers.get("Sec-WebSocket-Protocol", "").split(","):
             ticket = offer.strip()
             if ticket.startswith(_TICKET):
-                return self._until.pop(ticket.removeprefix(_TICKET), 0.0) > time.monotonic()
-        return False
+                until, caller = self._until.pop(ticket.removeprefix(_TICKET), (0.0, None))
+                return caller if until > time.monotonic() else None
+        return None

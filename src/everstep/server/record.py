@@ -21,14 +21,17 @@ from everstep.drive.step_rows import StepRows, begins_training, metric_names, ro
 from everstep.log import say
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
+from everstep.protocol.table import OPERATOR, TABLE
 from everstep.server import words
 from everstep.server.step_files import StepFiles
 
 KEPT_NEWS = 2000
 KEPT_PLANS = 50
+KEPT_AUDIT = 1000
 KEPT_ROWS_OVER = 20_000  # of all tasks that are over, together
 LEAST_ROWS_OVER = 100  # of each of them
 SILENCE_S = 1.0
+_AUDIT = ".audit"  # in a snapshot, beside the tasks, whose names begin with a letter or a digit
 
 
 class ClusterRecord:
@@ -48,6 +51,7 @@ class ClusterRecord:
         self.steps: dict[str, StepRows] = {}
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
         self.plans: deque[dict[str, Any]] = deque(maxlen=KEPT_PLANS)
+        self.audit: deque[dict[str, Any]] = deque(maxlen=KEPT_AUDIT)  # what people asked for, and who
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
         self.files = files
@@ -59,8 +63,11 @@ class ClusterRecord:
         self.leads = False
         self.news.clear()
         self.plans.clear()
+        self.audit.clear()
+        kept = dict(steps or {})
+        self.audit.extend(kept.pop(_AUDIT, ()))
         self.causes = Causes(of_event=words.event, of_action=words.decision)
-        self.steps = {task: rows_from(document) for task, document in (steps or {}).items()}
+        self.steps = {task: rows_from(document) for task, document in kept.items()}
 
     def lead(self) -> None:
         """The journal is read: from here on things happen now."""
@@ -70,7 +77,8 @@ class ClusterRecord:
                 self.files.complete(task, [row.document() for row in steps.rows])
 
     def snapshot(self) -> dict[str, Any]:
-        return {task: rows_document(steps) for task, steps in self.steps.items()}
+        rows = {task: rows_document(steps) for task, steps in self.steps.items()}
+        return rows | {_AUDIT: list(self.audit)}
 
     def publish(self, news: dict[str, Any]) -> None:
         for listener in list(self.listeners):
@@ -82,6 +90,9 @@ class ClusterRecord:
         self.number = one.number
         self.causes.handled(one)
         at = one.at + self.ahead_s
+        if one.event is not None and OPERATOR in TABLE[type(one.event)].by:
+            by = getattr(one.event, "by", getattr(one.event, "owner", ""))
+            self.audit.append({"event": one.number, "at": at, "by": by, "text": words.event(one.event)})
         if isinstance(one.event, msg.AssignmentChosen) and one.event.version == self.machine.version:
             self._keep_plan(one.event, one.number, at)
         if any(isinstance(action, msg.TaskEnded) for action in one.actions):

@@ -35,7 +35,7 @@ NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def submission(given: dict[str, Any], *, known: Mapping[str, Task]) -> TaskSubmitted:
+def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) -> TaskSubmitted:
     """The task that a submission asks for. `known`: those whose names are taken."""
     unknown = given.keys() - {"name", "job", "weight", "script", "faults"}
     if unknown:
@@ -58,6 +58,7 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task]) -> TaskSubmi
     script = _script(given.get("script", []))
     return TaskSubmitted(
         task=name,
+        owner=owner,
         job=job.to_dict(),
         shape=job.task_shape(),
         steps=job.steps,
@@ -90,7 +91,7 @@ def _root(at: CheckpointFolder) -> str:
     return os.path.normpath(str(root_of(at.base, at.folder)))
 
 
-def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int]) -> ReshapeRequested:
+def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: str) -> ReshapeRequested:
     """Wrong requests are rejected here, so that a running task does not fail because of one. `slots`: of
     each node that is up.
     """
@@ -124,7 +125,7 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int]) -> Re
             "nodes."
         )
     shape = job.task_shape()
-    return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape)
+    return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape, by=by)
 
 
 async def body(request: web.Request) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def repair_s(given: dict[str, Any], node: Node) -> float:
     return seconds
 
 
-def drain(given: dict[str, Any], node: Node, roster: Roster) -> DrainRequested:
+def drain(given: dict[str, Any], node: Node, roster: Roster, *, by: str) -> DrainRequested:
     """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs `force`."""
     force = given.get("force", False)
     if not isinstance(force, bool):
@@ -157,17 +158,17 @@ def drain(given: dict[str, Any], node: Node, roster: Roster) -> DrainRequested:
             "folder nor another node for its state. Start an agent on another node, or use everstep "
             f"drain {node.name} --force."
         )
-    return DrainRequested(node=node.name, force=force)
+    return DrainRequested(node=node.name, force=force, by=by)
 
 
-def notice(given: dict[str, Any], node: Node) -> LeaveAnnounced:
+def notice(given: dict[str, Any], node: Node, *, by: str) -> LeaveAnnounced:
     """A node is to be taken away."""
     seconds = _seconds(given, "leaves_in_s", 0, "the node leaves")
     if node.state is not NodeState.UP:
         raise UserError(
             f"node {node.name} is {node.state}; only a node that is up can be announced to leave."
         )
-    return LeaveAnnounced(node=node.name, leaves_in_s=seconds, by="an operator")
+    return LeaveAnnounced(node=node.name, leaves_in_s=seconds, by=by)
 
 
 def _seconds(given: dict[str, Any], field: str, least: float, until: str) -> float:

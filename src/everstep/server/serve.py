@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from everstep.errors import UserError
 from everstep.log import warn
 from everstep.net.sockets import allow_many_files
 from everstep.protocol.messages import Patience, PolicySet
+from everstep.server.access import Credentials
 from everstep.server.api import Api
+from everstep.server.certificates import server_context
 from everstep.server.daemon import Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 from everstep.server.record import SILENCE_S, ClusterRecord
@@ -30,7 +33,9 @@ class ServerSettings:
     folder: Path
     host: str = "127.0.0.1"
     port: int = 7077
-    token: str | None = None
+    token: str | None = None  # the cluster's one token, an admin's
+    token_file: Path | None = None  # the same, read again when it changes
+    credentials: Path | None = None  # tokens of people, programs and nodes
     etcd: tuple[str, ...] = ()
     etcd_prefix: str = "/everstep"
     etcd_token: str | None = None
@@ -42,29 +47,42 @@ class ServerSettings:
     silence_s: float = SILENCE_S
     cert: Path | None = None
     key: Path | None = None
+    client_ca: Path | None = None  # callers are known by certificates of this authority
+    is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
     tensorboard: Path | None = None  # where the scalars of tasks go
 
     def check(self) -> None:
-        if self.host not in LOOPBACK and not self.token:
+        given = self.token or self.token_file or self.client_ca or self.callers().has_any
+        if self.host not in LOOPBACK and not given:
             raise UserError(
-                f"--host {self.host} is not loopback and needs a token; give one by "
-                "--token-file or EVERSTEP_TOKEN."
+                f"--host {self.host} is not loopback and needs credentials; give a token by --token-file or "
+                "EVERSTEP_TOKEN, or make some with everstep access add."
             )
         if (self.cert is None) != (self.key is None):
             raise UserError("--cert and --key belong together; give both or neither.")
+        if self.host not in LOOPBACK and self.cert is None and not self.is_insecure:
+            raise UserError(
+                f"--host {self.host} is not loopback, and without TLS tokens and jobs cross the network "
+                "readable; make certificates with everstep ca and give --tls DIR, or give --insecure."
+            )
         if (self.etcd_cert is None) != (self.etcd_key is None):
             raise UserError("--etcd-cert and --etcd-key belong together; give both or neither.")
+
+    def callers(self) -> Credentials:
+        return Credentials(
+            token=self.token,
+            token_file=self.token_file,
+            file=self.credentials,
+            certificates=self.client_ca is not None,
+            clock=time.time,
+        )
 
     def tls(self) -> ssl.SSLContext | None:
         if self.cert is None:
             return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(self.cert, self.key)
-        except (OSError, ssl.SSLError) as error:
-            raise UserError(f"--cert {self.cert} and --key {self.key} cannot be used: {error}.") from None
-        return context
+        assert self.key is not None
+        return server_context(self.cert, self.key, self.client_ca)
 
     def etcd_tls(self) -> ssl.SSLContext | None:
         """How to know etcd, and to be known by it; None for the system's own authorities."""
@@ -95,11 +113,14 @@ async def serve(
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
     listeners = _listeners(daemon.record, settings)
     daemon.record.listeners |= {listener.hear for listener in listeners}
-    api = Api(daemon, token=settings.token, hosts=frozenset({settings.host}))
+    api = Api(daemon, credentials=settings.callers(), hosts=frozenset({settings.host}))
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None
-    watching = asyncio.create_task(api.strangers.watch(runner.server))
+    watching = [
+        asyncio.create_task(api.strangers.watch(runner.server)),
+        asyncio.create_task(api.access.watch()),
+    ]
     site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
     try:
         try:
@@ -112,7 +133,8 @@ async def serve(
         ready(f"{'https' if settings.cert else 'http'}://{settings.host}:{port}")
         await _lead(daemon, journal)
     finally:
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         await runner.cleanup()
         await journal.close()
         for listener in listeners:

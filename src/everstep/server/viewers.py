@@ -39,8 +39,7 @@ class Viewers:
         self.record, self._connected = record, connected
         self.outlook = Outlook(record)
         record.listeners.add(self.outlook.hear)
-        self.may = ("drain", "readmit", "cancel")  # what a reader may do here, given the token
-        self._queues: set[asyncio.Queue[str]] = set()
+        self._queues: dict[asyncio.Queue[str], tuple[str, ...]] = {}  # with what this reader may do
         self._stirred = asyncio.Event()
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_AT_ONCE)
         self._steps: dict[str, deque[dict[str, Any]]] = {}
@@ -48,12 +47,12 @@ class Viewers:
         self._tasks: dict[str, Any] = {}
         self._looking: asyncio.Task[None] | None = None
 
-    async def show(self, line: web.WebSocketResponse) -> None:
-        """Until the viewer is gone."""
+    async def show(self, line: web.WebSocketResponse, may: tuple[str, ...]) -> None:
+        """Until the viewer is gone. `may`: what the page offers it."""
         self._tell_changes()  # to the others: nothing may be in this picture and sent after it too
         queue: asyncio.Queue[str] = asyncio.Queue()
-        queue.put_nowait(self._whole())
-        self._queues.add(queue)
+        queue.put_nowait(self._whole(may))
+        self._queues[queue] = may
         if self._looking is None:
             self.record.listeners.add(self._hear)
             self._looking = asyncio.create_task(self._look())
@@ -62,7 +61,7 @@ class Viewers:
             async for _ in line:
                 pass
         finally:
-            self._queues.discard(queue)
+            self._queues.pop(queue, None)
             writing.cancel()
             if not self._queues and self._looking is not None:
                 self.record.listeners.discard(self._hear)
@@ -109,16 +108,16 @@ class Viewers:
     def _renew(self, queue: asyncio.Queue[str]) -> None:
         while not queue.empty():
             queue.get_nowait()
-        queue.put_nowait(self._whole())
+        queue.put_nowait(self._whole(self._queues[queue]))
 
-    def _whole(self) -> str:
+    def _whole(self, may: tuple[str, ...]) -> str:
         now = time.time()
         marks = views.node_marks(self.record, self._connected(), now)
         return _json(
             {
                 "kind": "picture",
                 "at": now,
-                "may": self.may,
+                "may": may,
                 "nodes": [mark.row(name) for name, mark in marks.items()],
                 "tasks": [views.task_row(self.record, task) for task in self.record.machine.tasks.values()],
                 "incidents": views.incident_counts(self.record),

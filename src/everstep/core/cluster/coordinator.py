@@ -24,7 +24,7 @@ from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.nodes import Nodes
+from everstep.core.cluster.nodes import DRAINED_BY, Nodes
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.retention import Retention
@@ -247,7 +247,7 @@ class Coordinator:
 
     @on
     def _drained(self, node: Node, event: msg.DrainRequested, now: Moment) -> Actions:
-        return self._nodes.drain(node, now, force=event.force)
+        return self._nodes.drain(node, now, force=event.force, because=f"{DRAINED_BY}{event.by}")
 
     @on
     def _readmitted(self, node: Node, event: msg.ReadmitRequested, now: Moment) -> Actions:
@@ -265,7 +265,7 @@ class Coordinator:
 
     @on
     def _cancelled(self, task: Task, event: msg.CancelRequested, now: Moment) -> Actions:
-        return self._tasks.cancel(task, now)
+        return self._tasks.cancel(task, event.by, now)
 
     @on
     def _finished_early(self, task: Task, event: msg.FinishRequested, now: Moment) -> Actions:
@@ -273,7 +273,7 @@ class Coordinator:
 
     @on
     def _paused(self, task: Task, event: msg.PauseRequested, now: Moment) -> Actions:
-        return self._tasks.pause(task, now)
+        return self._tasks.pause(task, event.by, now)
 
     @on
     def _unpaused(self, task: Task, event: msg.UnpauseRequested, now: Moment) -> Actions:
@@ -281,7 +281,7 @@ class Coordinator:
 
     @on
     def _resized(self, task: Task, event: msg.ResizeRequested, now: Moment) -> Actions:
-        return self._tasks.resize(task, event.workers, "an operator resized it", now)
+        return self._tasks.resize(task, event.workers, f"{event.by} resized it", now)
 
     @on
     def _released(self, task: Task, event: msg.ResizeReleased, now: Moment) -> Actions:

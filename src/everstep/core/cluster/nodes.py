@@ -25,7 +25,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 
-BY_OPERATOR = "drained by an operator"
+DRAINED_BY = "drained by "  # a person, who is named
 LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice
 
 
@@ -64,7 +64,7 @@ class Nodes:
             node.lost_slots = set()
             node.opened, node.memory_open = set(), set()
             left, node.leaves_at, node.drain_at = node.leaves_at is not None, None, None
-            if left and node.admin is NodeAdmin.DRAINING and node.admin_because != BY_OPERATOR:
+            if left and node.admin is NodeAdmin.DRAINING and not node.admin_because.startswith(DRAINED_BY):
                 actions += self._set_admin(node, NodeAdmin.UP, "it left as announced and is back", now)
             self._roster.node_changed(node)
         if node is None:
@@ -127,14 +127,14 @@ class Nodes:
     def left(self, node: Node, now: Moment) -> Actions:
         return self._lost(node, NodeLiveness.LEFT, "its agent ended in good order", now)
 
-    def drain(self, node: Node, now: Moment, *, force: bool, because: str = BY_OPERATOR) -> Actions:
+    def drain(self, node: Node, now: Moment, *, force: bool, because: str) -> Actions:
         """Its workers go: those of a task that would lose steps by that, once its state is safe."""
         if node.admin is NodeAdmin.DRAINING and not force:
             return []
         actions: Actions = []
         if node.admin is not NodeAdmin.DRAINING:
             actions += self._set_admin(node, NodeAdmin.DRAINING, because, now)
-        why = "" if because == BY_OPERATOR else f": {because}"
+        why = "" if because.startswith(DRAINED_BY) else f": {because}"
         self._later.slots_changed(f"node {node.name} is drained{why}")
         costs = [] if force else costs_of_drain(self._roster, node.name)
         saving = {cost.task for cost in costs if cost.is_savable}

@@ -72,8 +72,8 @@ class Tasks:
             self._later.slots_changed(f"task {event.task} was submitted")
         return []
 
-    def cancel(self, task: Task, now: Moment) -> Actions:
-        return self.end(task, Ending(state=TaskState.CANCELLED, because="an operator cancelled it"), now)
+    def cancel(self, task: Task, by: str, now: Moment) -> Actions:
+        return self.end(task, Ending(state=TaskState.CANCELLED, because=f"{by} cancelled it"), now)
 
     def finish_early(self, task: Task, because: str, now: Moment) -> Actions:
         """After the step it is in, whose state is saved."""
@@ -82,13 +82,13 @@ class Tasks:
         task.after_stop = TaskState.FINISHED
         return self._training.inform(task, ev.StopRequested(because=because, final=True), now)
 
-    def pause(self, task: Task, now: Moment) -> Actions:
+    def pause(self, task: Task, by: str, now: Moment) -> Actions:
         """After the step it is in, whose state is saved; at once if asked again, or if it does not train."""
         if task.state is TaskState.PAUSED or task.after_stop is TaskState.FINISHED:
             return []
         if not task.request.has_checkpoints:
             return []  # the API has refused it
-        because, asked_again = "an operator paused it", task.after_stop is TaskState.PAUSED
+        because, asked_again = f"{by} paused it", task.after_stop is TaskState.PAUSED
         if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage:
             return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
         task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"

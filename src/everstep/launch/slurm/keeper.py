@@ -240,7 +240,8 @@ class Keeper:
 
     def _coordinator_command(self) -> list[str]:
         settings = self.settings
-        command = ["coordinator", "--host", settings.host, "--port", str(self._port)]
+        # The nodes of a job do not know yet which of them will lead, so there is no certificate for it.
+        command = ["coordinator", "--host", settings.host, "--port", str(self._port), "--insecure"]
         return [*command, "--state", str(self.run_folder.state), "--name", settings.node]
 
     def _on_signal(self, number: int, frame: Any) -> None:

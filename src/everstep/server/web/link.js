@@ -12,7 +12,7 @@ let asking = null;
 
 // The address of a page can end in #token=...: a browser sends that part to no server, and this removes it from
 // the address, and so from the history, at once.
-const given = /^#token=([\w-]+)$/.exec(location.hash);
+const given = /^#token=([^\s#&]+)$/.exec(location.hash);
 if (given) {
   sessionStorage.setItem(KEY, given[1]);
   history.replaceState(null, "", location.pathname);

@@ -1,0 +1,278 @@
+"""Roles: what each may call, one node cannot speak for another, who did what, and where tokens never are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from everstep.cli import main
+from everstep.cli.client import Client
+from everstep.errors import UserError
+from everstep.launch import tokens
+from everstep.server import api
+from everstep.server.access import (
+    CALLS,
+    Caller,
+    Credentials,
+    CredentialsFile,
+    Role,
+    matrix,
+    parse_credentials,
+    plain_path,
+)
+from everstep.server.record import ClusterRecord
+
+from .served import agent, served
+from .test_api import JOB, call
+
+NAMES = {Role.VIEWER: "grafana", Role.SUBMITTER: "alice", Role.NODE: "n1", Role.ADMIN: "root"}
+
+
+class Cluster:
+    def __init__(self, address: str, file: Path, held: dict[str, str]) -> None:
+        self.address, self.file, self.tokens = address, file, held
+
+    def call(self, method: str, path: str, name: str | None, body: object = None) -> tuple[int, str]:
+        shown = {} if name is None else {"Authorization": f"Bearer {self.tokens[name]}"}
+        given = None if method == "GET" else json.dumps(body or {}).encode()
+        status, text = call(self.address, path, body=given, **shown)
+        return status, text.decode()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(api, "CREDENTIALS_S", 0.02)
+    file = CredentialsFile(tmp_path / "credentials")
+    held = {name: file.add(role, name) for role, name in NAMES.items()}
+    held["bob"] = file.add(Role.SUBMITTER, "bob")
+    held["n2"] = file.add(Role.NODE, "n2")
+    file.write(time.time())
+    with served(tmp_path / "state", token="the-one", credentials=file.path) as address:
+        yield Cluster(address, file.path, held | {"": "the-one"})
+
+
+def test_every_role_may_make_exactly_the_calls_of_the_table(cluster: Cluster) -> None:
+    """Against the real server, each call of the table by each role, without and with a wrong credential."""
+    assert cluster.call("POST", "/v1/tasks", "bob", {"name": "his", "job": JOB})[0] == 201
+    for one in CALLS:
+        if not one.roles:
+            continue
+        path = plain_path(one).format(task="his", node="x", number="1", verb="eat")
+        assert cluster.call(one.method, path, None)[0] == 401, path
+        for role, name in NAMES.items():
+            status, text = cluster.call(one.method, path, name)
+            refused = role not in one.roles or (one.own and role is Role.SUBMITTER)
+            assert (status == 403) == refused, (path, role, status, text)
+            assert status != 401
+            if refused:
+                assert name in text
+                assert "may not" in text
+        assert cluster.call(one.method, path, "")[0] not in (401, 403), "the cluster's token is an admin's"
+    cluster.tokens["nobody"] = "guessed"
+    assert cluster.call("GET", "/v1/status", "nobody")[0] == 401
+
+
+def test_a_submitter_changes_its_own_tasks_and_it_is_written_down_who_did(cluster: Cluster) -> None:
+    assert cluster.call("POST", "/v1/tasks", "alice", {"name": "hers", "job": JOB})[0] == 201
+    status, text = cluster.call("POST", "/v1/tasks/hers/cancel", "bob")
+    assert (status, "submitter bob may not cancel a task of alice" in text) == (403, True)
+    status, text = cluster.call("POST", "/v1/tasks/hers/cancel", "alice")
+    assert status == 200
+    assert json.loads(text)["because"].startswith("alice cancelled it")
+    rows = json.loads(cluster.call("GET", "/v1/audit", "grafana")[1])
+    assert [(row["by"], row["text"]) for row in rows] == [
+        ("alice", "alice cancels task hers"),
+        ("alice", "alice submits task hers"),
+    ]
+
+
+def test_one_node_cannot_speak_for_another(cluster: Cluster) -> None:
+    async def welcome(name: str, node: str) -> dict[str, object]:
+        async with agent(cluster.address, node, token=cluster.tokens[name]) as line:
+            found: dict[str, object] = line.welcome
+            return found
+
+    assert "its credential is that of node n1" in str(asyncio.run(welcome("n1", "n2")).get("refused"))
+    assert asyncio.run(welcome("n1", "n1"))["welcome"] == "n1"
+    assert asyncio.run(welcome("", "n2"))["welcome"] == "n2"
+
+
+def test_a_token_is_replaced_while_the_coordinator_runs_and_a_removed_one_ends_its_lines(
+    cluster: Cluster,
+) -> None:
+    file = CredentialsFile(cluster.file)
+    cluster.tokens["new"] = file.rotate("grafana", time.time() + 3600)
+    file.write(time.time())
+
+    async def until_closed() -> aiohttp.WSMsgType:
+        async with agent(cluster.address, "n1", token=cluster.tokens["n1"]) as line:
+            assert "welcome" in line.welcome
+            while cluster.call("GET", "/v1/status", "new")[0] != 200:
+                await asyncio.sleep(0.01)
+            assert cluster.call("GET", "/v1/status", "grafana")[0] == 200, "both are valid for an hour"
+            file.remove("n1")
+            file.write(time.time())
+            while (heard := await line.line.receive(timeout=30)).type is aiohttp.WSMsgType.TEXT:
+                pass
+            return heard.type
+
+    assert asyncio.run(until_closed()) in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE)
+    assert cluster.call("GET", "/v1/agent", "n1")[0] == 401
+    assert cluster.call("GET", "/v1/agent", "n2")[0] != 401
+
+
+def test_what_a_file_says_counts_until_it_can_be_read_again(tmp_path: Path) -> None:
+    now, said, path = [100.0], list[str](), tmp_path / "credentials"
+    file = CredentialsFile(path)
+    old = file.add(Role.VIEWER, "eve")
+    new = file.rotate("eve", until=150.0)
+    file.write(now[0])
+    known = Credentials(file=path, clock=lambda: now[0], warn=said.append)
+    caller = known.of_token(old)
+    assert caller is not None
+    assert (caller.role, caller.name) == (Role.VIEWER, "eve")
+    now[0] = 151.0
+    assert known.of_token(old) is None
+    assert not known.is_valid(caller), "and a line opened with it ends"
+    assert known.of_token(new) is not None
+    path.write_text("root eve everything\n")
+    assert not known.refresh()
+    assert "line 1" in said[0]
+    assert known.of_token(new) is not None
+    path.chmod(0o644)
+    known.refresh()
+    assert "chmod 600" in said[1]
+    path.unlink()
+    assert known.refresh()
+    assert known.of_token(new) is None
+
+
+def test_a_certificate_names_its_role_and_can_be_revoked(tmp_path: Path) -> None:
+    file = CredentialsFile(tmp_path / "credentials")
+    file.revoke(Role.NODE, "n7")
+    file.write(0.0)
+    known = Credentials(file=file.path, clock=lambda: 0.0)
+
+    def subject(role: str, name: str) -> Caller | None:
+        return known.of_certificate(((("organizationalUnitName", role),), (("commonName", name),)))
+
+    assert subject("node", "n1") == Caller(role=Role.NODE, name="n1")
+    assert subject("node", "n7") is None
+    assert subject("king", "n1") is None
+    assert subject("node", "n 1") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("king bob sha256:" + "0" * 64, "role is 'king'"),
+        ("viewer b/b sha256:" + "0" * 64, "name is 'b/b'"),
+        ("viewer bob secret", "line 1"),
+        ("viewer bob sha256:" + "0" * 64 + " until soon", "until 'soon'"),
+    ],
+)
+def test_a_line_that_is_no_credential_is_named(line: str, why: str) -> None:
+    with pytest.raises(UserError, match=re.escape(why)):
+        parse_credentials(line, "FILE")
+
+
+def test_who_did_what_survives_a_snapshot() -> None:
+    record = ClusterRecord()
+    record.audit.append({"event": 1, "at": 2.0, "by": "alice", "text": "alice submits task t"})
+    other = ClusterRecord()
+    other.begin(other.machine, other.hearts, 1, json.loads(json.dumps(record.snapshot())))
+    assert list(other.audit) == list(record.audit)
+    assert other.steps == {}
+
+
+def test_the_commands_that_manage_access(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = ["--file", str(tmp_path / "credentials")]
+    assert main.run(["access", "add", "node", "n1", "n2", *file, "-o", f"{tmp_path}/tokens/"]) == 0
+    assert main.run(["access", "add", "viewer", "eve", *file]) == 0
+    token = capfd.readouterr().out.strip()
+    assert Credentials(file=tmp_path / "credentials", clock=time.time).of_token(token) is not None
+    held = tmp_path / "tokens" / "n1.token"
+    assert held.stat().st_mode & 0o077 == 0
+    assert token not in (tmp_path / "credentials").read_text()
+    assert main.run(["access", "add", "admin", "eve", *file]) == 2
+    assert "eve is a viewer already" in capfd.readouterr().err
+    assert main.run(["access", "rotate", "eve", "--overlap", "0s", *file, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["tokens"]["eve"] != token
+    assert main.run(["access", "remove", "n2", *file]) == 0
+    assert main.run(["access", "revoke", "node", "n1", *file]) == 0
+    assert main.run(["access", "list", *file, "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["credentials"]
+    assert [(row["name"], row["revoked"]) for row in rows] == [("eve", False), ("n1", True)]
+    assert main.run(["access", "roles", "--json"]) == 0
+    assert len(json.loads(capfd.readouterr().out)["calls"]) == len(matrix())
+
+
+def test_the_page_of_the_docs_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "access.md").read_text()
+    for path, cells in matrix():
+        row = " | ".join(cells[role].replace("no", "") for role in Role)
+        assert f"| `{path}` | {row} |".replace("  ", " ") in text.replace("  ", " "), path
+
+
+def test_a_token_on_the_command_line_of_a_daemon_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["agent", "--token", "s3cret"]) == 2
+    assert main.run(["coordinator", "--token", "s3cret", "--host", "0.0.0.0"]) == 2
+    assert capfd.readouterr().err.count("can be read by every user of this machine") == 2
+
+
+def test_tokens_are_in_no_environment_and_in_no_log(tmp_path: Path) -> None:
+    """Real daemons, started with the token in their environment as systemd and scripts do."""
+    secret = "s3cret-of-the-cluster"
+    given = os.environ | {tokens.VARIABLE: secret}
+    everstep, running = [sys.executable, "-m", "everstep.cli.main"], []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        with (tmp_path / f"{words[0]}.log").open("w") as log:
+            running.append(
+                subprocess.Popen(
+                    [*everstep, *words], env=given, stdout=subprocess.PIPE, stderr=log, text=True
+                )
+            )
+        return running[-1]
+
+    try:
+        daemon = start("coordinator", "--port", "0", "--state", str(tmp_path / "state"), "--json")
+        assert daemon.stdout is not None
+        text = ""
+        while not text.endswith("}\n"):
+            text += daemon.stdout.readline()
+        address = json.loads(text)["address"]
+        client = Client(address=address, token=secret)
+        start("agent", "--coordinator", address, "--node", "n1", "--slots", "1", "--json")
+        while not client.get("/v1/health")["leads"] or not client.get("/v1/status")["nodes"]:
+            assert all(process.poll() is None for process in running)
+            time.sleep(0.05)
+        pids = {process.pid for process in running} | {
+            pid for process in running for pid in _descendants(process.pid)
+        }
+        assert len(pids) >= 3, "the agent's fork server, too"
+        for pid in pids:
+            assert secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes(), pid
+            assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes(), pid
+    finally:
+        for process in reversed(running):
+            process.terminate()
+            process.wait(60)
+    logs = "".join((tmp_path / f"{name}.log").read_text() for name in ("coordinator", "agent"))
+    assert "dashboard: http" in logs
+    assert secret not in logs
+
+
+def _descendants(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [below for child in map(int, found) for below in (child, *_descendants(child))]
