@@ -15,15 +15,17 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from tests.server.served import agent, served
-from tests.server.test_api import JOB
+from tests.server.test_api import JOB, call
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "everstep.json"
 NAME = re.compile(r"\beverstep_\w+")
@@ -173,3 +175,28 @@ def test_a_real_prometheus_answers_every_question_of_the_dashboard(
                 empty.append(expression)
     never = ("everstep_task_loss", "everstep_task_step_seconds", "changes(")  # no step was run here
     assert [e for e in empty if not any(name in e for name in never)] == []
+
+
+def test_goodput_is_in_the_metrics_and_in_the_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a task that waits: all its time is lost to waiting."""
+    with served(tmp_path) as address:
+        client = Client(address=address)
+        client.post("/v1/tasks", {"name": "t", "job": JOB})
+        client.post("/v1/tasks", {"name": "later", "job": JOB})  # an event: time has passed for the first
+        text = call(address, "/metrics")[1].decode()
+        assert 'everstep_task_goodput_ratio{task="t"} 0.0' in text
+        assert 'everstep_task_lost_seconds_total{cause="wait",task="t"}' in text
+        assert 'everstep_task_tokens_total{task="t"} 0.0' in text
+        assert "everstep_build_info{version=" in text
+        picture = tmp_path / "week.svg"
+        words = ["report", "--since", "1h", "--address", address]
+        assert main.run([*words, "--picture", str(picture), "--json"]) == 0
+        row = json.loads(capfd.readouterr().out)["tasks"][0]
+        assert (row["task"], row["owner"], row["state"]) == ("t", "an operator", "waiting")
+        assert sum(row["lost_s"].values()) + row["productive_s"] == pytest.approx(row["wall_s"])
+        ElementTree.fromstring(picture.read_text())
+        assert main.run(words) == 0
+        assert "wait" in capfd.readouterr().out
+        assert main.run([*words, "--task", "nobody"]) == 2

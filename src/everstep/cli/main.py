@@ -37,6 +37,7 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "logs": "everstep.cli.cluster:logs_command",
     "access": "everstep.cli.access:access_app",
     "ca": "everstep.cli.ca:ca_app",
+    "report": "everstep.cli.report:report_command",
     "audit": "everstep.cli.access:audit_command",
     "explain": "everstep.cli.explain:explain_command",
     "diagnose": "everstep.cli.diagnose:diagnose_command",

@@ -84,6 +84,7 @@ CALLS = (
     _call("GET", "/v1/plans", "plans", READERS, "read plans"),
     _call("GET", "/v1/digest", "digest", READERS, "read the digest"),
     _call("GET", "/v1/audit", "audit", READERS, "read who did what"),
+    _call("GET", "/v1/report", "report", READERS, "read the report"),
     _call("GET", "/v1/events/{number}", "event", READERS, "read events"),
     _call("GET", "/v1/incidents", "incidents", READERS, "read incidents"),
     _call("GET", "/v1/incidents/{number}", "incident", READERS, "read incidents"),

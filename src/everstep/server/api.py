@@ -29,7 +29,7 @@ from everstep.net.strangers import StrangerLimit
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import gantt, requests, views
+from everstep.server import gantt, report, requests, views
 from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
 from everstep.server.journal import LostLeadership
 from everstep.server.log_answers import newest_log
@@ -168,6 +168,11 @@ class Api:
     async def _audit(self, request: web.Request) -> web.Response:
         """What people have asked for, and who; the newest first."""
         return web.json_response(list(reversed(self.record.audit))[: requests.last(request)])
+
+    async def _report(self, request: web.Request) -> web.Response:
+        """`?since_s=N`: where the time of the tasks went in the last N seconds."""
+        since_s = requests.whole(request.query.get("since_s", str(7 * 86_400)), "since_s")
+        return web.json_response(report.document(self.record, since_s, time.time()))
 
     async def _event(self, request: web.Request) -> web.Response:
         """An event of the recent past, what followed from it, and the chain of causes behind it."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from everstep import __version__
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.task import TaskState
+from everstep.drive.goodput import STEPS
+from everstep.errors import UserError
+from everstep.job.job import Job
 from everstep.protocol.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
 from everstep.server.outlook import waf
@@ -22,6 +27,7 @@ class ClusterMetrics(Collector):
         self.record = record
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self._tokens: dict[str, tuple[Any, int | None]] = {}  # by task: its job, and the tokens of a step
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -33,6 +39,7 @@ class ClusterMetrics(Collector):
         yield from self._nodes()
         yield from self._tasks()
         yield from self._incidents()
+        yield from self._goodput()
         now, full = waf(self.record.machine)
         yield _one("everstep_waf_workers", "Weighted achieved work (WAF), in units of one worker.", now)
         yield _one(
@@ -114,6 +121,39 @@ class ClusterMetrics(Collector):
         yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
         yield from (protected, not_saved)
 
+    def _goodput(self) -> Iterator[Metric]:
+        ratio = GaugeMetricFamily(
+            "everstep_task_goodput_ratio", "Productive time as a part of all time.", labels=["task"]
+        )
+        productive = CounterMetricFamily(
+            "everstep_task_productive_seconds", "Time in steps that count, once each.", labels=["task"]
+        )
+        lost = CounterMetricFamily(
+            "everstep_task_lost_seconds", "Lost time by cause (docs/goodput.md).", labels=["task", "cause"]
+        )
+        tokens = CounterMetricFamily(
+            "everstep_task_tokens", "Tokens of the steps that count, where known.", labels=["task"]
+        )
+        tasks = self.record.machine.tasks
+        self._tokens = {name: known for name, known in self._tokens.items() if name in tasks}
+        for name, task in tasks.items():
+            if (account := self.record.accounts.tasks.get(name)) is None:
+                continue
+            if account.ratio is not None:
+                ratio.add_metric([name], account.ratio)
+            productive.add_metric([name], account.productive_s)
+            for cause, seconds_lost in account.lost().items():
+                lost.add_metric([name, cause], seconds_lost)
+            if name not in self._tokens or self._tokens[name][0] is not task.job:
+                self._tokens[name] = task.job, tokens_in_step(task.job)
+            if (each := self._tokens[name][1]) is not None:
+                tokens.add_metric([name], each * account.totals.get(STEPS, 0.0))
+        yield from (ratio, productive, lost, tokens)
+        text = "Always 1; the version is a label."
+        build = GaugeMetricFamily("everstep_build_info", text, labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
+
     def _incidents(self) -> Iterator[Metric]:
         total = CounterMetricFamily(
             "everstep_incidents", "Incidents by verdict.", labels=["severity", "kind"]
@@ -134,6 +174,19 @@ class ClusterMetrics(Collector):
             len(self.record.machine.log.open_ones()),
         )
         yield _recoveries(recoveries, log.forgotten)
+
+
+def tokens_in_step(job: Any) -> int | None:
+    """None: the data are not known to be tokens."""
+    try:
+        parsed = Job.from_dict(job)
+        language = parsed.language()
+    except (UserError, OSError, TypeError):
+        return None
+    length = parsed.data.sequence or (language and language[1])
+    if parsed.data.kind not in ("synthetic", "file", "tokens") or not length:
+        return None
+    return parsed.data.rows * length * parsed.microbatches_in_step
 
 
 def _recoveries(recoveries: list[float], forgotten: ForgottenIncidents) -> Metric:

@@ -16,6 +16,7 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.causes import Causes
+from everstep.drive.goodput import Accounts, account_from
 from everstep.drive.ports import HandledEvent
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
 from everstep.log import say
@@ -31,7 +32,7 @@ KEPT_AUDIT = 1000
 KEPT_ROWS_OVER = 20_000  # of all tasks that are over, together
 LEAST_ROWS_OVER = 100  # of each of them
 SILENCE_S = 1.0
-_AUDIT = ".audit"  # in a snapshot, beside the tasks, whose names begin with a letter or a digit
+_AUDIT, _ACCOUNTS = ".audit", ".accounts"  # in a snapshot, beside tasks: no name of one begins with a dot
 
 
 class ClusterRecord:
@@ -51,6 +52,7 @@ class ClusterRecord:
         self.steps: dict[str, StepRows] = {}
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
         self.plans: deque[dict[str, Any]] = deque(maxlen=KEPT_PLANS)
+        self.accounts = Accounts()  # where the time of each task went
         self.audit: deque[dict[str, Any]] = deque(maxlen=KEPT_AUDIT)  # what people asked for, and who
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
@@ -66,6 +68,9 @@ class ClusterRecord:
         self.audit.clear()
         kept = dict(steps or {})
         self.audit.extend(kept.pop(_AUDIT, ()))
+        self.accounts = Accounts()
+        for task, document in kept.pop(_ACCOUNTS, {}).items():
+            self.accounts.tasks[task] = account_from(document)
         self.causes = Causes(of_event=words.event, of_action=words.decision)
         self.steps = {task: rows_from(document) for task, document in kept.items()}
 
@@ -78,7 +83,8 @@ class ClusterRecord:
 
     def snapshot(self) -> dict[str, Any]:
         rows = {task: rows_document(steps) for task, steps in self.steps.items()}
-        return rows | {_AUDIT: list(self.audit)}
+        accounts = {task: account.document() for task, account in self.accounts.tasks.items()}
+        return rows | {_AUDIT: list(self.audit), _ACCOUNTS: accounts}
 
     def publish(self, news: dict[str, Any]) -> None:
         for listener in list(self.listeners):
@@ -95,8 +101,12 @@ class ClusterRecord:
             self.audit.append({"event": one.number, "at": at, "by": by, "text": words.event(one.event)})
         if isinstance(one.event, msg.AssignmentChosen) and one.event.version == self.machine.version:
             self._keep_plan(one.event, one.number, at)
+        rows = [action for action in one.actions if isinstance(action, msg.RecordRow)]
+        steps = [(row.task, row.record.step) for row in rows if row.record.trains]
+        self.accounts.handled(self.machine.tasks, self.machine.log, steps, at)
         if any(isinstance(action, msg.TaskEnded) for action in one.actions):
             self._trim_steps()
+            self.accounts.forget(at)
         for action in one.actions:
             if begins_training(action):
                 assert isinstance(action, msg.Dispatch)

@@ -1,0 +1,285 @@
+"""Goodput: where the time of a task went. docs/goodput.md has the definition.
+
+Every moment from a task's submission to its end is in exactly one of these: productive, or lost by one cause.
+So the parts add up to the time that has passed, whatever happens; a test checks it on storms.
+
+    waiting  start   step 1   step 2   notice decide resume  step 3 (the rest)   reduced ...
+    ├───────┼───────┼────────┼────────┼──────┼──────┼──────┼───────────────────┼──────────
+
+Between two events of the coordinator a task is in one condition, and the time goes to it. While it trains the
+time is collected, and divided when its step is recorded: up to the usual time of an undisturbed step with all
+workers it is productive; the rest is lost: while a fault was being noticed (`notice`), by a fault in this
+step (`redo`), by missing workers (`reduced`), or by none of these (`slow`). A step that was done before is
+`redo` as a whole: each step is productive once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+from everstep.core.cluster.task import OVER, Task, TaskState
+from everstep.core.task.states import Gathering, Member, Over, Planning, Running
+from everstep.protocol.incidents import IncidentLog
+
+HOUR_S = 3600.0
+KEPT_HOURS = 24 * 35
+LEAST_USUAL, KEPT_USUAL = 5, 31  # undisturbed steps whose median is the usual time of one
+PRODUCTIVE, STEPS = "productive", "steps"
+
+
+class Cause(StrEnum):
+    """Why time was lost."""
+
+    WAIT = "wait"  # for slots
+    PAUSED = "paused"  # by a person
+    START = "start"  # before its first step: processes, checkpoints, the first schedule
+    NOTICE = "notice"  # there is evidence of a fault, and no verdict yet
+    DECIDE = "decide"  # ledgers are collected and the rest of the step is planned
+    RESUME = "resume"  # from the plan to the first op
+    RESTORE = "restore"  # a stage was lost: workers start and load a kept state
+    REDO = "redo"  # work that was done before, and time that a fault cost inside its step
+    REDUCED = "reduced"  # slower than usual, with fewer workers than the shape has
+    SLOW = "slow"  # slower than usual with all workers: a straggler, data, a save
+    END = "end"  # workers leave; an unfinished step
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskAccount:
+    since: float  # its submission
+    until: float  # accounted up to here
+    owner: str = ""
+    state: str = TaskState.WAITING
+    totals: dict[str, float] = field(default_factory=dict)  # productive, steps, and each cause
+    hours: dict[int, dict[str, float]] = field(default_factory=dict)  # the same, by hour since 1970
+    open_s: float = 0.0  # of the step in progress: not divided yet
+    last: int = 0  # the highest step that was recorded
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_USUAL))
+    notice_s: float = 0.0  # of that, while there was evidence of a fault and no verdict
+    condition: Cause | None = Cause.WAIT  # None: it trains
+    suspects: bool = False  # there is evidence of a fault and no verdict
+    disturbed: bool = False  # a fault fell into the step in progress
+    shape: str = ""
+    held: float = 0.0  # what the last step lost by `held_by`; the next one tells whether it did
+    held_by: Cause = Cause.SLOW
+
+    @property
+    def wall_s(self) -> float:
+        return self.until - self.since
+
+    @property
+    def productive_s(self) -> float:
+        return self.totals.get(PRODUCTIVE, 0.0)
+
+    @property
+    def ratio(self) -> float | None:
+        """None: nothing is known yet."""
+        known = self.wall_s - self.undivided_s
+        return self.productive_s / known if known > 0 else None
+
+    @property
+    def undivided_s(self) -> float:
+        """Of the last step and the one in progress."""
+        return self.open_s + self.held
+
+    def lost(self) -> dict[str, float]:
+        return {cause: self.totals.get(cause, 0.0) for cause in Cause}
+
+    @property
+    def usual_s(self) -> float | None:
+        return median(self.usual) if len(self.usual) >= LEAST_USUAL else None
+
+    def advance(self, at: float) -> None:
+        """The time up to here belongs to the condition it was in."""
+        seconds = at - self.until
+        if seconds <= 0:
+            return
+        if self.condition is None:
+            self.open_s += seconds
+            self.notice_s += seconds if self.suspects else 0.0
+        else:
+            for hour, part in _hours(self.until, at):
+                self._add(hour, self.condition, part)
+        self.until = at
+
+    def recorded(self, step: int, *, full: bool) -> None:
+        """A step is done. `full`: by all the workers that the shape has."""
+        seconds, self.open_s = self.open_s, 0.0
+        hour, clean = int(self.until // HOUR_S), not self.disturbed
+        if step <= self.last:
+            self._add(hour, Cause.REDO, seconds)
+        else:
+            self._divide(hour, seconds, clean=clean, full=full)
+            self._add(hour, STEPS, 1.0)
+            self.last = step
+        self.disturbed, self.notice_s = False, 0.0
+
+    def _divide(self, hour: int, seconds: float, *, clean: bool, full: bool) -> None:
+        usual = self.usual_s
+        good = seconds if usual is None else min(seconds, usual)
+        cause = Cause.REDO if not clean else Cause.SLOW if full else Cause.REDUCED
+        if usual is not None and seconds < usual / 2:
+            # Steps that were made while the coordinator was away come at once: the first seemed to be slow.
+            back = min(usual - seconds, self.held)
+            self.held -= back
+            self._add(hour, PRODUCTIVE, seconds + back)
+            return
+        self._add(hour, self.held_by, self.held)
+        if clean and full:
+            self.usual.append(seconds)
+        noticed = min(self.notice_s, seconds - good)
+        self.held_by, self.held = cause, seconds - good - noticed
+        self._add(hour, PRODUCTIVE, good)
+        self._add(hour, Cause.NOTICE, noticed)
+
+    def ended(self) -> None:
+        hour = int(self.until // HOUR_S)
+        self._add(hour, self.held_by, self.held)
+        self._add(hour, Cause.END, self.open_s)
+        self.open_s = self.held = 0.0
+        self.condition = Cause.END
+
+    def _add(self, hour: int, what: str, amount: float) -> None:
+        if amount:
+            self.totals[what] = self.totals.get(what, 0.0) + amount
+            into = self.hours.setdefault(hour, {})
+            into[what] = into.get(what, 0.0) + amount
+            while len(self.hours) > KEPT_HOURS:
+                del self.hours[min(self.hours)]
+
+    def between(self, since: float, until: float) -> dict[str, float]:
+        """Productive, steps and each cause in the hours that lie in this time, at least in part."""
+        first, last = int(since // HOUR_S), int(until // HOUR_S)
+        found: dict[str, float] = {}
+        for hour, amounts in self.hours.items():
+            if first <= hour <= last:
+                for what, amount in amounts.items():
+                    found[what] = found.get(what, 0.0) + amount
+        return found
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "since": self.since,
+            "until": self.until,
+            "owner": self.owner,
+            "state": self.state,
+            "totals": dict(self.totals),
+            "hours": [[hour, amounts] for hour, amounts in self.hours.items()],
+            "open_s": self.open_s,
+            "notice_s": self.notice_s,
+            "suspects": self.suspects,
+            "held": self.held,
+            "held_by": self.held_by,
+            "last": self.last,
+            "usual": list(self.usual),
+            "condition": self.condition,
+            "disturbed": self.disturbed,
+            "shape": self.shape,
+        }
+
+
+def account_from(document: Mapping[str, Any]) -> TaskAccount:
+    """What `document` has written."""
+    apart = ("totals", "hours", "usual", "condition", "held_by")
+    condition = document["condition"]
+    return TaskAccount(
+        **{key: value for key, value in document.items() if key not in apart},
+        totals=dict(document["totals"]),
+        hours={int(hour): dict(amounts) for hour, amounts in document["hours"]},
+        usual=deque(document["usual"], maxlen=KEPT_USUAL),
+        condition=None if condition is None else Cause(condition),
+        held_by=Cause(document["held_by"]),
+    )
+
+
+def _hours(since: float, until: float) -> Iterator[tuple[int, float]]:
+    """The parts of a span of time, by hour; a long one is not divided further than what is kept."""
+    while since < until:
+        hour = int(since // HOUR_S)
+        end = until if until - since > KEPT_HOURS * HOUR_S else min(until, (hour + 1) * HOUR_S)
+        yield hour, end - since
+        since = end
+
+
+class Accounts:
+    """Of all tasks, by name; those of tasks that are over stay as long as their hours are kept."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, TaskAccount] = {}
+
+    def handled(
+        self, tasks: Mapping[str, Task], log: IncidentLog, steps: Iterable[tuple[str, int]], at: float
+    ) -> None:
+        """An event was handled now: it recorded these steps, and the tasks are in these states."""
+        for name, step in steps:
+            if name in tasks and name in self.tasks and self.tasks[name].state not in OVER:
+                self.tasks[name].advance(at)
+                self.tasks[name].recorded(step, full=is_full(tasks[name]))
+        for name, task in tasks.items():
+            account = self.tasks.get(name)
+            if account is None:
+                if task.state in OVER:
+                    continue
+                owner = task.request.owner
+                account = self.tasks[name] = TaskAccount(since=at, until=at, owner=owner)
+            elif account.state in OVER:
+                continue
+            account.advance(at)
+            if account.state != task.state:
+                account.state = task.state
+            if task.state in OVER:
+                account.ended()
+            elif account.shape != (shape := str(task.shape)):
+                account.shape = shape
+                account.usual.clear()
+            account.condition = condition_of(task, log, begun=account.last > 0)
+            account.disturbed |= account.condition in _FAULT
+            account.suspects = any(one.task == name and one.verdict is None for one in log.open_ones())
+
+    def forget(self, now: float) -> None:
+        oldest = now - KEPT_HOURS * HOUR_S
+        over = [name for name, one in self.tasks.items() if one.state in OVER and one.until < oldest]
+        for name in over:
+            del self.tasks[name]
+
+
+_FAULT = frozenset({Cause.DECIDE, Cause.RESUME, Cause.RESTORE})
+
+
+def condition_of(task: Task, log: IncidentLog, *, begun: bool) -> Cause | None:
+    """What the time from now on belongs to. None: it trains. `begun`: it has made a step."""
+    match task.state:
+        case TaskState.WAITING:
+            return Cause.WAIT
+        case TaskState.PAUSED:
+            return Cause.PAUSED
+        case TaskState.SEARCHING:
+            return Cause.RESTORE if begun else Cause.START
+        case TaskState.RUNNING if task.recovery is not None:
+            return _of_phase(task.recovery.phase, task.name, log, begun=begun)
+        case TaskState.RUNNING:
+            return None
+        case _:
+            return Cause.END
+
+
+def _of_phase(phase: object, name: str, log: IncidentLog, *, begun: bool) -> Cause | None:
+    if isinstance(phase, Gathering | Planning):
+        return Cause.DECIDE
+    if isinstance(phase, Over):
+        return Cause.END
+    if not isinstance(phase, Running):
+        return Cause.RESTORE if begun else Cause.START
+    stopped = any(one.task == name and one.stops_training for one in log.open_ones())
+    return Cause.RESUME if stopped else None
+
+
+def is_full(task: Task) -> bool:
+    """Does every place of its shape take part?"""
+    places = task.recovery.places if task.recovery is not None else {}
+    wanted = task.shape.replicas * task.shape.stages
+    return sum(isinstance(state, Member) for state in places.values()) >= wanted

@@ -1,0 +1,190 @@
+"""Where the time of a task went: every second is in one place, and the parts add up, in storms too."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.drive.goodput import STEPS, Accounts, Cause, TaskAccount, account_from
+from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
+from everstep_lab.storm import draw_storm, run_storm
+from everstep_lab.storm.cluster_world import ClusterWorld
+
+from ..core.fake_cluster import FakeCluster
+
+
+def parts(account: TaskAccount) -> float:
+    known = sum(amount for what, amount in account.totals.items() if what != STEPS)
+    return known + account.undivided_s
+
+
+def account_that_trains(steps: int = 10, each: float = 1.0) -> TaskAccount:
+    account = TaskAccount(since=0.0, until=0.0, condition=None)
+    for step in range(1, steps + 1):
+        account.advance(step * each)
+        account.recorded(step, full=True)
+    return account
+
+
+def test_without_faults_all_the_time_is_productive() -> None:
+    account = account_that_trains()
+    assert (account.productive_s, account.ratio, account.totals[STEPS]) == (10.0, 1.0, 10.0)
+
+
+def test_a_fault_inside_a_step_costs_what_the_step_took_longer() -> None:
+    account = account_that_trains()
+    account.advance(10.5)
+    account.condition, account.disturbed = Cause.DECIDE, True
+    account.advance(10.7)
+    account.condition = Cause.RESUME
+    account.advance(10.8)
+    account.condition = None
+    account.advance(11.6)  # 0.5 before and 0.8 after: 0.3 more than usual
+    account.recorded(11, full=True)
+    for step in (12, 13):
+        account.advance(0.6 + step)
+        account.recorded(step, full=True)
+    lost = account.lost()
+    assert lost["decide"] == pytest.approx(0.2)
+    assert lost["resume"] == pytest.approx(0.1)
+    assert lost["redo"] == pytest.approx(0.3)
+    assert account.productive_s == pytest.approx(13.0)
+
+
+def test_a_hang_is_lost_by_the_time_it_took_to_notice() -> None:
+    account = account_that_trains()
+    account.advance(10.5)
+    account.suspects = True
+    account.advance(13.5)
+    account.suspects, account.disturbed = False, True
+    account.advance(14.0)
+    account.recorded(11, full=True)
+    account.advance(15.0)
+    account.recorded(12, full=True)
+    assert account.lost()["notice"] == pytest.approx(3.0)
+    assert account.productive_s == pytest.approx(12.0)
+
+
+def test_a_step_that_is_done_again_counts_once() -> None:
+    account = account_that_trains()
+    for number, step in enumerate((9, 10, 11), 11):
+        account.advance(float(number))
+        account.recorded(step, full=True)
+    assert account.lost()["redo"] == 2.0
+    assert account.productive_s == 11.0
+
+
+def test_steps_with_fewer_workers_are_reduced_and_not_the_new_normal() -> None:
+    account = account_that_trains()
+    for step in range(11, 60):
+        account.advance(10 + 2.0 * (step - 10))
+        account.recorded(step, full=False)
+    assert account.usual_s == 1.0
+    assert account.lost()["reduced"] + account.held == pytest.approx(49.0)
+
+
+def test_steps_that_come_at_once_after_a_coordinator_was_away_were_productive() -> None:
+    account = account_that_trains()
+    account.advance(30.0)  # nothing was heard for 20 s, then all twenty steps
+    for step in range(11, 31):
+        account.recorded(step, full=True)
+    assert account.productive_s == pytest.approx(30.0)
+    assert account.ratio == pytest.approx(1.0)
+    assert min(account.lost().values()) >= 0
+
+
+def test_an_interval_is_divided_at_the_hour_and_old_hours_go() -> None:
+    account = TaskAccount(since=3000.0, until=3000.0, condition=Cause.WAIT)
+    account.advance(3600.0 * 3 + 600)
+    assert {hour: amounts["wait"] for hour, amounts in account.hours.items()} == {
+        0: 600.0,
+        1: 3600.0,
+        2: 3600.0,
+        3: 600.0,
+    }
+    assert account.between(3600.0 * 2, 3600.0 * 4) == {"wait": 4200.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 5000),
+            st.sampled_from([None, None, None, *Cause]),
+            st.booleans(),
+            st.integers(0, 3),
+            st.booleans(),
+        )
+    )
+)
+def test_whatever_happens_the_parts_add_up_and_counters_only_rise(history: list[Any]) -> None:
+    account, at, before = TaskAccount(since=7.0, until=7.0), 7.0, dict[str, float]()
+    for seconds, condition, suspects, back, full in history:
+        at += seconds
+        account.advance(at)
+        account.recorded(max(1, account.last + 1 - back), full=full)
+        account.condition, account.suspects = condition, suspects
+        account = account_from(json.loads(json.dumps(account.document())))
+        assert math.isclose(parts(account), account.wall_s, rel_tol=1e-9, abs_tol=1e-6)
+        assert all(account.totals.get(what, 0.0) >= amount - 1e-9 for what, amount in before.items())
+        before = dict(account.totals)
+    account.ended()
+    assert account.undivided_s == 0
+    assert math.isclose(parts(account), account.wall_s, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_a_death_on_a_cluster_is_accounted() -> None:
+    accounts = Accounts()
+
+    class Counted(FakeCluster):
+        def handled(self, one: Any) -> None:
+            super().handled(one)
+            follow(accounts, one, self.coordinator)
+
+    cluster = Counted(nodes={"a": 2, "b": 2})
+    cluster.submit(steps=12)
+    for _ in range(8):
+        cluster.seal()
+    cluster.exits(Worker(0, 0), "SIGKILL")
+    for _ in range(4):
+        cluster.seal()
+    account = accounts.tasks["t"]
+    assert account.totals[STEPS] == 12
+    assert account.lost()["decide"] > 0
+    assert account.lost()["start"] > 0
+    assert parts(account) == pytest.approx(account.wall_s)
+
+
+def follow(accounts: Accounts, one: Any, coordinator: Any) -> None:
+    """As `ClusterRecord` does."""
+    rows = [action for action in one.actions if isinstance(action, msg.RecordRow)]
+    steps = [(row.task, row.record.step) for row in rows if row.record.trains]
+    accounts.handled(coordinator.tasks, coordinator.log, steps, one.at)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_storm_the_parts_add_up_after_every_event(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts, real, last = Accounts(), ClusterWorld.handled, [0]
+
+    def handled(world: ClusterWorld, one: Any) -> None:
+        real(world, one)
+        if one.number <= last[0]:  # another coordinator leads, and reads the journal
+            accounts.tasks.clear()
+        last[0] = one.number
+        follow(accounts, one, world.coordinator)
+        for account in accounts.tasks.values():
+            assert math.isclose(parts(account), account.wall_s, rel_tol=1e-9, abs_tol=1e-9)
+            assert account.until == pytest.approx(one.at) or account.state in ("finished", "failed")
+
+    monkeypatch.setattr(ClusterWorld, "handled", handled)
+    report = run_storm(draw_storm(seed, "cluster"), cluster=True)
+    assert report.violation is None
+    (account,) = accounts.tasks.values()
+    assert account.undivided_s == 0
+    assert account.productive_s > 0
