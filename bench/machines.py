@@ -111,17 +111,8 @@ class Scene:
 
     def start_coordinator(self, name: str, etcd: str = "") -> None:
         machine = self.machines[name]
-        command = [
-            *EVERSTEP,
-            "coordinator",
-            "--host",
-            "0.0.0.0",
-            "--port",
-            "7077",
-            "--insecure",
-            "--name",
-            name,
-        ]
+        command = [*EVERSTEP, "coordinator", "--host", "0.0.0.0", "--port", "7077", "--insecure"]
+        command += ["--name", name]
         command += ["--state", str(machine.folder / "state")] + (["--etcd", etcd] if etcd else [])
         machine.start(command, "coordinator.log", {"EVERSTEP_TOKEN": TOKEN})
 

@@ -15,8 +15,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep_lab.storm import draw_storm, run_storm
 from everstep_lab.storm.cluster_world import ClusterWorld
-
-from ..core.fake_cluster import FakeCluster
+from tests.core.fake_cluster import FakeCluster
 
 
 def parts(account: TaskAccount) -> float:

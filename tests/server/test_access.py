@@ -31,9 +31,8 @@ from everstep.server.access import (
     plain_path,
 )
 from everstep.server.record import ClusterRecord
-
-from .served import agent, served
-from .test_api import JOB, call
+from tests.server.served import agent, served
+from tests.server.test_api import JOB, call
 
 NAMES = {Role.VIEWER: "grafana", Role.SUBMITTER: "alice", Role.NODE: "n1", Role.ADMIN: "root"}
 

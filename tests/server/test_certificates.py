@@ -19,8 +19,7 @@ from everstep.node.agent import Agent, AgentSettings
 from everstep.server.access import CredentialsFile, Role
 from everstep.server.certificates import client_context, server_context
 from everstep.server.serve import ServerSettings
-
-from .served import served
+from tests.server.served import served
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="the openssl command is not installed"
