@@ -188,7 +188,9 @@ everstep.train(model={model}, loss=nn.functional.mse_loss, data=lambda s, m: {GO
 def test_a_script_that_never_trains_is_told_so(tmp_path: Path, idle_everstep: Callable[..., Any]) -> None:
     path = tmp_path / "train.py"
     path.write_text("x = 1\n")
-    assert_refused(idle_everstep("run", path), "has ended without calling everstep.train.")
+    assert_refused(
+        idle_everstep("run", path), "has ended without calling everstep.train; a script for torchrun"
+    )
 
 
 def test_an_override_that_does_not_fit_the_model_is_a_mistake(

@@ -37,6 +37,7 @@ INCIDENT: dict[str, Any] = {
 }
 
 
+OPEN = INCIDENT | {"number": 12, "closed_at": None, "what": "hung in F3 for 2.1 s " + "and more " * 12}
 CHAIN: list[dict[str, Any]] = [
     {
         "event": 41,
@@ -67,6 +68,7 @@ class Coordinator(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     Coordinator.answers = {
+        "/v1/incidents?last=10": (200, json.dumps([INCIDENT, OPEN]).encode()),
         "/v1/incidents/7": (200, json.dumps(INCIDENT).encode()),
         "/v1/incidents/8": (200, b"<html>a router</html>"),
         "/v1/incidents/9": (500, b""),
@@ -101,6 +103,21 @@ def test_severities_as_a_table_and_as_json(capfd: pytest.CaptureFixture[str]) ->
     assert kinds["ecc error"]["severity"] == "SEV1"
     assert 48 in kinds["ecc error"]["xids"]
     assert "uncorrectable ECC error encountered" in {p["pattern"] for p in kinds["ecc error"]["patterns"]}
+
+
+def test_without_a_number_recent_incidents_are_listed_uncut(
+    address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = explain(capfd, "--address", address, "--token", "secret")
+    assert (code, err) == (0, "")
+    head, closed, still_open, hint = out.splitlines()
+    assert head.split() == ["incident", "opened", "where", "workers", "state", "what"]
+    assert closed.split()[0] == "7"
+    assert closed.endswith("gpt node n3  1:0      closed after 875 ms  killed by SIGKILL")
+    assert still_open.endswith(f"open                 {OPEN['what'].rstrip()}")
+    assert hint == "everstep explain 12 tells one of them in full"
+    code, out, _ = explain(capfd, "--address", address, "--token", "secret", "--json")
+    assert [one["number"] for one in json.loads(out)["incidents"]] == [7, 12]
 
 
 def test_an_incident_is_told_in_order_with_offsets(address: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -57,12 +57,14 @@ def test_a_paused_task_is_resumed_by_a_command_of_its_own(
     class Coordinator:
         def __init__(self, **_: Any) -> None: ...
 
-        def post(self, where: str) -> dict[str, str]:
+        def post(self, where: str) -> dict[str, Any]:
             asked.append(where)
-            return {"task": "gpt", "state": "paused", "because": "an operator asked"}
+            return {"task": "gpt", "state": "paused", "step": 7, "saved": {"protected": 7}}
 
     monkeypatch.setattr(cluster, "Client", Coordinator)
     ran = idle_everstep(*words)
     assert ran.code == 0
     assert asked == [path]
-    assert "task gpt is paused: an operator asked" in ran.err
+    assert (
+        "task gpt is paused at step 7" if path.endswith("/pause") else "continues after step 7"
+    ) in ran.err

@@ -97,7 +97,7 @@ def test_early_stop_counts_evaluations_without_progress() -> None:
         stop.on_eval(step, {"loss": loss}) for step, loss in enumerate((3.0, 2.0, 1.95, 1.5, 1.6, 1.45))
     ]
     assert answers[:-1] == [None] * 5
-    assert answers[-1] == "loss has not improved in 2 evaluations"
+    assert answers[-1] == "loss has not improved on 1.5 (step 3) for 2 evaluations"
     best = everstep.EarlyStop(metric="accuracy", patience=1, larger_is_better=True)
     assert [bool(best.on_eval(0, {"accuracy": a})) for a in (0.1, 0.2, 0.2)] == [False, False, True]
     with pytest.raises(UserError, match="looks at 'f1'; the evaluation has loss"):

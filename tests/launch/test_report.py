@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.launch.local.data import DataWaits
 from everstep.launch.local.report import incident_line, summary_line
 from everstep.protocol.incidents import Incident, Remedy, Verdict
+from everstep.protocol.ops import Worker
 
 
 def run(**changed: Any) -> dict[str, Any]:
@@ -31,6 +33,24 @@ def test_a_last_state_that_is_on_no_disk_is_not_called_healed() -> None:
     line = summary_line(run(ended=f"completed all 2 steps; {unsaved}"))
     assert "healed" not in line
     assert line.endswith(f"8 committed once; {unsaved}")
+
+
+def test_a_run_that_a_callback_has_stopped_says_so() -> None:
+    stopped = "stopped by EarlyStop: loss has not improved on 0.04413 (step 1) for 3 evaluations"
+    ended = f"{stopped}; step 2, the last one, is complete"
+    line = summary_line(run(steps=320, stopped=stopped, ended=ended))
+    assert line.startswith("2 of 320 steps, loss 2.500000, 1 incident healed; ")
+    assert line.endswith(f"8 committed once; {stopped}")
+
+
+def test_a_wait_for_data_is_said_once_and_not_of_the_first_cold_steps() -> None:
+    waits = DataWaits()
+    assert waits.warning(Worker(0, 1), 0.34, 1.0, 1) is None
+    first = waits.warning(Worker(0, 1), 0.34, 1.0, 10)
+    assert first is not None
+    assert "worker 0:1 waits 0.34 s of every 1 s step for its data" in first
+    assert [waits.warning(Worker(r, 0), 0.34, 1.0, 10) for r in range(4)] == [None] * 4
+    assert waits.warning(Worker(1, 0), 0.7, 1.0, 20) is not None
 
 
 def test_an_incident_beside_training_says_its_cause() -> None:

@@ -71,7 +71,10 @@ def test_scores_and_logs_are_there_while_it_runs_and_afterwards(tmp_path: Path) 
         assert follows.returncode == 0, err
         assert f"asked for {STEPS} 0" in out
         assert out.count("asked for 3 0\n") == 1
-        assert f"evaluation after step {STEPS}: loss " in err
+        assert f"evaluation after step {STEPS}: loss " in out
+        assert out.count(f"step 3/{STEPS}  loss ") == 1
+        assert "everstep: worker 0:0 of job (replica 0 of " in out
+        assert "is on node a, slot " in out
         assert [one["step"] for one in told["evaluations"]] == [2, 4, 6]
         assert set(told["evaluation"]["values"]) == {"loss", "error"}
         after = subprocess.run(

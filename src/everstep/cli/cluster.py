@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from everstep.cli import render
@@ -108,11 +109,10 @@ def status_command(
     if as_json:
         render.emit(document)
         return 0
-    console = Console(highlight=False)
     if not watch:
-        console.print(_picture(document))
+        render.show(_picture(document))
         return 0
-    with Live(_picture(document), console=console, refresh_per_second=4) as live:
+    with Live(_picture(document), console=Console(highlight=False), refresh_per_second=4) as live:
         while True:
             time.sleep(0.5)
             try:
@@ -187,9 +187,11 @@ def cancel_command(
 
       everstep cancel llama-8b
     """
-    return report(
-        Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/cancel"), "task", as_json
-    )
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/cancel")
+    saved = row["saved"]["protected"]
+    kept = f"its checkpoint of step {saved} is kept" if saved else "no step of it is saved"
+    then = "is cancelled" if row["state"] in _OVER else "ends now"
+    return answer(row, f"task {task} {then}; {kept}", as_json)
 
 
 def pause_command(
@@ -209,7 +211,13 @@ def pause_command(
       everstep pause llama-8b
     """
     client = Client(address=address, token=token, ca=ca)
-    return report(client.post(f"/v1/tasks/{task}/{'unpause' if go_on else 'pause'}"), "task", as_json)
+    if go_on:
+        return resume_command(task, address=address, token=token, ca=ca, as_json=as_json)
+    row = client.post(f"/v1/tasks/{task}/pause")
+    if row["state"] == "paused":
+        return answer(row, f"task {task} is paused at step {row['step']}; everstep resume {task}", as_json)
+    will = f"task {task} completes the step after {row['step']}, saves it and frees its slots"
+    return answer(row, f"{will}; everstep resume {task} continues it", as_json)
 
 
 def resume_command(
@@ -225,9 +233,11 @@ def resume_command(
 
       everstep resume llama-8b
     """
-    return report(
-        Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/unpause"), "task", as_json
-    )
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/unpause")
+    if row["state"] == "running":
+        return answer(row, f"task {task} is running, at step {row['step']} of {row['steps']}", as_json)
+    where = f"after step {row['saved']['protected']}" if row["saved"]["protected"] else "at step 1"
+    return answer(row, f"task {task} continues {where} when slots are free ({row['state']})", as_json)
 
 
 def resize_command(
@@ -259,7 +269,8 @@ def resize_command(
     if release:
         if shape or workers is not None:
             raise UserError("--release takes neither a number of workers nor --shape; leave them out.")
-        return report(client.post(f"/v1/tasks/{task}/release"), "task", as_json)
+        row = client.post(f"/v1/tasks/{task}/release")
+        return answer(row, f"the planner chooses the size and shape of task {task} again", as_json)
     if shape:
         words = shape.lower().split("x")
         is_odd = len(words) not in (2, 3) or not all(word.strip().isdecimal() for word in words)
@@ -269,10 +280,25 @@ def resize_command(
                 "and no number of workers."
             )
         counts = dict(zip(("replicas", "stages", "shards"), map(int, words), strict=False))
-        return report(client.post(f"/v1/tasks/{task}/reshape", counts), "task", as_json)
+        before = client.get(f"/v1/tasks/{task}?rows=0")
+        row = client.post(f"/v1/tasks/{task}/reshape", counts)
+        return answer(row, _will_take(counts, before, row), as_json)
     if workers is None:
         raise UserError("give a number of workers, or --shape, such as 3x2.")
-    return report(client.post(f"/v1/tasks/{task}/resize", {"workers": workers}), "task", as_json)
+    row = client.post(f"/v1/tasks/{task}/resize", {"workers": workers})
+    now = f"it has {row['workers']} of {row['places']}"
+    return answer(row, f"task {task} uses at most {count(workers, 'worker')} from now on; {now}", as_json)
+
+
+def _will_take(counts: Mapping[str, int], before: Any, row: Any) -> str:
+    """What a change of shape does, and when."""
+    task, shape = row["task"], " x ".join(str(each) for each in counts.values())
+    if {**before["shape"], **counts} == before["shape"]:
+        return f"task {task} has the shape {shape} already"
+    if row["state"] != "running":
+        return f"task {task} takes the shape {shape} when it starts ({row['state']}: {row['because']})"
+    first = row["step"] + 1
+    return f"task {task} takes the shape {shape} at the end of the step it is in, {first} or {first + 1}"
 
 
 def logs_command(
@@ -287,9 +313,10 @@ def logs_command(
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the last lines a worker printed, also once its task has ended.
+    """Show where a worker runs, what it printed, and the last steps and evaluations of its task.
 
-    With [bold]--follow[/bold] evaluations are shown too, as they come.
+    Works also once the task has ended. With [bold]--follow[/bold] lines are printed as they come, until the
+    task has ended.
 
     [bold]Examples[/bold]
 
@@ -298,15 +325,26 @@ def logs_command(
       everstep logs llama-8b --follow
     """
     client = Client(address=address, token=token, ca=ca)
-    shown = WorkerOutput(client, task, worker, size)
+    shown = WorkerOutput(client, task, worker, size, quiet=as_json)
     if follow:
-        shown.follow(quiet=as_json)
+        shown.follow()
     else:
-        text = shown.read()
-        print("" if as_json else text, end="")
+        shown.show()
     if as_json:
         render.emit(shown.document)
     return 0
+
+
+def answer(row: Any, sentence: str, as_json: bool) -> int:
+    """What a command has set in motion."""
+    if as_json:
+        render.emit(row)
+    render.note(sentence)
+    return 0
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def report(row: Any, what: str, as_json: bool) -> int:
@@ -322,9 +360,11 @@ def report(row: Any, what: str, as_json: bool) -> int:
 def _picture(document: Any) -> Group:
     open_ones = document["incidents"]["open"]
     total = document["incidents"]["total"]
-    line = f"{total} {'incident' if total == 1 else 'incidents'}, {len(open_ones)} open"
+    line = f"{count(total, 'incident')}, {len(open_ones)} open"
     if open_ones:
         line += f": {', '.join(map(str, open_ones[:10]))} (everstep explain {open_ones[0]})"
+    elif total:
+        line += " (everstep explain lists them)"
     return Group(_nodes(document["nodes"]), Text(), _tasks(document["tasks"]), Text(), Text(line))
 
 
@@ -343,20 +383,9 @@ def _nodes(nodes: Any) -> Table:
 
 
 def _tasks(tasks: Any) -> Table:
-    table = Table(
-        "task",
-        "state",
-        "workers",
-        "step",
-        "",
-        "protected",
-        "loss",
-        "s/step",
-        "evaluation",
-        "because",
-        box=None,
-        pad_edge=False,
-    )
+    whole = ("task", "state", "workers", "step", "", "protected", "loss", "s/step", "evaluation")
+    columns = [Column(name, no_wrap=True) for name in whole]
+    table = Table(*columns, Column("because", overflow="fold"), box=None, pad_edge=False)
     for task in tasks:
         table.add_row(
             task["task"],

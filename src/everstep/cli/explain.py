@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.plans import pick_plan, show_plan
 from everstep.core.faults.remedies import REMEDIES, first_remedy
@@ -32,9 +33,12 @@ def explain_command(
     what: Annotated[
         str,
         typer.Argument(
-            help="The number of an incident, `event:NUMBER`, `plan`, or `severities`.", metavar="WHAT"
+            help="The number of an incident, `event:NUMBER`, `plan`, or `severities`. Without it, recent "
+            "incidents are listed.",
+            metavar="WHAT",
+            show_default=False,
         ),
-    ],
+    ] = "",
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -45,13 +49,15 @@ def explain_command(
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
 ) -> None:
-    """Explain an incident: evidence, verdict and remedies, with time, reason and the event behind each.
+    """List recent incidents, or explain one: evidence, verdict and remedies, with times and reasons.
 
     `event:NUMBER` shows a recent event, what the coordinator did about it, and the chain of
     causes behind it. `plan` shows the planner's last decision: what each task could have done, with numbers,
     and why the chosen option won; `plan:EVENT` an earlier one.
 
     [bold]Examples[/bold]
+
+      everstep explain
 
       everstep explain 7
 
@@ -63,7 +69,10 @@ def explain_command(
 
       everstep explain severities --patterns
     """
-    if what == "severities":
+    if not what:
+        found = Client(address=address, token=token, ca=ca).get(f"/v1/incidents?last={LISTED}")
+        _emit({"incidents": found}) if as_json else _show_incidents(found)
+    elif what == "severities":
         document = severities_document()
         _emit(document) if as_json else _show_severities(with_patterns=patterns)
     elif what.startswith("event:") and what.removeprefix("event:").isdecimal():
@@ -79,7 +88,8 @@ def explain_command(
         _emit(document) if as_json else _show_incident(document)
     else:
         raise UserError(
-            f"{what!r} cannot be explained; give the number of an incident, event:NUMBER, plan or severities."
+            f"{what!r} cannot be explained; give the number of an incident (everstep explain lists them), "
+            "event:NUMBER, plan or severities."
         )
 
 
@@ -150,6 +160,30 @@ def _pattern_table() -> Table:
         table.add_row(name, escape(symptom.pattern.pattern), symptom.origin)
         before = symptom.kind
     return table
+
+
+# The incidents of the last time, newest last: the one that is asked for is near the prompt
+
+LISTED = 10
+
+
+def _show_incidents(incidents: Sequence[Mapping[str, Any]]) -> None:
+    if not incidents:
+        print("no incidents")
+        return
+    rows = []
+    for one in incidents:
+        opened, closed = one.get("opened_at"), one.get("closed_at")
+        where = [one.get("task") or "", f"node {one['node']}" if one.get("node") else ""]
+        workers = " ".join(map(str, one.get("workers") or ()))
+        took = "open" if closed is None else f"closed after {_offset(closed - (opened or closed))[1:]}"
+        at = "" if opened is None else _clock(opened)
+        rows.append((str(one["number"]), at, " ".join(filter(None, where)), workers, took, one["what"]))
+    table = Table("incident", "opened", "where", "workers", "state", "what", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    render.show(table)
+    print(f"everstep explain {incidents[-1]['number']} tells one of them in full")
 
 
 # The timeline of an incident

@@ -132,7 +132,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if not hasattr(error, "format_message"):  # then it is a usage error, by whichever click typer brings
             raise
         message = error.format_message()
-        return _say(f"{message} Try everstep --help." if message else "", 2)
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "everstep"
+        return _say(f"{message} Try {command} --help." if message else "", 2)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console, RenderableType
 
 from everstep import log
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 note = log.say
+UNCUT = 100_000  # columns
 
 LOG_FORMAT = typer.Option("--log-format", help="Lines on stderr: text, or one JSON object each.")
 LOG_LEVEL = typer.Option("--log-level", help="The least severe lines on stderr.")
@@ -38,6 +40,17 @@ class LogLevel(StrEnum):
 def emit(document: Mapping[str, Any]) -> None:
     """The one JSON document. A number that is none (NaN) is null."""
     print(json.dumps(_plain(document), indent=2), flush=True)
+
+
+def show(picture: RenderableType) -> None:
+    """Print a table: as wide as the terminal, or as wide as it is where a program or a file reads it."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(picture)
+        return
+    console = Console(highlight=False, width=UNCUT)
+    with console.capture() as captured:
+        console.print(picture)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 @contextlib.contextmanager

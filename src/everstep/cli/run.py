@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +21,7 @@ import typer
 from everstep import log
 from everstep.cli import render
 from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
-from everstep.errors import UserError
+from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
     from everstep.job.job import Job
@@ -239,6 +241,14 @@ class ScriptRun:
         return own_page(self.web) if wanted and self.web is not None else contextlib.nullcontext()
 
 
+def _from_script(error: Exception, script: str) -> TracebackType | None:
+    """The part of a traceback that begins in the script; all of it where no frame of the script is in it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != script:
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
 def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
     """A script that calls everstep.train."""
     as_json = options.as_json
@@ -262,10 +272,18 @@ def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
             run_as_main(str(script), arguments)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except EverstepError:
+            raise
+        except Exception as error:  # the user's code: shown as Python shows it, without the frames above it
+            traceback.print_exception(error.with_traceback(_from_script(error, str(script))))
+            return 1
         finally:
             api.launch = None
     if launch.result is None and code == 0:
-        raise UserError(f"script {str(script)!r} has ended without calling everstep.train.")
+        raise UserError(
+            f"script {str(script)!r} has ended without calling everstep.train; a script for "
+            "torchrun is started by everstep run --nproc N."
+        )
     if launch.result is not None:
         if as_json:
             render.emit(launch.result.document)

@@ -425,7 +425,8 @@ def load_job(path: str | Path) -> Job:
     except OSError as error:
         raise UserError(f"job file {str(path)!r} cannot be read: {error}.") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"job file {str(path)!r} is not TOML: {error}.") from None
+        hint = "; everstep run runs scripts" if Path(path).suffix == ".py" else ""
+        raise UserError(f"job file {str(path)!r} is not TOML: {error}{hint}.") from None
     own = table.get("optimizer")
     if isinstance(own, dict) and "build" in own:  # the function gets what the file says, and no defaults
         own["options"] = {**own.get("options", {}), **{key: own[key] for key in _OF_ADAMW if key in own}}

@@ -125,7 +125,7 @@ def preflight(
         parameters=parameters,
         batch=batch,
         rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
-        notes=_notes(built),
+        notes=_notes(built) if job.stages > 1 else (),
     )
 
 
@@ -151,8 +151,8 @@ def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
     if share >= 0.5 or largest is None:
         return ()
     return (
-        f"{1 - share:.0%} of the parameters, such as {largest}, get their gradients with the input's: "
-        "their backward is one op, not two",
+        f"the weight gradients of {1 - share:.0%} of the parameters, such as {largest}, cannot be computed "
+        "later than the input's, so stages may wait for each other a little longer",
     )
 
 

@@ -134,5 +134,6 @@ class CallbackWatcher:
                 continue
             if answer and self._task is not None and not self._stopping:
                 self._stopping = True
-                because = answer if isinstance(answer, str) else f"{type(callback).__name__} asked to stop"
+                name = callback.name if isinstance(callback, StepFunction) else type(callback).__name__
+                because = f"stopped by {name}" + (f": {answer}" if isinstance(answer, str) else "")
                 self._task.finish_early(because)

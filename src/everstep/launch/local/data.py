@@ -17,6 +17,7 @@ from everstep.protocol.ops import Worker
 from everstep.store.search import NoStart
 
 LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
+COLD_STEPS = 5  # the first steps of a run load cold: they say nothing of those that follow
 
 
 def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], seed: int) -> int:
@@ -54,16 +55,17 @@ def prepare(job: Job, data: Any) -> None:
 
 class DataWaits:
     """Notices workers that wait for their data for a good part of a step; says so once, and again if it
-    doubles.
+    doubles. The first steps load cold and say nothing.
     """
 
     def __init__(self) -> None:
-        self._said: dict[Worker, float] = {}
+        self._said_s = 0.0
 
-    def warning(self, worker: Worker, waits_s: float, step_s: float) -> str | None:
-        if waits_s < max(LEAST_S, SHARE * step_s) or waits_s < 2 * self._said.get(worker, 0.0):
+    def warning(self, worker: Worker, waits_s: float, step_s: float, steps: int) -> str | None:
+        """`steps`: done so far by this run."""
+        if steps < COLD_STEPS or waits_s < max(LEAST_S, SHARE * step_s) or waits_s < 2 * self._said_s:
             return None
-        self._said[worker] = waits_s
+        self._said_s = waits_s
         return (
             f"worker {worker} waits {waits_s:.2g} s of every {max(step_s, waits_s):.2g} s step for its data; "
             "load ahead (load_ahead=4), or make it faster"

@@ -30,19 +30,21 @@ class EarlyStop:
             raise UserError(f"EarlyStop has patience={patience}; it must be at least 1.")
         self.metric, self.patience, self.least_change = metric, patience, least_change
         self._sign = -1.0 if larger_is_better else 1.0
-        self._best, self._since = math.inf, 0
+        self._best, self._best_step, self._since = math.inf, 0, 0
 
     def on_eval(self, step: int, values: Mapping[str, float]) -> str | None:
         if self.metric not in values:
             raise UserError(f"EarlyStop looks at {self.metric!r}; the evaluation has {', '.join(values)}.")
         value = self._sign * values[self.metric]
         if value < self._best - self.least_change:
-            self._best, self._since = value, 0
+            self._best, self._best_step, self._since = value, step, 0
             return None
         self._since += 1
         if self._since < self.patience:
             return None
-        return f"{self.metric} has not improved in {self._since} evaluations"
+        best = f"{self._sign * self._best:.6g} (step {self._best_step})"
+        times = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
+        return f"{self.metric} has not improved on {best} for {times}"
 
 
 class CsvLog:

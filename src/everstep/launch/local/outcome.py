@@ -23,6 +23,7 @@ class Outcome:
     incidents: list[Incident] = field(default_factory=list)
     issued: int = 0
     failure: str | None = None
+    stopped: str = ""  # why before its last step: what a callback or a signal said
     ended: str = ""  # why it ended, and whether its last state is saved
     refused_checkpoints: list[str] = field(default_factory=list)
     resumed_from: int = 0

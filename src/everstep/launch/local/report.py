@@ -21,6 +21,8 @@ from everstep.job.job import Job
 from everstep.launch.local.outcome import Outcome
 from everstep.protocol.incidents import Incident
 
+UNSAVED = "its last state is not saved"  # how the coordinator says it
+
 
 def healthy_step_s(outcome: Outcome) -> float:
     """The median step that no incident touched; the first is left out, for it warms up."""
@@ -71,6 +73,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "resumed_from": outcome.resumed_from,
         "refused_checkpoints": outcome.refused_checkpoints,
         "failure": outcome.failure,
+        "stopped": outcome.stopped,
         "ended": outcome.ended,
         "saved": not outcome.unsaved,
         "losses": {str(step): loss for step, loss in losses.items()},
@@ -130,7 +133,8 @@ def times(incident: Incident) -> list[str]:
             else f"back at step {incident.restored_from}, from {incident.restored_where}"
         )
     else:
-        parts.append(f"{incident.replayed_ops} ops to replay")
+        ops = incident.replayed_ops
+        parts.append("1 op to replay" if ops == 1 else f"{ops} ops to replay")
         if incident.kept_outputs:
             outputs = "1 output" if incident.kept_outputs == 1 else f"{incident.kept_outputs} outputs"
             parts.append(f"{outputs} of it kept")
@@ -160,14 +164,15 @@ def summary_line(run: Mapping[str, Any]) -> str:
         return f"nothing left to do: the checkpoint of step {run['resumed_from']} is the job's last"
     step, loss = list(run["losses"].items())[-1]
     count = len(run["incidents"])
-    unsaved = run["ended"].partition("; ")[2]
+    unsaved = run["ended"][run["ended"].find(UNSAVED) :] if UNSAVED in run["ended"] else ""
     incidents = {0: "no incident", 1: "1 incident"}.get(count, f"{count} incidents")
     healed = " healed" if count and not unsaved else ""
     batches = run["microbatches"]
+    stopped = f"; {run['stopped']}" if run.get("stopped") and int(step) < run["steps"] else ""
     return (
         f"{step} of {run['steps']} steps, loss {loss:.6f}, {incidents}{healed}; "
         f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
-        f"{'; ' * bool(unsaved)}{unsaved}"
+        f"{stopped}{'; ' * bool(unsaved)}{unsaved}"
     )
 
 

@@ -175,6 +175,7 @@ class LocalTask:
 
     def finish_early(self, because: str) -> None:
         """After the step it is in, whose state is saved."""
+        self.outcome.stopped = because
         self._driver.hear(msg.FinishRequested(task=TASK, because=because))
 
     def finish(self, because: str) -> None:
@@ -346,7 +347,8 @@ class LocalTask:
     def _look_at_data(self, report: msg.TimesReported) -> None:
         rows = self.outcome.steps.rows
         step_s = rows[-1].seconds if rows else 0.0
-        warning = self._data_waits.warning(report.worker, report.times.get("data", 0.0), step_s)
+        waits_s = report.times.get("data", 0.0)
+        warning = self._data_waits.warning(report.worker, waits_s, step_s, len(rows))
         if warning is not None and rows:
             self.watch("warning", warning)
 

@@ -1,0 +1,132 @@
+"""What commands say: whole tables where they are piped, what will happen, where a worker runs."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli import cluster, main, worker_output
+from everstep.cli.client import Client
+
+TASK: dict[str, Any] = {
+    "task": "three",
+    "state": "running",
+    "because": "started at step 636 " + "and trained for a long time " * 4,
+    "workers": 4,
+    "places": 4,
+    "shape": {"replicas": 2, "stages": 2, "shards": 1, "microbatches": 4},
+    "step": 1345,
+    "steps": 400_000,
+    "saved": {"protected": 1300, "failing": ""},
+    "loss": 2.065123,
+    "step_seconds": 0.25,
+    "evaluation": {"step": 1300, "values": {"loss": 2.0, "accuracy": 0.75}},
+    "seats": [{"worker": "0:1", "node": "b", "slot": 3}],
+    "rows": [
+        {"step": 1344, "loss": 2.1, "grad_norm": 0.5, "seconds": 0.25},
+        {"step": 1345, "loss": None, "grad_norm": None, "seconds": 0.0},
+    ],
+    "evaluations": [{"step": 1300, "values": {"loss": 2.0}}, {"step": 1344, "values": {"loss": 1.9}}],
+}
+STATUS = {"nodes": [], "tasks": [TASK], "incidents": {"open": [], "total": 1}}
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What a command asks a coordinator for; it answers with one task."""
+    asked: list[tuple[str, Any]] = []
+
+    def post(client: Client, path: str, body: Any = None) -> Any:
+        asked.append((path, body))
+        return TASK | ({"state": "cancelled"} if path.endswith("cancel") else {})
+
+    monkeypatch.setattr(Client, "post", post)
+    monkeypatch.setattr(Client, "get", lambda client, path: STATUS if path == "/v1/status" else TASK)
+    return asked
+
+
+@pytest.mark.usefixtures("posted")
+def test_the_status_of_a_cluster_is_not_cut_where_it_is_piped(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run(["status"]) == 0
+    out = capfd.readouterr().out
+    for whole in ("1345/400000", "2.06512", "loss 2, accuracy 0.75 (step 1300)", TASK["because"].rstrip()):
+        assert whole in out
+    assert "…" not in out
+    assert "1 incident, 0 open (everstep explain lists them)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["resize", "three", "--shape", "1x4"],
+            "task three takes the shape 1 x 4 at the end of the step it is in, 1346 or 1347",
+        ),
+        (["resize", "three", "--shape", "2x2"], "task three has the shape 2 x 2 already"),
+        (["resize", "three", "1"], "task three uses at most 1 worker from now on; it has 4 of 4"),
+        (["cancel", "three"], "task three is cancelled; its checkpoint of step 1300 is kept"),
+        (
+            ["pause", "three"],
+            "task three completes the step after 1345, saves it and frees its slots; everstep resume three "
+            "continues it",
+        ),
+        (["resume", "three"], "task three is running, at step 1345 of 400000"),
+        (["resize", "three", "--release"], "the planner chooses the size and shape of task three again"),
+    ],
+)
+@pytest.mark.usefixtures("posted")
+def test_a_command_answers_what_will_happen(
+    arguments: list[str], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 0
+    assert capfd.readouterr().err.strip() == sentence
+
+
+def test_logs_say_where_a_worker_runs_and_what_its_task_recorded() -> None:
+    assert worker_output.place(TASK, "0:1") == (
+        "everstep: worker 0:1 of three (replica 0 of 2, stage 1 of 2, counted from 0) is on node b, slot 3"
+    )
+    assert "runs nowhere now; the task is running" in worker_output.place(TASK, "1:1")
+    assert worker_output.lines(TASK, after=0, evaluated=0) == [
+        "step   1344/400000  loss 2.1  grad norm 0.5  250 ms",
+        "evaluation after step 1344: loss 1.9",
+        "step   1345/400000  loss nan  grad norm nan  -",
+    ]
+    assert worker_output.lines(TASK, after=1345, evaluated=1344) == []
+
+
+def test_a_number_agrees_with_its_noun() -> None:
+    assert [cluster.count(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+
+
+def test_an_error_of_the_users_script_is_shown_from_the_script_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def load():\n    return {}['rows']\n\nload()\n")
+    assert main.run(["run", str(script)]) == 1
+    err = capfd.readouterr().err
+    assert err.splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 4, in <module>',
+    ]
+    assert err.count("  File ") == 2
+    assert err.rstrip().endswith("KeyError: 'rows'")
+
+
+def test_commands_point_to_each_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("value: int = 1\n")
+    assert main.run(["run", str(script)]) == 2
+    assert "a script for torchrun is started by everstep run --nproc N." in capfd.readouterr().err
+    assert main.run(["train", str(script)]) == 2
+    assert capfd.readouterr().err.rstrip().endswith("; everstep run runs scripts.")
+    with contextlib.suppress(SystemExit):
+        assert main.run(["drain"]) == 2
+    assert "Try everstep drain --help." in capfd.readouterr().err
