@@ -17,6 +17,7 @@ TASK: dict[str, Any] = {
     "because": "started at step 636 " + "and trained for a long time " * 4,
     "workers": 4,
     "places": 4,
+    "asked": 4,
     "shape": {"replicas": 2, "stages": 2, "shards": 1, "microbatches": 4},
     "step": 1345,
     "steps": 400_000,

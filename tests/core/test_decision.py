@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
@@ -209,3 +211,16 @@ def test_a_slot_that_is_too_few_for_a_worker_counts_for_workers_of_fewer_shards(
         cluster.seal()
     assert str(cluster.coordinator.tasks["t"].shape) == "3x1"
     assert workers(cluster, "t") == 3
+
+
+@pytest.mark.parametrize(("most", "given"), [(0, 6), (3, 3), (4, 4)])
+def test_a_task_gets_no_more_workers_than_its_job_asks_for(most: int, given: int) -> None:
+    """A job of 3 x 1 on six slots was given the shape 6 x 1, unasked."""
+    cluster = FakeCluster(nodes={"a": 3, "b": 3}, planned=True, memory_port=7)
+    cluster.submit(shape=Shape(3, 1, 4), steps=400, most_workers=most, **ANY_STAGES)
+    for _ in range(2 * STEPS_BEFORE):
+        cluster.wait(30.0)
+        cluster.seal()
+    chosen = decided(cluster)[-1]
+    wish = chosen.wishes.get("t", cluster.coordinator.tasks["t"].shape)
+    assert wish.replicas * wish.stages == given

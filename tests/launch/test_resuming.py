@@ -1,5 +1,6 @@
 """A checkpoint of another model is refused before a worker is started, in one sentence."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from everstep.engine.state.optimizer import Updater
 from everstep.engine.worker.work_items import whole_tensors
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
-from everstep.launch.local.resuming import refuse_another_model
+from everstep.launch.local.arguments import shape_of_call
+from everstep.launch.local.history import History
+from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
 from everstep.layout.box import Box
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
@@ -134,3 +137,35 @@ def test_a_layer_with_a_slash_in_its_name_is_found_in_its_checkpoint(tmp_path: P
 class Ones:
     def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(4, 8) * step, torch.ones(4, 1)
+
+
+def test_epochs_are_refused_after_a_change_of_the_batch(tmp_path: Path) -> None:
+    """It said "52 of 52 steps" for 13 epochs of which it had trained 7."""
+    before = job(tmp_path)
+    save(before, 5)
+    history = History.of(before)
+    history.begin(5)
+    history.close()
+    refuse_epochs_of_another_batch(before)
+    refuse_epochs_of_another_batch(before.reshaped(4, 1))
+    with pytest.raises(UserError, match="the 5 steps that are saved had 4 microbatches each, not 8: give"):
+        refuse_epochs_of_another_batch(replace(before, replicas=2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replicas", "microbatches"),
+    [({}, 2, 4), ({"stages": 1}, 2, 4), ({"replicas": 4}, 4, 2), ({"replicas": 3, "batch": 9}, 3, 3)],
+)
+def test_another_number_of_replicas_keeps_the_batch(
+    overrides: dict[str, int], replicas: int, microbatches: int
+) -> None:
+    made = shape_of_call({"replicas": 2, "stages": 2, "microbatches": 4, "steps": 9}, overrides)
+    assert (made["replicas"], made["microbatches"]) == (replicas, microbatches)
+    assert "batch" not in made
+
+
+def test_a_batch_that_replicas_cannot_share_is_refused_with_one_that_they_can() -> None:
+    with pytest.raises(
+        UserError, match=r"8 microbatches, which 3 replicas .* a divisor of 8, .* --batch 9\."
+    ):
+        shape_of_call({"replicas": 2, "stages": 2, "microbatches": 4}, {"replicas": 3})

@@ -286,7 +286,7 @@ def resize_command(
     if workers is None:
         raise UserError("give a number of workers, or --shape, such as 3x2.")
     row = client.post(f"/v1/tasks/{task}/resize", {"workers": workers})
-    now = f"it has {row['workers']} of {row['places']}"
+    now = f"it has {row['workers']} of {row['asked']}"
     return answer(row, f"task {task} uses at most {count(workers, 'worker')} from now on; {now}", as_json)
 
 
@@ -390,7 +390,7 @@ def _tasks(tasks: Any) -> Table:
         table.add_row(
             task["task"],
             _state(task["state"]),
-            f"{task['workers']}/{task['places']}",
+            f"{task['workers']}/{task['asked']}",
             f"{task['step']}/{task['steps']}",
             ProgressBar(total=task["steps"], completed=task["step"], width=16),
             _protected(task["saved"]),

@@ -38,10 +38,20 @@ def run_command(
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="Override the replicas of the script.", rich_help_panel=_OWN)
+        int | None,
+        typer.Option(help="Override the replicas of the script; its batch stays.", rich_help_panel=_OWN),
     ] = None,
     stages: Annotated[
         int | None, typer.Option(help="Override the stages of the script.", rich_help_panel=_OWN)
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Override the batch: microbatches per step of all replicas together.",
+            rich_help_panel=_OWN,
+        ),
     ] = None,
     kill: Annotated[list[str] | None, KILL] = None,
     every: Annotated[int | None, EVERY] = None,
@@ -130,7 +140,7 @@ def run_command(
 
       everstep run examples/own_model.py
 
-      everstep run --replicas 3 --kill stage=1,replica=0,step=7 examples/own_model.py --steps 20
+      everstep run --replicas 4 --kill stage=1,replica=0,step=7 examples/own_model.py --steps 20
 
       everstep run --nproc 2 --hang-after 60 examples/torchrun_style.py --steps 50
 
@@ -142,7 +152,7 @@ def run_command(
         for name, value in given.items():
             if value:
                 raise UserError(f"{name} is for scripts that torchrun can start; give --nproc too.")
-        overrides = {"replicas": replicas, "stages": stages}
+        overrides = {"replicas": replicas, "stages": stages, "batch": batch}
         options = ScriptRun(
             overrides={name: value for name, value in overrides.items() if value is not None},
             kill=kill or [],
@@ -153,7 +163,7 @@ def run_command(
             as_json=as_json,
         )
         return _heal(script, arguments or [], options)
-    for name, value in {"--replicas": replicas, "--stages": stages, "--kill": kill}.items():
+    for name, value in {"--replicas": replicas, "--stages": stages, "--batch": batch, "--kill": kill}.items():
         if value:
             raise UserError(f"{name} is for scripts that call everstep.train; remove it or --nproc.")
     if not module and not script.is_file():

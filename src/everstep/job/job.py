@@ -204,6 +204,7 @@ class Job:
     evaluation: EvaluationSpec | None = None  # None: there is none
     steps: int = 100  # optimizer steps
     replicas: int = 1  # data-parallel copies
+    max_replicas: int = 0  # on a cluster, the most that the planner may give by itself; 0: `replicas`
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
@@ -235,6 +236,7 @@ class Job:
                 "slot; CUDA_VISIBLE_DEVICES=1,3 makes GPUs 1 and 3 the slots."
             )
         at_least("seed", self.seed, 0)
+        at_least("max_replicas", self.max_replicas, 0)
         at_least("min_stages", self.min_stages, 0)
         at_least("min_shards", self.min_shards, 0)
         at_least("memory_interval", self.memory_interval, 0)
@@ -258,6 +260,11 @@ class Job:
 
     def refuse_contradictions(self) -> None:
         """In a job that a user gives: a later change of its shape can leave such settings behind."""
+        if 0 < self.max_replicas < self.replicas:
+            raise UserError(
+                f"max_replicas is {self.max_replicas}, less than replicas, which is {self.replicas}; give at "
+                f"least {self.replicas}, or leave max_replicas out."
+            )
         for least, most in (("min_stages", "stages"), ("min_shards", "shards")):
             if getattr(self, least) > getattr(self, most):
                 raise UserError(

@@ -145,6 +145,14 @@ def _shards(task: RunningTask) -> list[int]:
     return [count for count in counts if request.most_shards % count == 0]
 
 
+def _most_workers(task: RunningTask) -> int | None:
+    """An operator's word, else the user's; a shape that an operator chose may be larger."""
+    asked = task.request.most_workers
+    if task.bounds.workers is not None or not asked:
+        return task.bounds.workers
+    return max(asked, task.shape.replicas * task.shape.stages) if task.bounds.is_shape_kept else asked
+
+
 def _may_change(task: RunningTask) -> bool:
     return (
         task.request.most_stages > 0
@@ -216,7 +224,7 @@ def _spec(
         name=task.name,
         curve=from_table(best),
         weight=task.weight,
-        max_workers=task.bounds.workers,
+        max_workers=_most_workers(task),
         must_run=True,
         offers=offers,
         times=change_times(task, view.tasks.values(), view.log, measured),

@@ -67,6 +67,7 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         has_checkpoints=job.checkpoint is not None,
         least_stages=min(job.stages, job.min_stages or job.stages),
         most_stages=0 if script else job.most_stages() or job.stages,
+        most_workers=max(job.replicas, job.max_replicas) * job.stages,
         least_shards=0 if script else min(job.shards, job.min_shards or job.shards),
         most_shards=0 if script else job.shards,
         script=script,

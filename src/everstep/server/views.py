@@ -143,6 +143,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         },
         "workers": len(task.seats),
         "places": task.shape.replicas * task.shape.stages,
+        "asked": _asked(task),
         "step": recovery.recorded if recovery is not None else 0,
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
@@ -153,6 +154,13 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "evaluation": None if steps is None else _evaluation(steps),
         "microbatches": _microbatches(task, steps),
     }
+
+
+def _asked(task: Task) -> int:
+    """How many workers were asked for: by an operator, else by the job."""
+    shape = task.shape if task.bounds.is_shape_kept else task.request.shape
+    places = shape.replicas * shape.stages
+    return places if task.bounds.workers is None else min(places, task.bounds.workers)
 
 
 def _evaluation(steps: StepRows) -> dict[str, Any] | None:

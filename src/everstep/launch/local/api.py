@@ -40,6 +40,7 @@ from everstep.launch.local.arguments import (
     job_of_call,
     model_given,
     named_optimizer,
+    shape_of_call,
 )
 from everstep.launch.local.data import buffered, prepare, steps_of
 from everstep.launch.local.history import History, settings_of
@@ -49,7 +50,7 @@ from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import document, stopped_line
-from everstep.launch.local.resuming import refuse_another_model
+from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.log import say
 from everstep.node.fork_server import ForkServer
@@ -157,8 +158,9 @@ def train(
         raise UserError("steps and epochs are both given; give one of them.")
     count = USUAL_STEPS if steps is None else steps
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
-    shape = {**shape, **call.overrides}
-    if "epochs" in settings:
+    shape = shape_of_call(shape, call.overrides)
+    by_epochs = "epochs" in settings
+    if by_epochs:
         shape["steps"] = steps_of(given, settings.pop("epochs"), shape, int(settings.get("seed", 0)))
     if factory is not None or schedule is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
@@ -168,6 +170,8 @@ def train(
     elif eval_every is not None or metrics:
         raise UserError("eval_every and metrics need eval_data; give the data to evaluate on.")
     job = job_of_call(shape, settings, found.assembly.card)
+    if by_epochs:
+        refuse_epochs_of_another_batch(job)
     faults = parse_kills(call.kills, job)
     with buffered(job, given) as job:
         dataset = of_job(given, job)

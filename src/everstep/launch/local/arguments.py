@@ -79,6 +79,24 @@ def named_optimizer(given: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def shape_of_call(given: Mapping[str, int], overrides: Mapping[str, int]) -> dict[str, int]:
+    """The script's shape and what `everstep run` changes of it. Another number of replicas keeps the batch
+    of a step, as `everstep resize` does; `batch`, in microbatches per step, changes it.
+    """
+    shape = {**given, **{key: value for key, value in overrides.items() if key != "batch"}}
+    if "batch" not in overrides and shape["replicas"] == given["replicas"]:
+        return shape
+    total = overrides.get("batch", given["replicas"] * given["microbatches"])
+    replicas = shape["replicas"]
+    if replicas < 1 or total < 1 or total % replicas:
+        fits = max(1, round(total / max(1, replicas))) * max(1, replicas)
+        raise UserError(
+            f"a step has {total} microbatches, which {replicas} replicas cannot share evenly; give "
+            f"--replicas a divisor of {total}, or another batch: --batch {fits}."
+        )
+    return {**shape, "microbatches": total // replicas}
+
+
 def evaluation_table(
     data: Any, every: int | None, batches: int | None, metrics: Any, shape: Mapping[str, int]
 ) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class History:
     steps: dict[int, Row] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     settings: Row = field(default_factory=dict)  # of this start
-    _earlier: Row = field(default_factory=dict)  # of the one before
+    earlier: Row = field(default_factory=dict)  # of the one before
     _file: LineFile | None = None
 
     @staticmethod
@@ -54,9 +54,9 @@ class History:
             self.steps.clear()
             self.evaluations.clear()
         self._file = rows_file(path)
-        if resumed_from > 0 and (changed := changes(self._earlier, self.settings)):
+        if resumed_from > 0 and (changed := changes(self.earlier, self.settings)):
             say(f"resumes with other settings than before: {changed}")
-        if self._earlier != self.settings:
+        if self.earlier != self.settings:
             self._write({"kind": "settings", "settings": self.settings})
 
     def step(self, row: Row) -> bool:
@@ -99,7 +99,7 @@ class History:
             try:
                 line = json.loads(text)
                 if line.get("kind") == "settings":
-                    self._earlier = dict(line["settings"])
+                    self.earlier = dict(line["settings"])
                     continue
                 kind, step = line.pop("kind"), int(line["step"])
             except (ValueError, KeyError, TypeError, AttributeError):

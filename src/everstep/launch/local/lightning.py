@@ -32,6 +32,7 @@ from everstep.engine.lightning.model import (
 from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
+from everstep.launch.local.arguments import shape_of_call
 from everstep.launch.local.data import steps_of
 from everstep.log import say
 
@@ -88,7 +89,7 @@ def fit(
         names = tuple(here.job.evaluation.metrics) if here.job.evaluation else ()
         _train(program, data, tested, names, _steps_in_epoch(data, shape), {})
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches}
-    shape = {**shape, **api.overrides()}
+    shape = shape_of_call(shape, api.overrides())
     if (steps is None) == (epochs is None):
         raise UserError(
             "everstep.fit needs steps or epochs, one of them: everstep.fit(module, epochs=3, ...)."

@@ -7,6 +7,7 @@ import contextlib
 from everstep.engine.layers.model import Model, slots
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
+from everstep.launch.local.history import History
 from everstep.store import folder
 from everstep.store.places import place_of
 
@@ -35,6 +36,21 @@ def refuse_another_model(job: Job, model: Model) -> None:
                 f"(step {step}): {name} {found_there} and is {_shape(here)} in this job; "
                 "use another folder, or the model that it was written with."
             )
+
+
+def refuse_epochs_of_another_batch(job: Job) -> None:
+    """Rows are found by step and batch: after a change of the batch the steps so far have not shown the rows
+    that the new batch counts.
+    """
+    if job.checkpoint is None or (found := _newest(job, job.checkpoint.folder)) is None:
+        return
+    before = History.of(job).earlier.get("microbatches per step")
+    if before not in (None, job.microbatches_in_step):
+        raise UserError(
+            f"epochs counts rows, and the {found[0]} steps that are saved had {before} microbatches each, "
+            f"not {job.microbatches_in_step}: give microbatches or --batch so that it stays {before}, or say "
+            "steps instead of epochs."
+        )
 
 
 def _newest(job: Job, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
