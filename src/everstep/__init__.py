@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.convert.export import export, load
+    from everstep.engine.datasets.blend import blend
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
     from everstep.engine.datasets.table import table
@@ -29,6 +30,7 @@ __all__ = [
     "UserError",
     "WandbLog",
     "__version__",
+    "blend",
     "export",
     "fit",
     "hf",
@@ -57,6 +59,7 @@ _HOMES = {
     "token_loss": "everstep.engine.layers.model",
     "hf": "everstep.engine.hf.model",
     "in_worker": "everstep.engine.prepare.context",
+    "blend": "everstep.engine.datasets.blend",
     "rows": "everstep.engine.datasets.rows",
     "tokens": "everstep.engine.datasets.tokens",
     "table": "everstep.engine.datasets.table",
