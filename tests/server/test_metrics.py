@@ -91,6 +91,11 @@ def test_the_dashboard_names_only_metrics_and_labels_that_are_exported(lived: tu
                 assert label in mine, f"{label} of {expression!r} is no label"
 
 
+def test_the_alert_rules_name_only_metrics_that_are_exported(lived: tuple[str, str]) -> None:
+    rules = (DASHBOARD.parents[1] / "prometheus" / "rules.yaml").read_text()
+    assert {*NAME.findall(rules)} - {*labels_by_name(lived[1])} == set()
+
+
 def test_what_a_death_does_is_in_the_metrics(lived: tuple[str, str]) -> None:
     text = lived[1]
     assert 'everstep_nodes{state="up"} 1.0' in text

@@ -114,6 +114,14 @@ def coordinator_command(
             rich_help_panel="Monitoring",
         ),
     ] = "",
+    webhooks: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file, mode 600, of addresses that are told about tasks, nodes and incidents "
+            "(docs/alerts.md).",
+            rich_help_panel="Monitoring",
+        ),
+    ] = None,
     tensorboard: Annotated[
         Path | None,
         typer.Option(help="Directory for the scalars of every task.", rich_help_panel="Monitoring"),
@@ -171,6 +179,7 @@ def coordinator_command(
         client_ca=client_ca,
         is_insecure=insecure,
         otel=otel,
+        webhooks=webhooks,
         tensorboard=tensorboard,
     )
     settings.check()

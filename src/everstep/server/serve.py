@@ -23,6 +23,7 @@ from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
 from everstep.server.traces import IncidentTraces
+from everstep.server.webhooks import Notifier, read_webhooks
 
 OPEN_AGAIN_S = 1.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -50,6 +51,7 @@ class ServerSettings:
     client_ca: Path | None = None  # callers are known by certificates of this authority
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
+    webhooks: Path | None = None  # who is told
     tensorboard: Path | None = None  # where the scalars of tasks go
 
     def check(self) -> None:
@@ -164,9 +166,14 @@ async def _open_again(journal: Journal) -> None:
             await asyncio.sleep(OPEN_AGAIN_S)
 
 
-def _listeners(record: ClusterRecord, settings: ServerSettings) -> list[IncidentTraces | TaskScalars]:
+Listeners = list[IncidentTraces | TaskScalars | Notifier]
+
+
+def _listeners(record: ClusterRecord, settings: ServerSettings) -> Listeners:
     """Listeners other than viewers."""
-    found: list[IncidentTraces | TaskScalars] = []
+    found: Listeners = []
+    if settings.webhooks is not None:
+        found.append(Notifier(record, read_webhooks(settings.webhooks)))
     if settings.otel:
         found.append(IncidentTraces(record, settings.otel))
     if settings.tensorboard is not None:
