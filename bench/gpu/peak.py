@@ -57,7 +57,7 @@ def pools() -> dict[str, list[int]]:
 
 def case(given: dict[str, Any], *, steps: int, history: bool) -> dict[str, Any]:
     from everstep.engine.layers.model import partition
-    from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
+    from everstep.engine.prepare.figures import layer_figures, recompute_of, settings_of, stage_figures
     from everstep.engine.prepare.program import Program
     from everstep.schedule import footprint
     from harness.one_worker import OneWorker
@@ -106,7 +106,7 @@ def case(given: dict[str, Any], *, steps: int, history: bool) -> dict[str, Any]:
     program = Program.of(job)
     layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
     figures = stage_figures(
-        layers, partition(program.model, job.stages)[given["stage"]], recompute=job.recompute
+        layers, partition(program.model, job.stages)[given["stage"]], recompute=recompute_of(job)
     )
     items = footprint.items(figures, settings_of(job), stash=worker.peak_stash, hosted=job.microbatches)
     return {

@@ -29,10 +29,10 @@ ON_A_GPU = Settings(accumulate="strict32", checked_late=True)
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_stashes_found_on_the_meta_device_are_those_of_a_stage(
-    precision: str, recompute: bool, count: int
+    precision: str, recompute: int, count: int
 ) -> None:
     model = gpt(**SMALL)
     layers = layer_figures(model, DATA.batch(1, 0), precision)
@@ -134,6 +134,11 @@ def limit_between(one: Job, other: Job, model: Model, layers: list) -> Memory:
             job(accumulate="fp32"),
             {"optimizer": OptimizerSpec(stagger="never")},
             'set optimizer.stagger = "never"',
+        ),
+        (
+            job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never")),
+            {"recompute": True, "recompute_every": 2},
+            "set recompute = true and recompute_every = 2",
         ),
         (
             job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never"), recompute=True),

@@ -216,6 +216,7 @@ class Job:
     compile: bool = False  # fuse what lies between the Linears, by torch.compile
     graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
+    recompute_every: int = 1  # with recompute: only one layer of this many
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
@@ -228,7 +229,7 @@ class Job:
     base: str = "."  # the job file's folder: paths and modules are looked up from here
 
     def __post_init__(self) -> None:
-        for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads"):
+        for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads", "recompute_every"):
             at_least(name, getattr(self, name), 1)
         if self.device not in ("cpu", "cuda"):
             raise UserError(

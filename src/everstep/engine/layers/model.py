@@ -121,6 +121,12 @@ class Model:
     def names(self) -> list[str]:
         return list(self.layers)
 
+    def recomputed(self, every: int) -> list[int]:
+        """Of the layers that a recompute is about, one of so many; 0: none."""
+        about = self.assembly.recomputed
+        names = set(self.names[:-1] if about is None else about)
+        return [at for at, name in enumerate(self.names) if name in names][::every] if every else []
+
 
 class Slot(NamedTuple):
     """Where a parameter lies in the flat buffers of its stage."""

@@ -91,12 +91,19 @@ def layer_figures(
     return [_static(model, name) for name in model.layers]
 
 
-def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -> StageFigures:
+def recompute_of(job: Job) -> int:
+    """One layer of so many is run again in the backward; 0: none."""
+    return job.recompute_every if job.recompute else 0
+
+
+def stage_figures(layers: list[LayerFigures], part: range, *, recompute: int) -> StageFigures:
+    """`recompute`: one layer of so many; the last one of the model, which is the head, never."""
     here = [layers[index] for index in part]
     last = part.stop == len(layers)
-    again = here if not recompute else here[:-1] if last else here
-    held = sum(layer.kept_input if recompute and layer in again else layer.held_forward for layer in here)
-    entering = 0.0 if recompute or here[0].saves_input or not part.start else layers[part.start - 1].output
+    again = set(range(0, len(layers) - 1, recompute)) & set(part) if recompute else set()
+    held = sum(layers[at].kept_input if at in again else layers[at].held_forward for at in part)
+    kept = part.start in again or here[0].saves_input or not part.start
+    entering = 0.0 if kept else layers[part.start - 1].output
     back = layers[part.start - 1].graded if part.start else 0.0
     whole = max(layer.held_forward for layer in here)
     gradient = max(layer.largest_held for layer in here)  # of one tensor, such as the logits
@@ -107,7 +114,7 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: bool) -
         largest=max(layer.largest for layer in here),
         held_forward=held + entering,
         held_weight=sum(layer.held_weight for layer in here),
-        inside=max(whole * (1.0 if recompute else 0.5), gradient),  # gradients: half of what a layer saved
+        inside=max(whole * (1.0 if again else 0.5), gradient),  # gradients: half of what a layer saved
         sent=(0.0 if last else here[-1].output) + back,
         joined=tied // 2 if both else 3 * tied,
         workspace=max(layer.workspace for layer in here),

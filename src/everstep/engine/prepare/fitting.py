@@ -17,7 +17,13 @@ import torch
 from everstep.engine.layers.boundary import Value
 from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.layers.shard_plan import Cut
-from everstep.engine.prepare.figures import LayerFigures, layer_figures, settings_of, stage_figures
+from everstep.engine.prepare.figures import (
+    LayerFigures,
+    layer_figures,
+    recompute_of,
+    settings_of,
+    stage_figures,
+)
 from everstep.engine.stage.stage import Stage
 from everstep.errors import UserError
 from everstep.job.job import Job
@@ -129,7 +135,7 @@ def fit(
     settings = settings_of(job)
     hosted = job.microbatches * (AFTER_A_DEATH if job.replicas > 1 else 1)
     for stage, part in enumerate(partition(model, job.stages)):
-        whole = _scaled(stage_figures(layers, part, recompute=job.recompute), scale)
+        whole = _scaled(stage_figures(layers, part, recompute=recompute_of(job)), scale)
         figures = _of_one_shard(whole, model, part, job.shards)
         cap = footprint.stash_cap(job.stages)
         if memory.worker is not None:
@@ -191,7 +197,10 @@ def _changes(job: Job, model: Model) -> Iterator[tuple[str, Job, float]]:
         never = replace(job.optimizer, stagger="never")
         singles.append((*one('optimizer.stagger = "never"', optimizer=never), 1.0))
     if not job.recompute:
-        singles.append((*one("recompute = true", recompute=True), 1.0))
+        half = replace(job, recompute=True, recompute_every=2)
+        singles.append(("recompute = true and recompute_every = 2", half, 1.0))
+    if not job.recompute or job.recompute_every > 1:
+        singles.append((*one("recompute = true", recompute=True, recompute_every=1), 1.0))
     yield from singles
     together = " and ".join(words)
     if len(words) > 1:

@@ -11,6 +11,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
 from everstep.engine.layers.model import Model, partition, slots
+from everstep.engine.prepare.figures import recompute_of
 from everstep.engine.prepare.fitting import GIB
 from everstep.engine.prepare.resolve import (
     data_of,
@@ -87,7 +88,7 @@ class Program:
             seed=job.seed,
             precision=job.precision,
             accumulate=job.accumulate,
-            recompute=job.recompute,
+            recompute=recompute_of(job),
             contributions=job.microbatches_in_step,
             shards=shards,
             evaluation=self.evaluation,

@@ -64,7 +64,7 @@ class Stage:
         seed: int = 0,
         precision: Precision = "fp32",
         accumulate: Accumulate = "strict",
-        recompute: bool = False,
+        recompute: int = 0,
         contributions: int = 256,
         sharded: bool = False,
         empty: Empty | None = None,
@@ -111,9 +111,7 @@ class Stage:
                 evaluation, self._modules, self._through, loss=loss, fed=fed, seed=self._seed_evaluation
             )
         self.tied = TiedHalves(model, self.slots)
-        again = model.assembly.recomputed
-        names = (model.names[:-1] if again is None else again) if recompute else ()
-        self._recomputed = {index for index in layers if model.names[index] in set(names)}
+        self._recomputed = set(model.recomputed(recompute)) & set(layers)
         self.sums = GradientSums(
             self.slots, self.size, kind=accumulate, contributions=contributions, device=device, empty=empty
         )
