@@ -18,8 +18,8 @@ from typing import Any
 
 from everstep.cli.client import Client
 from everstep.core.cluster.snapshot import digest
-from everstep.server.daemon import Daemon
 from everstep.server.journal import SqliteJournal
+from everstep.server.term import Daemon
 
 CLOSE_S = 60.0  # a busy machine takes its time; an agent that is killed leaves its folder to the next one
 GUARD = """while read -r pid && [ "$pid" != ended ]; do pids="$pids $pid"; done

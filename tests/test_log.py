@@ -269,7 +269,7 @@ asyncio.run(main())
 COORDINATOR = """
 import asyncio, tempfile
 from pathlib import Path
-from everstep.server.daemon import Daemon
+from everstep.server.term import Daemon
 from everstep.server.journal import SqliteJournal
 async def main():
     folder = Path(tempfile.mkdtemp(dir=sys.argv[1]))

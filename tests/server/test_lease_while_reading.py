@@ -12,9 +12,8 @@ import pytest
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.protocol import messages as msg
 from everstep.server import term as module
-from everstep.server.daemon import Daemon
 from everstep.server.etcd import EtcdJournal
-from everstep.server.term import pack
+from everstep.server.term import Daemon, pack
 from harness.etcd import ABSENT, BINARY, Etcd
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=ABSENT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.core.faults.detector import Heartbeats
 from everstep.node.agent import RETRY_MOST_S
-from everstep.server.returns import LAST_S, RETURN_S, Returns
+from everstep.server.term import LAST_S, RETURN_S, Returns
 
 
 class Coming:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ import aiohttp
 import pytest
 
 from everstep.cli.client import Client
-from everstep.errors import EverstepError, UserError
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.errors import EverstepError, InternalError, UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.server import views
-from everstep.server.daemon import Daemon
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import LostLeadership, SqliteJournal
 from everstep.server.record import ClusterRecord
 from everstep.server.serve import _lead
 from everstep.server.step_files import StepFiles
-from everstep.server.term import pack
+from everstep.server.term import Daemon, pack
 from harness.etcd import ABSENT, BINARY, Etcd
 from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
@@ -182,6 +184,87 @@ def test_a_step_log_that_cannot_be_written_stops_nothing_and_is_completed_later(
     (tmp_path / "tasks").unlink()
     files.append("t", {"step": 3, "at": 3.0})
     assert steps_in(tmp_path / "tasks" / "t.jsonl") == [0, 1, 2, 3]
+
+
+async def led(folder: Path, play: Callable[[Daemon], Awaitable[None]], said: list[str]) -> None:
+    """A coordinator that leads while `play` asks it."""
+    journal = SqliteJournal(folder / "journal.sqlite")
+    await journal.open()
+    daemon = Daemon(journal, folder=folder, say=said.append)
+    leading = asyncio.create_task(daemon.lead())
+    try:
+        await until_decides(daemon)
+        await play(daemon)
+    finally:
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
+        await journal.close()
+
+
+async def until_decides(daemon: Daemon) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while daemon.term is None or not daemon.record.leads:
+            await asyncio.sleep(0.005)
+
+
+PLANNED = msg.PolicySet(patience=msg.Patience(), planned=True)
+NODE = msg.NodeJoined(node="a", boot="1", slots=1, host="h")
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_after_an_internal_error_the_state_is_read_back_and_an_event_that_fails_again_is_set_aside(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator went on with a half-changed state, and said that the event was not understood."""
+    right, left = Coordinator._policy_set, [times]
+
+    def half(self: Coordinator, event: msg.PolicySet, now: Moment) -> list[msg.ClusterAction]:
+        if left[0]:
+            left[0] -= 1
+            self.nodes["a"].slots = 77
+            raise KeyError("planted")
+        return right(self, event, now)
+
+    monkeypatch.setattr(Coordinator, "_policy_set", half)
+    said: list[str] = []
+
+    async def play(daemon: Daemon) -> None:
+        await daemon.handle(NODE)
+        with pytest.raises(InternalError, match="while handling PolicySet: KeyError: 'planted'"):
+            await daemon.handle(PLANNED)
+        await until_decides(daemon)
+        await daemon.handle(replace(NODE, node="b"))
+        check(daemon)
+
+    def check(daemon: Daemon) -> None:
+        machine = daemon.record.machine
+        machine.validate()
+        assert {node.name: node.slots for node in machine.nodes.values()} == {"a": 1, "b": 1}
+        assert machine.events == daemon.record.number
+        incidents = [incident.what for incident in machine.log.incidents]
+        if times == 1:
+            assert (machine.policy.planned, incidents) == (True, [])
+        else:
+            assert not machine.policy.planned
+            assert incidents == ["internal error while handling PolicySet: event 2 is set aside"]
+
+    asyncio.run(led(tmp_path, play, said))
+    tracebacks = [line for line in said if "Traceback" in line]
+    assert len(tracebacks) == min(times, 2)
+    assert "entry 2: internal error while handling PolicySet" in tracebacks[0]
+    # A later version, without the bug, must come to the same state: other decisions were built upon it.
+    monkeypatch.setattr(Coordinator, "_policy_set", right)
+    check(asyncio.run(started(tmp_path, more=[])))
+
+
+def test_a_nodes_report_that_is_set_aside_counts_as_heard() -> None:
+    """Its agent would send it again and again, and each time the coordinator would start over."""
+    machine = Coordinator()
+    machine.handle(NODE, 1.0)
+    aside = msg.EventSetAside(number=2, what="KernelSpoke", error="KeyError: 'x'", node="a", report=5)
+    (closed,) = machine.handle(aside, 2.0)
+    assert isinstance(closed, msg.IncidentClosed)
+    assert machine.nodes["a"].heard == 5
 
 
 def test_a_clock_that_is_behind_the_last_coordinators_delays_no_timer(tmp_path: Path) -> None:

@@ -740,6 +740,17 @@ class PolicySet(ClusterEvent):
     planned: bool
 
 
+@message(says="event {number} is set aside after an internal error: {what}")
+class EventSetAside(ClusterEvent):
+    """Handling this entry of the journal failed twice. It takes the entry's place."""
+
+    number: int
+    what: str  # the name of its class
+    error: str
+    node: str = ""  # if a node reported it: it is not to be sent again
+    report: int = 0  # its number
+
+
 @message(says="a waiting time is over")
 class TimePassed(ClusterEvent):
     """Something was put off until now."""

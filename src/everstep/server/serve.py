@@ -18,10 +18,10 @@ from everstep.protocol.messages import Patience, PolicySet
 from everstep.server.access import Credentials
 from everstep.server.api import Api
 from everstep.server.certificates import server_context
-from everstep.server.daemon import Daemon
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
+from everstep.server.term import Daemon
 from everstep.server.traces import IncidentTraces
 from everstep.server.webhooks import Notifier, read_webhooks
 

@@ -17,7 +17,8 @@ import math
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
@@ -25,13 +26,14 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
-from everstep.errors import PeerError, UserError
+from everstep.errors import InternalError, PeerError, UserError, clipped
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
+from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership
-from everstep.server.record import ClusterRecord
-from everstep.server.returns import Returns
+from everstep.server.record import SILENCE_S, ClusterRecord
+from everstep.server.step_files import StepFiles
 
 TICK_S = 0.05
 AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and the share of time for it
@@ -40,7 +42,17 @@ MOST_WAITING = 20_000  # events that the journal has not taken: then agents are 
 FORGET_S = 10.0
 TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
+RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
+LAST_S = 3.0  # an agent that is up tries again within 2.5 s (everstep.node.agent)
 _ZIPPED = b"z"
+
+
+class DecisionFailed(InternalError):
+    """The machine raised while it handled an entry of the journal: its state is half changed."""
+
+    def __init__(self, number: int, event: msg.ClusterEvent, error: str) -> None:
+        super().__init__(f"internal error while handling {type(event).__name__}: {error}")
+        self.number, self.event, self.error = number, event, error
 
 
 class Term:
@@ -51,8 +63,11 @@ class Term:
         *,
         silence_s: float,
         clock: Callable[[], float] = time.time,
+        aside: Mapping[int, str] | None = None,
     ) -> None:
+        """`aside`: entries of the journal that are not to be handled, with the error each led to."""
         self.journal, self.record = journal, record
+        self._aside = aside or {}
         self.number = journal.term  # agents refuse orders of an older one
         self.machine = Coordinator()
         self.hearts = Heartbeats(patience_s=silence_s)
@@ -65,7 +80,8 @@ class Term:
         self._to_write: asyncio.Queue[tuple[list[bytes], Callable[[], None]]] = asyncio.Queue()
         self._snapshot_at = 0
         self._jobs: set[asyncio.Task[None]] = set()
-        self._callers: set[asyncio.Future[None]] = set()
+        self._callers: dict[asyncio.Future[None], msg.ClusterEvent] = {}
+        self._failed: DecisionFailed | None = None
         self._is_over = False
         self.driver = self._driver(0)
 
@@ -99,6 +115,8 @@ class Term:
         while entries := await self.journal.entries(after=self.driver.number):
             await self._replay(entries)
         self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
+        if any(number > self._snapshot_at for number in self._aside):
+            await self._take_snapshot()  # another version of Everstep must not handle it after all
         self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
         state = await asyncio.to_thread(digest, self.machine)
         self.record.lead()
@@ -153,8 +171,13 @@ class Term:
         self.lines.close()
         for job in list(self._jobs):
             job.cancel()
-        for caller in list(self._callers):
-            if not caller.done():
+        for caller, event in list(self._callers.items()):
+            if caller.done():
+                continue
+            if self._failed is not None and event is self._failed.event:
+                sentence = f"{self._failed}; the traceback is in the coordinator's log"
+                caller.set_exception(InternalError(sentence))
+            else:
                 caller.set_exception(LostLeadership("another coordinator leads, or may; try again"))
 
     async def _until_lost(self) -> None:
@@ -176,8 +199,8 @@ class Term:
         if isinstance(event, msg.NodeJoined):
             self.returns.came(event.node)
         caller: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._callers.add(caller)
-        caller.add_done_callback(self._callers.discard)
+        self._callers[caller] = event
+        caller.add_done_callback(lambda done: self._callers.pop(done, None))
         self.driver.hear(event, handled=lambda: None if caller.done() else caller.set_result(None))
         await caller
 
@@ -195,13 +218,17 @@ class Term:
             self.hear(found)
 
     def _decide(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
-        began = time.perf_counter()
+        """A bug met here leaves the state half changed, so this term is over: the next one starts from the
+        journal. An entry that fails then too is set aside, and the state is as if it had not happened.
+        """
+        number, began = self.driver.number + 1, time.perf_counter()
+        given = event if number not in self._aside else _set_aside(number, event, self._aside[number])
         try:
-            return self.machine.handle(event, now)
-        except Exception:  # the main loop: a bug met once must not be met again at every restart
-            name = type(event).__name__
-            self.record.say(f"coordinator: {name} was not understood\n{traceback.format_exc()}")
-            return []
+            return self.machine.handle(given, now)
+        except Exception as error:  # the main loop
+            self._failed = DecisionFailed(number, event, clipped(f"{type(error).__name__}: {error}"))
+            self.record.say(f"coordinator: entry {number}: {self._failed}\n{traceback.format_exc()}")
+            raise self._failed from error
         finally:
             self.record.handled_s.append(time.perf_counter() - began)
 
@@ -263,10 +290,7 @@ class Term:
             await self._append(bodies)
             done()
             if self.driver.number - self._snapshot_at >= SNAPSHOT_EVERY:
-                try:
-                    await self._snapshot()
-                except JournalFull as error:  # the entries are there; the next one may find room
-                    self.record.say(f"coordinator: {error}; no snapshot was taken")
+                await self._take_snapshot()
 
     async def _append(self, bodies: list[bytes]) -> None:
         """While the disk has no room nothing is decided, and training goes on: agents keep their reports."""
@@ -277,12 +301,20 @@ class Term:
             except JournalFull as error:
                 if time.monotonic() - said_at > SAY_AGAIN_S:
                     said_at = time.monotonic()
-                    self.record.say(f"coordinator: {error}; nothing is decided until it can be")
+                    self.record.say(
+                        f"coordinator: {error}; decisions are paused until the journal is writable"
+                    )
                 await asyncio.sleep(TRY_AGAIN_S)
             else:
                 if said_at > 0:
                     self.record.say("coordinator: the journal can be written again")
                 return
+
+    async def _take_snapshot(self) -> None:
+        try:
+            await self._snapshot()
+        except JournalFull as error:  # the entries are there; the next one may find room
+            self.record.say(f"coordinator: {error}; no snapshot was taken")
 
     async def _snapshot(self) -> None:
         number = self._snapshot_at = self.driver.number
@@ -319,6 +351,47 @@ class Term:
         job.add_done_callback(self._jobs.discard)
 
 
+class Returns:
+    """After a restart: agents come back one after the other, and who is still on the way is not silent.
+
+    The first to come may bring a witness that waits, to whom all that are still on their way would look dead.
+    The last one missing is waited for as long as an agent may sleep before it tries again: until then it is
+    as likely to be on its way as to be dead, and giving it up costs its workers.
+    """
+
+    def __init__(self, hearts: Heartbeats) -> None:
+        self._hearts = hearts
+        self._missing: set[str] = set()
+        self._by = 0.0
+        self._came_at: float | None = None  # the last of them; None: since the last look
+
+    def expect(self, nodes: Iterable[str], now: float) -> None:
+        self._missing, self._by, self._came_at = set(nodes), now + RETURN_S, now
+        for node in self._missing:
+            self._hearts.heard(node, now)
+
+    def came(self, node: str) -> None:
+        if node in self._missing:
+            self._missing.discard(node)
+            self._came_at = None
+
+    def wait(self, now: float) -> None:
+        """Called often."""
+        if self._came_at is None:
+            self._came_at = now
+        is_last_late = len(self._missing) <= 1 and now > self._came_at + LAST_S
+        if now > self._by or is_last_late:
+            self._missing.clear()
+        for node in self._missing:
+            self._hearts.heard(node, now)
+
+
+def _set_aside(number: int, event: msg.ClusterEvent, error: str) -> msg.EventSetAside:
+    node, report = (event.node, event.number) if isinstance(event, msg.FromNode) else ("", 0)
+    what = type(event.report if isinstance(event, msg.FromNode) else event).__name__
+    return msg.EventSetAside(number=number, what=what, error=error, node=node, report=report)
+
+
 def _packed(document: dict[str, Any]) -> bytes:
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
 
@@ -343,3 +416,79 @@ def unpack(body: bytes) -> tuple[float, msg.ClusterEvent]:
     text = zlib.decompress(body[1:]) if body[:1] == _ZIPPED else body
     at, event = json.loads(text)
     return at, decode(msg.ClusterEvent, event)
+
+
+class Daemon:
+    """The coordinator as a process: it stands by, leads for a term, and stands by again."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        folder: Path,
+        policy: msg.PolicySet | None = None,
+        silence_s: float = SILENCE_S,
+        clock: Callable[[], float] = time.time,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.journal = journal
+        self.record = ClusterRecord() if say is None else ClusterRecord(say=say)
+        self.record.files = StepFiles(folder, self.record.say)
+        self._policy, self._silence_s, self._clock = policy, silence_s, clock
+        self.term: Term | None = None
+        self._failed_once: set[int] = set()  # entries of the journal
+        self._aside: dict[int, str] = {}  # those that failed again, with the error
+
+    async def begin(self) -> Term:
+        """Read the journal; from then on this process acts."""
+        while True:
+            self.term = term = Term(
+                self.journal,
+                self.record,
+                silence_s=self._silence_s,
+                clock=self._clock,
+                aside=dict(self._aside),
+            )
+            try:
+                await term.read(self._policy)
+            except DecisionFailed as failed:
+                self._restart_after(failed)
+            else:
+                return term
+
+    async def lead(self) -> None:
+        """Until cancelled, or LostLeadership."""
+        while True:
+            term = await self.begin()
+            try:
+                await term.run()
+            except DecisionFailed as failed:
+                self._restart_after(failed)
+            finally:
+                self.term = None
+
+    def _restart_after(self, failed: DecisionFailed) -> None:
+        """Once, what came before it may be to blame, or the machine; twice, the event is."""
+        if failed.number in self._aside:
+            raise failed  # not even without it
+        if failed.number in self._failed_once:
+            self._aside[failed.number] = failed.error
+        self._failed_once.add(failed.number)
+
+    # -------------------------------------------------------------- what the API asks
+
+    @property
+    def lines(self) -> AgentConnections:
+        return self._leading().lines
+
+    @property
+    def schedulers(self) -> dict[str, TaskScheduler]:
+        return self._leading().thinking.schedulers
+
+    async def handle(self, event: msg.ClusterEvent) -> None:
+        await self._leading().handle(event)
+
+    def _leading(self) -> Term:
+        if self.term is None:
+            raise LostLeadership("this coordinator does not lead; try again")
+        return self.term

@@ -228,6 +228,17 @@ class Coordinator:
         return []
 
     @on
+    def _set_aside(self, event: msg.EventSetAside, now: Moment) -> Actions:
+        node = self.nodes.get(event.node)
+        if node is not None:
+            node.heard = max(node.heard, event.report)
+        what = f"internal error while handling {event.what}: event {event.number} is set aside"
+        incident = self.incidents.new(task=None, what=what, now=now)
+        incident.stops_training, incident.node = False, event.node
+        self.incidents.tell(incident, "coordinator", (event.error,), now)
+        return self.incidents.close(incident, "the state is as if it had not happened", now)
+
+    @on
     def _time_passed(self, event: msg.TimePassed, now: Moment) -> Actions:
         actions: Actions = []
         for task in list(self.tasks.values()):
