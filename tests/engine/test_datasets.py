@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.engine.datasets.data import dataset_of
-from everstep.engine.datasets.order import Order
-from everstep.engine.datasets.permutation import permuted
+from everstep.engine.datasets.order import Order, permuted
 from everstep.errors import UserError
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep import log
 from everstep.cli import render
+from everstep.drive.step_rows import StepRow
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job, load_job
+from everstep.launch.local.run import LocalTask, Watcher
+from everstep.protocol.incidents import Incident
+from everstep.server.scalars import RunScalars
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage
@@ -139,7 +144,7 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
     if folder is None:
         yield watch
         return
-    from everstep.launch.local.scalars import ScalarWatcher
+    from everstep.cli.train import ScalarWatcher
 
     with closing(ScalarWatcher(folder, watch)) as both:
         yield both
@@ -153,3 +158,29 @@ def describe(job: Job) -> str:
         f"{what}: {job.replicas} replicas × {job.stages} stages{shards}, {job.microbatches} microbatches per "
         f"replica, {job.steps} steps, {job.precision} on {job.device}"
     )
+
+
+# ------------------------------------------------------------------
+# A local run for TensorBoard: a watcher in front of another.
+
+
+class ScalarWatcher:
+    def __init__(self, folder: Path, watch: Watcher) -> None:
+        self._run, self._watch = RunScalars(folder), watch
+        self._task: LocalTask | None = None
+
+    def __call__(self, kind: str, what: Any) -> None:
+        match what:
+            case (int() as step, dict() as values) if kind == "evaluation":
+                self._run.evaluation(step, values, time.time())
+            case LocalTask():
+                self._task = what
+            case StepRow():
+                recovery = self._task.recovery if self._task is not None else None
+                self._run.step(asdict(what), recovery, time.time())
+            case Incident():
+                self._run.incident(what, time.time())
+        self._watch(kind, what)
+
+    def close(self) -> None:
+        self._run.close()

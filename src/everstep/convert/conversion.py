@@ -8,6 +8,7 @@ Universal checkpoints are flushed to disk before that, as always; other formats 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import replace
@@ -17,7 +18,6 @@ from everstep.convert import selfcheck
 from everstep.convert.formats import dialects
 from everstep.convert.formats.format import Format, Reading, Target
 from everstep.convert.formats.table import FORMATS
-from everstep.convert.new_folders import NewFolders
 from everstep.convert.selfcheck import Accepted, Change
 from everstep.convert.state import TrainingState
 from everstep.convert.woven import as_dtype
@@ -151,3 +151,26 @@ class FolderStaging:
 
     def discard(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
+
+
+# ------------------------------------------------------------------
+# Folders that a conversion makes on its way: if it fails, those that were not there before go again.
+
+
+class NewFolders:
+    """`path` and its parents, as far as they do not exist now."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._missing: list[Path] = []
+        if "://" in str(path):
+            return
+        at = Path(path)
+        while not at.exists() and at != at.parent:
+            self._missing.append(at)
+            at = at.parent
+
+    def remove_empty(self) -> None:
+        """Innermost first; what holds anything stays."""
+        for folder in self._missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()

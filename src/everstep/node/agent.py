@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import secrets
 import ssl
@@ -37,6 +38,7 @@ from everstep.core.agent.agent import (
     ReportsKept,
 )
 from everstep.core.faults.detector import DetectorLimits
+from everstep.core.faults.severity import ErrorKind, judge
 from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
 from everstep.log import say, warn
@@ -44,7 +46,6 @@ from everstep.net.sockets import watch_path
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
-from everstep.node.kernel import KernelLog
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps
 from everstep.node.slot_devices import NodeDevices, slots_named
@@ -427,3 +428,41 @@ class _Loop:
 
     def unwatch(self, fd: int) -> None:
         self._loop.remove_reader(fd)
+
+
+# ------------------------------------------------------------------
+# Listens to the kernel's log for lines that name a device's fault (an Xid, an ECC error, a dead disk).
+
+KERNEL_LOG = "/dev/kmsg"
+_MAX_LINE = 8192
+
+
+class KernelLog:
+    """From now on; what was said before is not this run's business. Needs read permission on /dev/kmsg."""
+
+    def __init__(self, *, path: str = KERNEL_LOG) -> None:
+        self.fd: int | None = None
+        with contextlib.suppress(OSError):
+            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self.fd, 0, os.SEEK_END)
+
+    def read(self, found: Callable[[str], None]) -> None:
+        """All lines there are; `found` gets those that name a fault."""
+        assert self.fd is not None
+        while True:
+            try:
+                data = os.read(self.fd, _MAX_LINE)
+            except BrokenPipeError:  # lines were overwritten before we read them: continue with the next
+                continue
+            except OSError:
+                return
+            if not data:
+                return
+            text = data.decode(errors="replace").partition(";")[2].partition("\n")[0].strip()
+            if text and judge("kernel", text).kind is not ErrorKind.OTHER:
+                found(text)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None

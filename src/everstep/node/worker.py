@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
-from everstep.errors import MOST_TRACEBACK, UserError, clipped
+from everstep.errors import MOST_TRACEBACK, PeerError, UserError, clipped
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
@@ -46,12 +47,14 @@ from everstep.net import nccl
 from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
-from everstep.node.agent_line import AgentLine
 from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.steer import steering_from, watch_links
 from everstep.protocol import shard_messages as sh
+from everstep.protocol.codec import Unpacker, pack
 from everstep.protocol.messages import (
+    EndWorker,
+    FromWorker,
     PartWritten,
     SaveFailed,
     Sender,
@@ -59,6 +62,7 @@ from everstep.protocol.messages import (
     StateFetched,
     TimesReported,
     WorkerHello,
+    WorkerOrder,
     WorkerReport,
 )
 from everstep.store.state_keeper import StateKeeper
@@ -352,3 +356,31 @@ class _Pipe:
     def say(self, report: WorkerReport) -> None:
         if isinstance(report, PartWritten | SaveFailed | StateFetched):
             self._group.tell(sh.ShardReports(report=report))
+
+
+class AgentLine:
+    """A worker's line to the agent that started it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self.where: Callable[[], str] = lambda: "starting"
+        self.over = False  # the worker is leaving, and so are its shards
+
+    def say(self, message: FromWorker) -> None:
+        data = pack(message)
+        with self._lock:
+            self._socket.sendall(data)
+
+    def listen(self, inbox: queue.SimpleQueue[Any]) -> None:
+        threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
+
+    def _listen(self, inbox: queue.SimpleQueue[Any]) -> None:
+        unpacker = Unpacker(WorkerOrder)
+        try:
+            while data := self._socket.recv(1 << 16):
+                for order in unpacker.feed(data):
+                    inbox.put(order)
+        except (OSError, PeerError) as error:  # reset: the agent has left a report unread
+            warn(f"the line to the agent: {error}")
+        inbox.put(EndWorker(gently=False))  # the agent is gone, and so must its worker be

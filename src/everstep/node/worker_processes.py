@@ -8,31 +8,34 @@ asyncio's in the agent, a selector in a local run.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from everstep.core.agent import messages as ag
-from everstep.core.agent.processes import NodeProcesses
+from everstep.core.agent.processes import Curiosity, NodeProcesses
+from everstep.core.faults.detector import Glance
+from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
+from everstep.engine.shards.marks import read_marks
 from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
+from everstep.log import trim
 from everstep.node.disk_orders import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
-from everstep.node.glances import Glances
 from everstep.node.lifeline import Bell, Lifeline
-from everstep.node.process_facts import parent_of
+from everstep.node.process_facts import active_s, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
-from everstep.node.worker_logs import TRIM_EVERY_S, WorkerLogs
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import PlantFaults, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
@@ -413,3 +416,119 @@ class WorkerProcesses:
 def _kill(process: WorkerProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process.child.pidfd, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------
+# One look at a worker: its beacon, and where that stands still, what the kernel says of its processes.
+#
+# A worker with shards is several processes. The marks of its shards say which one the others wait for; it
+# is that one which the kernel is asked about, and which the report names.
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectedProcess:
+    shard: int | None  # None: the worker, which is one process or has not said more
+    pid: int
+
+
+@dataclass(slots=True)
+class Glances:
+    """At one worker."""
+
+    sender: Sender
+    pid: int
+    beacon: Beacon
+    shards: int = 1
+    _active_since: tuple[int, float] | None = None  # pid, and what `active_s` said when the beacon stopped
+
+    def look(self, curious: Callable[[Sender, Glance], Curiosity], now: float) -> ag.Glanced | None:
+        reading = self.beacon.read()
+        if reading is None:
+            return None
+        glance = Glance(
+            moment=reading.at_ns,
+            step=reading.step,
+            busy=reading.busy,
+            doing=reading.doing,
+            age_s=max(0.0, now - reading.at_ns / 1e9),
+        )
+        ask = curious(self.sender, glance)
+        active, suspect = 0.0, SuspectedProcess(None, self.pid)
+        if ask.stopped or ask.active:
+            suspect = suspected(self.beacon.path, self.shards, self.pid)
+        if ask.active:
+            total = active_s(suspect.pid)
+            if self._active_since is None or self._active_since[0] != suspect.pid:
+                self._active_since = suspect.pid, total
+            active = total - self._active_since[1]
+        elif not ask.stopped:
+            self._active_since = None
+        stopped = ask.stopped and is_stopped(suspect.pid)
+        return ag.Glanced(self.sender, glance, stopped=stopped, active_s=active, shard=suspect.shard)
+
+
+def suspected(beacon: Path, shards: int, pid: int) -> SuspectedProcess:
+    """Which of a worker's processes do the others wait for?"""
+    marks = read_marks(beacon, shards) if shards > 1 else None
+    if marks is None:
+        return SuspectedProcess(None, pid)
+    shard = hung_shard(
+        [
+            ShardProgress(
+                entered=mark.entered, is_inside=mark.entered > mark.left, stopped=is_stopped(mark.pid)
+            )
+            for mark in marks
+        ]
+    )
+    return SuspectedProcess(None, pid) if shard is None else SuspectedProcess(shard, marks[shard].pid)
+
+
+# ------------------------------------------------------------------
+# The files with what workers print: where each is, also once its task is over, and parts of them.
+
+MOST_PATHS = 10_000
+TRIM_EVERY_S = 10.0
+
+
+class WorkerLogs:
+    def __init__(self, folder: Path) -> None:
+        """`folder`: for jobs that name none."""
+        self.folder = folder
+        self._paths: dict[tuple[str, Worker], Path] = {}
+
+    def path(self, task: str, worker: Worker, folder: str | None) -> Path:
+        """Where a worker is to print. `folder`: of its job, if that names one."""
+        found = (
+            self.folder / f"{task}-{_log_name(worker)}" if folder is None else Path(folder, _log_name(worker))
+        )
+        with contextlib.suppress(OSError):  # it trains without
+            found.parent.mkdir(parents=True, exist_ok=True)
+        self._paths[task, worker] = found
+        while len(self._paths) > MOST_PATHS:
+            del self._paths[next(iter(self._paths))]
+        return found
+
+    def trim(self, workers: Iterable[tuple[str, Worker]]) -> None:
+        """Of workers that run: their logs keep to a size."""
+        for known in workers:
+            if (path := self._paths.get(known)) is not None:
+                trim(path)
+
+    def read(self, task: str, worker: Worker, *, most: int, start: int | None = None) -> dict[str, Any]:
+        """The end of what a worker has printed here, or what follows `start`: text, where it ends, and when
+        it was written.
+        """
+        path = self._paths.get((task, worker), self.folder / f"{task}-{_log_name(worker)}")
+        if not path.is_file():
+            raise UserError(f"worker {worker} of {task} has printed nothing here.")
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = max(0, size - most) if start is None or start > size else start
+            file.seek(begin)
+            data = file.read(most)
+            at = os.fstat(file.fileno()).st_mtime
+        return {"text": data.decode(errors="replace"), "next": begin + len(data), "at": at}
+
+
+def _log_name(worker: Worker) -> str:
+    return f"worker-{worker.replica}-{worker.stage}.log"

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,7 +32,6 @@ from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, report, requests, views
 from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
 from everstep.server.journal import LostLeadership
-from everstep.server.log_answers import newest_log
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
 from everstep.server.record import ClusterRecord
@@ -480,3 +479,26 @@ class AccessControl:
         ours = {"localhost", "127.0.0.1", "::1"} | self._hosts
         if self._credentials.is_open and name not in ours:
             raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
+
+
+# ------------------------------------------------------------------
+# Which node has what a worker printed last. Of a worker without a slot any more, any node may have it.
+
+
+class NodeQuestions(Protocol):
+    async def ask(self, node: str, question: dict[str, Any]) -> Any: ...
+
+
+async def newest_log(
+    lines: NodeQuestions, nodes: Sequence[str], question: dict[str, Any]
+) -> dict[str, Any] | str:
+    """The answer that was written last, with its node; or why there is none."""
+    answers = await asyncio.gather(*(lines.ask(node, question) for node in nodes), return_exceptions=True)
+    found = [
+        answer | {"node": node}
+        for node, answer in zip(nodes, answers, strict=True)
+        if isinstance(answer, dict) and "text" in answer
+    ]
+    if found:
+        return max(found, key=lambda one: (one["at"], one["node"]))
+    return next((str(a.get("error")) for a in answers if isinstance(a, dict)), "its node is not connected")

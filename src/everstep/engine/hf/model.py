@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
-from everstep.engine.hf.loss import CausalLoss
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short
+from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short, token_loss
 from everstep.engine.layers.shard_plan import from_theirs
 from everstep.errors import UserError
 
@@ -263,3 +263,44 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 def _list(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+# ------------------------------------------------------------------
+# The loss of a causal language model: summed over the tokens that count, with their number as its weight.
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLoss:
+    """Of (the last stage's output, a batch or targets that are shifted already)."""
+
+    router: float = 0.0  # what the loss of routers is multiplied with
+
+    any_precision = True  # logits come as they are, not in fp32
+
+    def __call__(self, output: Mapping[str, Tensor], targets: Value) -> tuple[Tensor, Tensor]:
+        logits = output["logits"]
+        total, weight = token_loss(
+            logits[:, :-1] if isinstance(targets, Mapping) else logits, _next_tokens(targets)
+        )
+        if "aux" in output:  # a mean over tokens: as a sum, in proportion
+            total = total + self.router * output["aux"] * weight
+        return total, weight
+
+    def weigh(self, targets: Value) -> float:
+        """The weight alone, from targets on the host: nothing waits for a GPU."""
+        return float((_next_tokens(targets) != -100).sum())
+
+
+def _next_tokens(targets: Value) -> Tensor:
+    """For every position the token that follows it."""
+    if not isinstance(targets, Mapping):
+        return targets  # type: ignore[no-any-return]
+    return labels_of(targets)[:, 1:]
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """A batch's labels; without them its tokens, padding left out."""
+    if "labels" in batch:
+        return batch["labels"]
+    mask, tokens = batch.get("attention_mask"), batch["input_ids"]
+    return tokens if mask is None else tokens.masked_fill(mask == 0, -100)
