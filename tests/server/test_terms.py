@@ -363,7 +363,7 @@ def test_a_journal_without_room_ends_nothing_and_is_written_when_there_is_some(t
         (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
         waits = asyncio.create_task(term.handle(joined(secrets.token_hex(50_000))))
         async with asyncio.timeout(LIMIT_S):
-            while not any("nothing is decided until it can be" in line for line in said):
+            while not any("decisions are paused until the journal is writable" in line for line in said):
                 await asyncio.sleep(0.01)
         assert not waits.done()
         assert not running.done()
