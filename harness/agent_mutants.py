@@ -114,15 +114,15 @@ def exit_not_reported() -> list[Patch]:
 
 def deaf_worker_is_patient() -> list[Patch]:
     """Orders that a waiting worker does not take are no evidence."""
-    right = NodeProcesses._pass_on
+    right = NodeProcesses._tell
 
-    def wrong(self: NodeProcesses, order: msg.NotifyWorker, now: float) -> list[Any]:
-        found = right(self, order, now)
+    def wrong(self: NodeProcesses, task: str, orders: Any, now: float) -> list[Any]:
+        found = right(self, task, orders, now)
         for process in self.processes.values():
             process.unanswered.clear()
         return found
 
-    return [(NodeProcesses, "_pass_on", wrong)]
+    return [(NodeProcesses, "_tell", wrong)]
 
 
 # ------------------------------------------------------------------ the agent's line

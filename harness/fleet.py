@@ -12,7 +12,6 @@ has a thread of its own. Times are CPU seconds of this process: they do not coun
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import deque
@@ -22,15 +21,15 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import Heartbeats
+from everstep.drive.order_lines import FactTexts, OrderLine
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.codec import encode
-from everstep.protocol.ops import Op, Worker
+from everstep.protocol.ops import Worker, parse_ops
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import Ledger
+from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 from everstep.server.record import ClusterRecord
 from everstep.server.term import pack, unpack
 
@@ -44,7 +43,7 @@ class VirtualWorker:
     incarnation: int
     step: int = 1
     joining: bool = True
-    ops: tuple[Op, ...] = ()
+    ops: str = ""  # of a step, in their notation
 
 
 @dataclass(slots=True)
@@ -94,6 +93,8 @@ class Fleet:
         self.busy = Busy()
         self.starts = True  # off: processes are ordered and never report
         self._numbers: dict[str, int] = {}
+        self._lines: dict[str, OrderLine] = {}  # by node
+        self._facts = FactTexts()
         self._events: deque[tuple[str, Callable[[], None]]] = deque()
         self._orders: list[msg.Dispatch] = []
         self._ports = ClusterPorts(self, self, self.record)
@@ -232,8 +233,8 @@ class Fleet:
         busy = self.busy
         began = time.process_time()
         for action in orders:
-            said = {"number": action.number, "order": encode(action.order), "because": action.because}
-            size = len(json.dumps(said, separators=(",", ":")))
+            line = self._lines.setdefault(action.node, OrderLine({}))
+            size = len(line.text(action, self._facts, term=0))
             busy.order_bytes += size
             busy.largest_order = max(busy.largest_order, size)
         busy.encode_s += time.process_time() - began
@@ -286,11 +287,17 @@ class Fleet:
 
     def _obey(self, node: str, order: msg.Order) -> None:
         match order:
-            case msg.StartProcess(worker=worker, incarnation=incarnation) if self.starts:
-                self.workers[worker] = VirtualWorker(node, incarnation)
-                address = ("10.0.0.1", 20_000 + order.slot)
-                started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address)
-                self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=started))
+            case msg.StartProcess() if self.starts:
+                self._start(node, order)
+            case msg.StartProcesses() if self.starts:
+                for start in order.starts:
+                    self._start(node, start)
+            case msg.InterruptTask():
+                for worker in order.workers:
+                    self._interrupt(worker, order.epoch)
+            case msg.ResumeTask(facts=EpochFacts() as facts):
+                for worker, own, _ in order.workers:
+                    self._resume(worker, facts, own)
             case msg.KillProcess(worker=worker, incarnation=incarnation):
                 one = self.workers.get(worker)
                 if one is not None and one.incarnation == incarnation:
@@ -303,27 +310,38 @@ class Fleet:
                 found = msg.CheckpointFound(task=TASK, step=0, search=order.search)
                 self._report(node, None, 0, found)
 
-    def _tell(self, worker: Worker, words: object) -> None:
+    def _start(self, node: str, order: msg.StartProcess) -> None:
+        worker, incarnation = order.worker, order.incarnation
+        self.workers[worker] = VirtualWorker(node, incarnation)
+        address = ("10.0.0.1", 20_000 + order.slot)
+        started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address)
+        self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=started))
+
+    def _interrupt(self, worker: Worker, epoch: int) -> None:
         one = self.workers.get(worker)
-        if one is None:
-            return
-        event: ev.Event
+        if one is not None:
+            done = () if one.joining else parse_ops(one.ops)[: 12 + worker.replica % 3]
+            ledger = Ledger(step=one.step, joining=one.joining, done=done)
+            self._event(worker, ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger))
+
+    def _resume(self, worker: Worker, facts: EpochFacts, own: OwnOrders) -> None:
+        one = self.workers.get(worker)
+        if one is not None:
+            one.step, one.joining, one.ops = own.step, False, own.steady
+            self._event(worker, ev.WorkerResumed(worker=worker, epoch=facts.epoch, at=self.now))
+
+    def _tell(self, worker: Worker, words: object) -> None:
         match words:
-            case act.InterruptWorkers(epoch=epoch):
-                done = () if one.joining else one.ops[: len(one.ops) // 2]
-                ledger = Ledger(step=one.step, joining=one.joining, done=done)
-                event = ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger)
-            case act.ResumeStep(order=order):
-                one.step, one.joining, one.ops = order.step, False, order.steady
-                event = ev.WorkerResumed(worker=worker, epoch=order.epoch, at=self.now)
-            case act.CopyState(joiner=joiner, transfer=transfer):
-                worker, one, step = joiner, self.workers[joiner], one.step
-                one.step = step
-                event = ev.StateCopied(
-                    worker=joiner, incarnation=one.incarnation, transfer=transfer, state_step=step - 1
+            case act.CopyState(joiner=joiner, transfer=transfer) if worker in self.workers:
+                other, step = self.workers[joiner], self.workers[worker].step
+                other.step = step
+                copied = ev.StateCopied(
+                    worker=joiner, incarnation=other.incarnation, transfer=transfer, state_step=step - 1
                 )
-            case _:
-                return
+                self._event(joiner, copied)
+
+    def _event(self, worker: Worker, event: ev.Event) -> None:
+        one = self.workers[worker]
         self._report(one.node, worker, one.incarnation, msg.TaskEvent(task=TASK, event=event))
 
     def _report(self, node: str, worker: Worker | None, incarnation: int, report: msg.NodeReport) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everstep.protocol.ops import Microbatch, Op, Worker
+from everstep.protocol.ops import Microbatch, Op, OpLists, Replicas, Worker
 from everstep.protocol.table import is_wire, rows
 
 TASKS, NODES = ("t", "u", "nowhere"), ("a", "b", "nowhere")
@@ -66,6 +66,10 @@ class Maker:
             return [[self.made(key), self.made(value)] for _ in range(draw.randrange(3))]
         if kind in (Op, Worker, Microbatch):
             return self._text(kind)
+        if kind is Replicas:
+            return draw.choice(("", "0", "0-2", "0-1,3"))
+        if kind is OpLists:
+            return {"patterns": ["2F~.0 2U", "0U"], "numbers": draw.choice(([], [[0]], [[1, -1], [0, 0]]))}
         if isinstance(kind, type) and issubclass(kind, Enum):
             return draw.choice(list(kind)).value
         if is_wire(kind):

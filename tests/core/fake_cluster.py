@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.copy_placement import memory_for
+from everstep.core.cluster.copy_placement import Keepers
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
@@ -20,7 +20,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.table import TABLE, WORKER
-from everstep.protocol.work import Ledger
+from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 
 
 @dataclass
@@ -109,7 +109,7 @@ class FakeCluster:
         task = self.coordinator.tasks[name]
         for stage in range(task.shape.stages):
             worker = min(w for w in task.seats if w.stage == stage)
-            for node in (task.seats[worker].node, memory_for(self.coordinator.nodes, task, worker).node):
+            for node in (task.seats[worker].node, Keepers(self.coordinator.roster, task).of(worker).name):
                 part = {"file": f"{worker}", "on": node}
                 attempt = task.recovery.attempt_of(step) if task.recovery is not None else 0
                 told = msg.PartWritten(
@@ -159,6 +159,16 @@ class FakeCluster:
         self.numbers[node] += 1
         boot = self.coordinator.nodes[node].boot
         self.hear(self._from_node(node, boot, report, sender))
+
+    def resumes(self) -> list[msg.ResumeWorker]:
+        """What every worker was told to resume with, in the order in which it was."""
+        return [
+            msg.ResumeWorker(task=order.task, worker=worker, facts=order.facts, own=own, states=states)
+            for action in self.actions
+            if isinstance(action, msg.Dispatch) and isinstance(order := action.order, msg.ResumeTask)
+            if order.facts is not None
+            for worker, own, states in order.workers
+        ]
 
     # -------------------------------------------------------------- the machine
 
@@ -222,12 +232,16 @@ class FakeCluster:
     def _obey(self, node: str, order: msg.Order) -> None:
         match order:
             case msg.StartProcess():
-                self.actors[order.task, order.worker] = Actor(node, order.incarnation)
-                started = ev.WorkerStarted(
-                    worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
-                )
-                me = (order.task, order.worker, order.incarnation)
-                self._later(node, msg.TaskEvent(task=order.task, event=started), me)
+                self._start(node, order)
+            case msg.StartProcesses():
+                for start in order.starts:
+                    self._start(node, start)
+            case msg.InterruptTask():
+                for worker in order.workers:
+                    self._interrupted(order.task, worker, order.epoch)
+            case msg.ResumeTask(facts=EpochFacts() as facts):
+                for worker, own, _ in order.workers:
+                    self._resumed(order.task, worker, facts, own)
             case msg.KillProcess():
                 actor = self.actors.get((order.task, order.worker))
                 if actor is not None and actor.incarnation == order.incarnation:
@@ -249,18 +263,35 @@ class FakeCluster:
                 committed = ev.CheckpointCommitted(step=order.step)
                 self._later(node, msg.TaskEvent(task=order.task, event=committed))
 
+    def _start(self, node: str, order: msg.StartProcess) -> None:
+        self.actors[order.task, order.worker] = Actor(node, order.incarnation)
+        started = ev.WorkerStarted(
+            worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
+        )
+        me = (order.task, order.worker, order.incarnation)
+        self._later(node, msg.TaskEvent(task=order.task, event=started), me)
+
+    def _interrupted(self, task: str, worker: Worker, epoch: int) -> None:
+        actor = self.actors.get((task, worker))
+        if actor is not None:
+            ledger = Ledger(step=actor.step, joining=actor.joining)
+            event = ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger)
+            me = (task, worker, actor.incarnation)
+            self._later(actor.node, msg.TaskEvent(task=task, event=event), me)
+
+    def _resumed(self, task: str, worker: Worker, facts: EpochFacts, own: OwnOrders) -> None:
+        actor = self.actors.get((task, worker))
+        if actor is not None:
+            actor.step, actor.joining = own.step, False
+            event = ev.WorkerResumed(worker=worker, epoch=facts.epoch, at=self.now)
+            me = (task, worker, actor.incarnation)
+            self._later(actor.node, msg.TaskEvent(task=task, event=event), me)
+
     def _told(self, node: str, order: msg.NotifyWorker) -> None:
         actor = self.actors.get((order.task, order.worker))
         if actor is None:
             return
-        event: ev.LedgerReported | ev.WorkerResumed | ev.StateCopied
         match order.words:
-            case act.InterruptWorkers(epoch=epoch):
-                ledger = Ledger(step=actor.step, joining=actor.joining)
-                event = ev.LedgerReported(worker=order.worker, epoch=epoch, ledger=ledger)
-            case act.ResumeStep(order=resume):
-                actor.step, actor.joining = resume.step, False
-                event = ev.WorkerResumed(worker=order.worker, epoch=resume.epoch, at=self.now)
             case act.CopyState(joiner=joiner, transfer=transfer) if self.copies:
                 other = self.actors[order.task, joiner]
                 other.step = actor.step
@@ -359,6 +390,13 @@ def _order(order: msg.Order) -> str:
     match order:
         case msg.NotifyWorker(task=task, worker=worker, words=words):
             return f"{type(words).__name__} {task} {worker}"
+        case msg.InterruptTask(task=task, epoch=epoch, workers=workers):
+            return f"InterruptTask {task} epoch {epoch}: {' '.join(map(str, workers))}"
+        case msg.ResumeTask(task=task, workers=workers):
+            return f"ResumeTask {task}: {' '.join(str(one.worker) for one in workers)}"
+        case msg.StartProcesses(task=task, starts=starts):
+            each = ", ".join(f"{s.worker} incarnation {s.incarnation} slot {s.slot}" for s in starts)
+            return f"StartProcesses {task}: {each}"
         case msg.StartProcess(task=task, worker=worker, incarnation=incarnation, slot=slot):
             return f"StartProcess {task} {worker} incarnation {incarnation} slot {slot}"
         case msg.KillProcess(task=task, worker=worker, incarnation=incarnation):

@@ -276,11 +276,13 @@ class Scenario:
                 else:
                     say(f"  epoch {action.epoch}: {action.because}")
                 self.happens(answer(action, self.plans, "decoupled"))
-            case act.ResumeStep():
-                say(f"    {action.worker} {_resumed(action.order)}")
-                if action.worker in self.workers:
-                    self.workers[action.worker].resume(action.order)
-                    self._carry_out(action.worker)
+            case act.ResumeWorkers():
+                for worker, own in action.orders.items():
+                    order = work.resume(action.facts, own)
+                    say(f"    {worker} {_resumed(order)}")
+                    if worker in self.workers:
+                        self.workers[worker].resume(order)
+                        self._carry_out(worker)
             case act.CopyState():
                 say(f"  {action.because}")
                 if action.source in self.workers:

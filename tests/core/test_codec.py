@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from everstep.errors import PeerError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.actions import ComputePlan, ResumeStep
+from everstep.protocol.actions import ComputePlan
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, OpLists, Replicas, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import Ledger, Members, Resume
+from everstep.protocol.work import EpochFacts, Ledger, Members, OwnOrders, StateDirections
 
 W = Worker(1, 2)
 M = Microbatch(0, 3)
@@ -46,8 +46,8 @@ SAMPLES: list[Any] = [
         task="t",
         event=ev.PlanComputed(
             epoch=1,
-            lists={3: {W: (Op(Kind.W, M, 2),)}},
-            steady={W: ()},
+            lists={3: OpLists.of({W: (Op(Kind.W, M, 2),)})},
+            steady=OpLists.of({W: ()}),
             hosts={3: {(M, 2): 0}},
             steady_hosts={},
         ),
@@ -63,23 +63,22 @@ SAMPLES: list[Any] = [
     ),
 ]
 ORDERS: list[Any] = [
-    msg.NotifyWorker(
+    msg.ResumeTask(
         task="t",
-        worker=W,
-        words=ResumeStep(
-            worker=W,
-            because="so",
-            order=Resume(
-                epoch=2,
-                attempts=((0, 0),),
-                step=3,
-                lists={3: (Op(Kind.F, M, 2),)},
-                members=(Members(2, ((0, 1), (0,)), (1, 2)),),
-                ghosts=frozenset({(3, M)}),
-                feeds={1: None},
+        facts=EpochFacts(
+            epoch=2,
+            attempts=((0, 0),),
+            members=(Members(2, (Replicas((0, 1, 3)), Replicas((0,))), (1, 2)),),
+            book={W: ("host", 80)},
+        ),
+        news=None,
+        workers=(
+            msg.WorkerResume(
+                W,
+                OwnOrders(step=3, lists={3: "2F0.3"}, ghosts=frozenset({(3, M)}), feeds={1: None}),
+                StateDirections(copy_to=msg.MemoryAddress("n", "host", 81)),
             ),
         ),
-        book=((W, "host", 80),),
     ),
     msg.KeepOnly(keep=(("t", W, 1),)),
 ]

@@ -13,12 +13,12 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Copied, Member
-from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.protocol.work import EpochFacts
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
@@ -423,8 +423,7 @@ def test_a_paused_task_is_saved_first_gives_its_slots_back_and_goes_on() -> None
     """It ended at once, and did again what it had done since its last checkpoint."""
     cluster = pausing()
     until_left(cluster)
-    resumed = [getattr(getattr(a, "order", None), "words", None) for a in cluster.actions]
-    assert any(isinstance(words, act.ResumeStep) and words.order.saves for words in resumed)
+    assert any(isinstance(one.facts, EpochFacts) and one.facts.saves for one in cluster.resumes())
     task = cluster.coordinator.tasks["t"]
     assert task.state is TaskState.PAUSED
     assert task.because.startswith("an operator paused it")

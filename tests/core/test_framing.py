@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,32 +12,43 @@ from hypothesis import strategies as st
 from everstep.errors import PeerError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.actions import InterruptWorkers, ResumeStep
+from everstep.protocol.actions import InterruptWorkers
 from everstep.protocol.codec import Unpacker, pack
 from everstep.protocol.messages import EndWorker, FromWorker, PlantFaults, WorkerHello, WorkerOrder
-from everstep.protocol.ops import Microbatch, Worker, parse_op
+from everstep.protocol.ops import Microbatch, Replicas, Worker, parse_op
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.work import Ledger, Members, Resume
+from everstep.protocol.work import EpochFacts, Ledger, Members, OwnOrders, StateDirections, changes
 
 OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1B1.2", "1R", "1U"]))
 W = Worker(0, 1)
-RESUME = Resume(
-    epoch=7,
+FACTS = EpochFacts(
+    epoch=3,
     attempts=((0, 1), (5, 2)),
-    step=5,
-    lists={5: OPS[:3], 6: OPS},
-    steady=OPS,
     hosts={5: {(Microbatch(1, 2), 0): 0}},
     steady_hosts={(Microbatch(1, 2), 1): 0},
-    members=(Members(4, ((0, 1), (0,)), (1, 7)), Members(6, ((0, 1), (0, 1)), (1, 7))),
+    members=(
+        Members(4, (Replicas((0, 1)), Replicas((0,))), (1, 7)),
+        Members(6, (Replicas((0, 1)), Replicas((0, 1))), (1, 7)),
+    ),
+    rewind=4,
+    shares=((4, 0, 0.25),),
+    until=9,
+    book={W: ("host", 80)},
+)
+LATER = replace(FACTS, epoch=4, book={W: ("host", 81), Worker(1, 0): ("host", 82)})
+NEWS = changes(FACTS, LATER)
+assert NEWS is not None
+OWN = OwnOrders(
+    step=5,
+    lists={5: "0F0.0 0F1.2", 6: "0F0.0 0R 0U"},
+    steady="0F0.0 0R 0U",
     ghosts=frozenset({(5, Microbatch(0, 1))}),
     give={5: (1, 2)},
     feeds={1: 5, 2: None},
-    rewind=4,
     awaits=frozenset({5}),
-    shares=((4, 0, 0.25),),
-    until=9,
 )
+PLACE = msg.MemoryAddress("n", "host", 81)
+STATES = StateDirections(copy_to=PLACE, copy_at_end=False, copies=((PLACE, {"file": "part"}),))
 LEDGER = Ledger(
     step=3,
     done=OPS[:2],
@@ -45,15 +57,8 @@ LEDGER = Ledger(
     joining=True,
 )
 ORDERS: list[Any] = [
-    msg.NotifyWorker(
-        task="t",
-        worker=W,
-        words=ResumeStep(worker=W, order=RESUME, because="so"),
-        book=((W, "host", 80),),
-        copy_to=msg.MemoryAddress("n", "host", 81),
-        copy_at_end=False,
-        copies=((msg.MemoryAddress("n", "host", 81), {"file": "part"}),),
-    ),
+    msg.ResumeWorker(task="t", worker=W, facts=FACTS, own=OWN, states=STATES),
+    msg.ResumeWorker(task="t", worker=W, facts=NEWS, own=OWN, states=STATES),
     msg.NotifyWorker(task="t", worker=W, words=InterruptWorkers(workers=(W,), epoch=3, because="so")),
     EndWorker(gently=True),
     PlantFaults(faults=("stage=0,replica=0,step=3",)),
@@ -80,7 +85,7 @@ def test_every_order_of_the_coordinator_to_a_worker_can_be_passed_on() -> None:
 
 
 def test_messages_are_found_however_the_bytes_come() -> None:
-    data = pack(ORDERS[2]) + pack(ORDERS[3])
+    data = b"".join(map(pack, ORDERS[2:]))
     unpacker = Unpacker(WorkerOrder)
     assert [order for byte in data for order in unpacker.feed(bytes([byte]))] == ORDERS[2:]
 

@@ -1,11 +1,10 @@
 """States in nodes' memory: where copies go, which are dropped, and how a task takes another shape by them."""
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.copy_placement import copies_at_end, copies_for, memory_for
+from everstep.core.cluster.copy_placement import Keepers, copied_at_end, copies_for
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.plan.change_times import PACE, copying_s
-from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import FailedRead
@@ -18,8 +17,8 @@ def told(cluster: FakeCluster, kind: type) -> list:
     return [a.order for a in cluster.actions if isinstance(a, msg.Dispatch) and isinstance(a.order, kind)]
 
 
-def resumes(cluster: FakeCluster) -> list[msg.NotifyWorker]:
-    return [order for order in told(cluster, msg.NotifyWorker) if isinstance(order.words, act.ResumeStep)]
+def resumes(cluster: FakeCluster) -> list[msg.ResumeWorker]:
+    return cluster.resumes()
 
 
 def four_nodes(**more: object) -> FakeCluster:
@@ -32,7 +31,7 @@ def test_a_copy_goes_to_a_node_without_a_worker_of_its_stage() -> None:
     cluster = four_nodes()
     task = cluster.coordinator.tasks["t"]
     for worker in task.seats:
-        node = memory_for(cluster.coordinator.nodes, task, worker).node
+        node = Keepers(cluster.coordinator.roster, task).of(worker).name
         assert all(w.stage != worker.stage for w, seat in task.seats.items() if seat.node == node)
 
 
@@ -40,11 +39,8 @@ def test_alone_on_a_node_without_a_door_a_copy_stays_where_it_is() -> None:
     cluster = FakeCluster(nodes={"a": 4})
     cluster.submit()
     task = cluster.coordinator.tasks["t"]
-    assert {memory_for(cluster.coordinator.nodes, task, w).node for w in task.seats} == {"a"}
-    assert [w for w in task.seats if copies_at_end(task, w)] == [
-        Worker(0, 0),
-        Worker(0, 1),
-    ]  # one a stage and node
+    assert {Keepers(cluster.coordinator.roster, task).of(w).name for w in task.seats} == {"a"}
+    assert copied_at_end(task.seats) == {Worker(0, 0), Worker(0, 1)}, "one per stage and node"
 
 
 def test_a_state_counts_when_every_stage_has_a_copy_and_its_step_is_on_record() -> None:
@@ -87,8 +83,8 @@ def test_a_lost_stage_comes_back_from_memory_and_says_so() -> None:
         cluster.seal()
     cluster.exits(Worker(0, 1), "killed by SIGKILL")
     last = resumes(cluster)[-2:]
-    assert {order.words.order.restore for order in last} == {2}
-    assert all(len(order.copies) == 2 for order in last)  # a copy of each stage
+    assert {order.facts.restore for order in last} == {2}
+    assert all(len(order.states.copies) == 2 for order in last)  # a copy of each stage
     assert cluster.coordinator.log.incidents[-1].restored_where == "the memory of nodes"
 
 
@@ -102,8 +98,8 @@ def test_with_the_node_that_kept_it_the_state_is_gone_and_the_disk_is_next() -> 
     cluster.join("c", 1)
     cluster.hear(msg.NodeLeft(node=task.seats[Worker(0, 1)].node))
     assert task.copies.newest is None
-    assert resumes(cluster)[-1].words.order.restore == 0
-    assert resumes(cluster)[-1].copies == ()
+    assert resumes(cluster)[-1].facts.restore == 0
+    assert resumes(cluster)[-1].states.copies == ()
 
 
 def test_a_state_that_cannot_be_read_is_not_asked_for_again() -> None:
@@ -117,7 +113,7 @@ def test_a_state_that_cannot_be_read_is_not_asked_for_again() -> None:
     assert task.recovery.recorded == 1
     failed = ev.RestoreFailed(worker=Worker(0, 0), incarnation=1, step=1)
     cluster.report("t", Worker(0, 0), msg.TaskEvent(task="t", event=failed))
-    assert resumes(cluster)[-1].words.order.restore == 0
+    assert resumes(cluster)[-1].facts.restore == 0
 
 
 def lost_stage(**more: object) -> FakeCluster:
@@ -136,14 +132,14 @@ def cannot_read(cluster: FakeCluster, worker: Worker, *, step: int = 2) -> msg.N
     """This worker has asked all holders of its part in vain; its next order."""
     order = next(order for order in reversed(resumes(cluster)) if order.worker == worker)
     part = worker.stage
-    asked = [order.copies[part], *order.other_holders[part]]
+    asked = [order.states.copies[part], *order.states.other_holders[part]]
     failed = tuple(FailedRead(part=part, node=at.node, because="timed out") for at, _ in asked)
     fetched = msg.StateFetched(
         task="t", worker=worker, step=step, bytes_here=0, bytes_elsewhere=0, seconds=1.0, failed=failed
     )
     cluster.report("t", worker, fetched)
     incarnation = cluster.coordinator.tasks["t"].seats[worker].incarnation
-    event = ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step, epoch=order.words.order.epoch)
+    event = ev.RestoreFailed(worker=worker, incarnation=incarnation, step=step, epoch=order.facts.epoch)
     cluster.report("t", worker, msg.TaskEvent(task="t", event=event))
     return next(order for order in reversed(resumes(cluster)) if order.worker == worker)
 
@@ -152,8 +148,8 @@ def test_an_order_to_load_names_every_holder_of_every_part() -> None:
     cluster = lost_stage()
     kept = cluster.coordinator.tasks["t"].copies.states[2]
     for order in resumes(cluster)[-2:]:
-        for part, first in enumerate(order.copies):
-            named = [first, *order.other_holders[part]]
+        for part, first in enumerate(order.states.copies):
+            named = [first, *order.states.other_holders[part]]
             assert {address.node for address, _ in named} == set(kept.copies[part])
             assert all(text["on"] == address.node for address, text in named)
     assert len(kept.copies[1]) == 2
@@ -162,7 +158,7 @@ def test_an_order_to_load_names_every_holder_of_every_part() -> None:
 def test_a_read_that_failed_at_one_holder_costs_no_state_and_the_incident_says_so() -> None:
     cluster = lost_stage()
     order = resumes(cluster)[-1]
-    bad, good = order.copies[1][0].node, order.other_holders[1][0][0].node
+    bad, good = order.states.copies[1][0].node, order.states.other_holders[1][0][0].node
     read = FailedRead(part=1, node=bad, because="timed out", then=good)
     fetched = msg.StateFetched(
         task="t", worker=order.worker, step=2, bytes_here=0, bytes_elsewhere=9, seconds=1.0, failed=(read,)
@@ -182,8 +178,8 @@ def test_a_read_that_failed_at_one_holder_costs_no_state_and_the_incident_says_s
 def test_a_state_that_no_holder_gives_is_tried_again_and_then_the_disk_s_is_loaded() -> None:
     cluster = lost_stage()
     orders = [cannot_read(cluster, Worker(0, 1)) for _ in range(3)]
-    assert [order.words.order.restore for order in orders] == [2, 2, 0]
-    assert orders[-1].copies == ()
+    assert [order.facts.restore for order in orders] == [2, 2, 0]
+    assert orders[-1].states.copies == ()
     incidents = cluster.coordinator.log.incidents
     assert incidents[-1].restored_where == "the seed"
     tried = [e.text for incident in incidents for e in incident.evidence if e.source == "memory"]
@@ -202,8 +198,8 @@ def test_an_older_state_in_memory_is_nearer_than_the_disk() -> None:
         cluster.seal()
     cluster.exits(Worker(0, 1), "killed by SIGKILL")
     orders = [cannot_read(cluster, Worker(0, 1)) for _ in range(3)]
-    assert [order.words.order.restore for order in orders] == [2, 2, 1]
-    assert len(orders[-1].copies) == 2
+    assert [order.facts.restore for order in orders] == [2, 2, 1]
+    assert len(orders[-1].states.copies) == 2
 
 
 def test_a_failed_load_of_an_earlier_order_does_not_count() -> None:
@@ -213,7 +209,7 @@ def test_a_failed_load_of_an_earlier_order_does_not_count() -> None:
     task = cluster.coordinator.tasks["t"]
     assert task.recovery is not None
     epoch = task.recovery.epoch
-    event = ev.RestoreFailed(worker=Worker(0, 0), incarnation=1, step=2, epoch=late.words.order.epoch)
+    event = ev.RestoreFailed(worker=Worker(0, 0), incarnation=1, step=2, epoch=late.facts.epoch)
     cluster.report("t", Worker(0, 0), msg.TaskEvent(task="t", event=event))
     assert task.recovery.epoch == epoch, "it was ordered to load the state again, and may have it by now"
     assert task.copies.newest == 2
@@ -224,13 +220,13 @@ def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
     cluster.seal()
     cluster.hear(msg.ReshapeRequested(task="t", job={"job": "other"}, shape=Shape(1, 4, 4)))
     task = cluster.coordinator.tasks["t"]
-    assert resumes(cluster)[-1].words.order.until == 2
+    assert resumes(cluster)[-1].facts.until == 2
     cluster.copy_to_memory(2, away=False)
     cluster.seal()
     assert task.state is TaskState.RUNNING
     assert task.shape == Shape(1, 4, 4)
     assert task.job == {"job": "other"}
-    assert {order.words.order.restore for order in resumes(cluster)[-4:]} == {2}
+    assert {order.facts.restore for order in resumes(cluster)[-4:]} == {2}
     assert not cluster.coordinator.log.incidents
     for _ in range(7):
         cluster.seal()
@@ -259,7 +255,7 @@ def test_a_worker_that_dies_while_its_shape_ends_delays_it_and_no_more() -> None
     cluster = four_nodes()
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
     cluster.exits(Worker(1, 0), "killed by SIGKILL")
-    assert {order.words.order.until for order in resumes(cluster)[-3:]} == {1}
+    assert {order.facts.until for order in resumes(cluster)[-3:]} == {1}
     cluster.copy_to_memory(1, away=False)
     cluster.seal()
     assert cluster.coordinator.tasks["t"].shape == Shape(1, 2, 4)

@@ -8,9 +8,9 @@ from typing import Any
 from everstep.core.cluster.progress import costs_of_drain, why_stalled
 from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE
 from everstep.core.cluster.task import Task, TaskState
-from everstep.protocol import actions as act
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
+from everstep.protocol.work import EpochFacts
 from everstep.server.outlook import foresee
 from tests.core.fake_cluster import FakeCluster
 
@@ -48,11 +48,9 @@ def test_a_drain_costs_nothing_where_another_replica_lives_or_the_state_is_saved
     assert costs_of_drain(cluster.coordinator.roster, "a") == []
 
 
-def resumes(cluster: FakeCluster) -> list[msg.NotifyWorker]:
+def resumes(cluster: FakeCluster) -> list[msg.ResumeWorker]:
     """The last order to resume of each worker."""
-    orders = [a.order for a in cluster.actions if isinstance(a, msg.Dispatch)]
-    found = [o for o in orders if isinstance(o, msg.NotifyWorker) and isinstance(o.words, act.ResumeStep)]
-    return list({order.worker: order for order in found}.values())
+    return list({order.worker: order for order in cluster.resumes()}.values())
 
 
 def test_a_drain_that_would_cost_steps_makes_the_state_safe_at_the_end_of_the_step() -> None:
@@ -68,10 +66,11 @@ def test_a_drain_that_would_cost_steps_makes_the_state_safe_at_the_end_of_the_st
     assert len(task.seats) == 2, "nobody has gone yet"
     for order in resumes(cluster):
         on_a = task.seats[order.worker].node == "a"
-        assert isinstance(order.words, act.ResumeStep)
-        assert (order.words.order.until, order.words.order.saves) == (3, True)
-        assert order.copy_away is on_a
-        assert not on_a or (order.copy_to is not None and order.copy_to.node == "b")
+        states = order.states
+        assert isinstance(order.facts, EpochFacts)
+        assert (order.facts.until, order.facts.saves) == (3, True)
+        assert states.copy_away is on_a
+        assert not on_a or (states.copy_to is not None and states.copy_to.node == "b")
     cluster.copy_to_memory(3)
     cluster.seal()
     assert task.state is TaskState.WAITING

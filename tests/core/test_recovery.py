@@ -24,7 +24,7 @@ from everstep.errors import InternalError
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol.incidents import IncidentLog
-from everstep.protocol.ops import Worker
+from everstep.protocol.ops import OpLists, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Ledger
 
@@ -71,7 +71,7 @@ class Task:
         return self.happens(ev.LedgerReported(worker=worker, epoch=self.recovery.epoch, ledger=ledger))
 
     def plan(self) -> list[act.Action]:
-        steady: dict[Worker, Any] = dict.fromkeys(self.recovery.shape.workers(), ())
+        steady = OpLists.of(dict.fromkeys(self.recovery.shape.workers(), ()))
         return self.happens(
             ev.PlanComputed(epoch=self.recovery.epoch, lists={}, steady=steady, hosts={}, steady_hosts={})
         )
@@ -88,7 +88,9 @@ def test_a_death_interrupts_the_members_and_the_plan_resumes_them() -> None:
     (question,) = task.report(W11)
     assert isinstance(question, act.ComputePlan)
     assert question.dead == {W01}
-    assert [action.worker for action in task.plan() if isinstance(action, act.ResumeStep)] == [W00, W10, W11]
+    (resumed,) = task.plan()
+    assert isinstance(resumed, act.ResumeWorkers)
+    assert list(resumed.orders) == [W00, W10, W11]
     assert task.recovery.phase == Running(2)
 
 
@@ -194,7 +196,7 @@ def test_an_invalid_update_reported_while_everyone_goes_back_to_a_kept_state_cha
     assert isinstance(task.recovery.phase, Restoring)
     assert task.happens(invalid) == []
     assert isinstance(task.recovery.phase, Restoring)
-    assert all(isinstance(action, act.ResumeStep) for action in task.plan())
+    assert all(isinstance(action, act.ResumeWorkers) for action in task.plan())
 
 
 @pytest.mark.parametrize(

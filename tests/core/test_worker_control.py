@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from everstep.core.worker.control import KeepLinks, SendReport, WorkerControl, raised
@@ -10,24 +11,26 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.actions import CopyState, InterruptWorkers, ResumeStep
+from everstep.protocol.actions import CopyState, InterruptWorkers
 from everstep.protocol.messages import EndWorker, OrderTaken
-from everstep.protocol.ops import Worker, parse_op
+from everstep.protocol.ops import Replicas, Worker
 from everstep.protocol.work import (
+    EpochFacts,
     Finished,
     Ledger,
     LinkBroke,
     LinkOpened,
     Members,
+    OwnOrders,
     Paused,
     Restore,
-    Resume,
+    StateDirections,
     Wait,
 )
 
 ME, PEER = Worker(0, 0), Worker(1, 0)
 SENDER = msg.Sender("t", ME, 3)
-OPS = tuple(map(parse_op, ["0F0.0", "0I0.0", "0W0.0", "0R", "0U"]))
+OPS = "0F0.0 0I0.0 0W0.0 0R 0U"
 HERE, THERE = ("a", 1), ("b", 2)
 ADDRESS = msg.MemoryAddress("a", "host", 9)
 
@@ -48,16 +51,18 @@ def interrupt(epoch: int) -> msg.NotifyWorker:
     return notify(InterruptWorkers(workers=(ME,), epoch=epoch, because="so"))
 
 
-def resume(epoch: int, *, restore: int | None = None, **more: Any) -> msg.NotifyWorker:
-    order = Resume(
+def resume(
+    epoch: int, *, restore: int | None = None, peers: Mapping[Worker, Any] = {PEER: THERE}, **states: Any
+) -> msg.ResumeWorker:
+    facts = EpochFacts(
         epoch=epoch,
         attempts=((0, 0),),
-        step=1,
-        steady=OPS,
-        members=(Members(0, ((0, 1),), (1,)),),
+        members=(Members(0, (Replicas((0, 1)),), (1,)),),
         restore=restore,
+        book={ME: HERE, **peers},
     )
-    return notify(ResumeStep(worker=ME, order=order, because="so"), **more)
+    own = OwnOrders(step=1, steady=OPS)
+    return msg.ResumeWorker(task="t", worker=ME, facts=facts, own=own, states=StateDirections(**states))
 
 
 def event_in(action: Any) -> ev.Event:
@@ -195,7 +200,7 @@ def test_breaks_of_a_peer_that_is_gone_are_forgotten() -> None:
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)
     worker.handle(LinkBroke(THERE), 0.0)
-    worker.handle(resume(2, book=((ME, *HERE),)), 0.5)
+    worker.handle(resume(2, peers={}), 0.5)
     assert worker.due_at() is None
 
 

@@ -17,6 +17,7 @@ from everstep.cli.live import LiveView
 from everstep.protocol import actions as act
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import EpochFacts, OwnOrders
 from tools import newcomer
 from tools.pages import ROOT
 
@@ -51,8 +52,9 @@ def healed_death() -> list[str]:
     return screen(text)
 
 
-def resumed(worker: Worker) -> act.ResumeStep:
-    return act.ResumeStep(worker=worker, order=SimpleNamespace(step=15), because="")  # type: ignore[arg-type]
+def resumed(worker: Worker) -> act.ResumeWorkers:
+    facts = EpochFacts(epoch=2, attempts=((0, 0),), members=())
+    return act.ResumeWorkers(facts=facts, orders={worker: OwnOrders(step=15)}, because="")
 
 
 def screen(text: io.StringIO) -> list[str]:

@@ -60,11 +60,11 @@ SEEN_IN_GROUPS = {
 SEEN_IN_MOVES = {"one_holder_is_asked": 41}
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
-    "unwanted_start_stays": 226,
+    "unwanted_start_stays": 141,
     "reports_forgotten_when_sent": 131,
     "start_does_not_wait": 4,
     "broken_link_opened_at_once": 6,
-    "kill_of_a_starting_process_is_lost": 17,
+    "kill_of_a_starting_process_is_lost": 92,
     "no_escalation": 2,
     "exit_not_reported": 5,
     "deaf_worker_is_patient": 1,

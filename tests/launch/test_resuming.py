@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from everstep.cli import main
-from everstep.core.worker.control import StateDirections
 from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.engine.prepare.resolve import model_of
 from everstep.engine.stage.stage import Stage
@@ -24,7 +23,7 @@ from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_o
 from everstep.layout.box import Box
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
-from everstep.protocol.work import SaveCheckpoint
+from everstep.protocol.work import SaveCheckpoint, StateDirections
 from everstep.store import folder
 from everstep.store.state_keeper import StateKeeper
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.core.worker.control import StateDirections
 from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
 from everstep.protocol.messages import MemoryAddress, Sender, StateFetched
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import StateDirections
 from everstep.store import memory
 from everstep.store.memory_server import MemoryServer, MemoryStore
 from everstep.store.state_keeper import StateKeeper

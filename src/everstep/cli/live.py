@@ -114,10 +114,11 @@ class LiveView:
                 self._back.add(action.worker)
             case act.CopyState():
                 self.tell("[yellow]↻[/yellow]", self._step + 1, action.because)
-            case act.ResumeStep() if action.worker in self._back:
-                self._back.discard(action.worker)
-                self._gone.pop(action.worker, None)
-                self.tell("[green]✓[/green]", action.order.step, f"worker {action.worker} is back")
+            case act.ResumeWorkers(orders=orders):
+                for worker in sorted(self._back & orders.keys()):
+                    self._back.discard(worker)
+                    self._gone.pop(worker, None)
+                    self.tell("[green]✓[/green]", orders[worker].step, f"worker {worker} is back")
 
     @property
     def _step(self) -> int:

@@ -19,6 +19,7 @@ from everstep.drive.ports import HandledEvent
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.work import EpochFacts
 
 KEPT = 4000  # events, and names of actions
 LONGEST = 50  # links of one chain
@@ -66,8 +67,10 @@ class Causes:
         link = CauseLink(one.number, one.at, self._of_event(one.event), tuple(dict.fromkeys(done)), answers)
         self._links.append(link)
         for action in one.actions:
+            told: CausedAction | None = None
             for name in asked_by(action):
-                self._asked[name] = CausedAction(self._of_action(action), action.because, action.cause)
+                told = told or CausedAction(self._of_action(action), action.because, action.cause)
+                self._asked[name] = told
                 self._asked.move_to_end(name)
         while len(self._asked) > KEPT:
             self._asked.popitem(last=False)
@@ -98,6 +101,15 @@ def asked_by(action: msg.ClusterAction) -> Iterator[Name]:
             match order:
                 case msg.StartProcess(task=task, worker=worker, incarnation=incarnation):
                     yield "start", task, worker, incarnation
+                case msg.StartProcesses(task=task, starts=starts):
+                    for start in starts:
+                        yield "start", task, start.worker, start.incarnation
+                case msg.InterruptTask(task=task, epoch=epoch, workers=workers):
+                    for worker in workers:
+                        yield "ledger", task, worker, epoch
+                case msg.ResumeTask(task=task, facts=EpochFacts(epoch=epoch), workers=resumed):
+                    for worker, _, _ in resumed:
+                        yield "resume", task, worker, epoch
                 case msg.KillProcess(task=task, worker=worker, incarnation=incarnation):
                     yield "end", task, worker, incarnation
                 case msg.CloseTask(task=task):
@@ -112,10 +124,6 @@ def asked_by(action: msg.ClusterAction) -> Iterator[Name]:
 
 def _notified(task: str, worker: Hashable, words: object) -> Name:
     match words:
-        case act.InterruptWorkers(epoch=epoch):
-            return "ledger", task, worker, epoch
-        case act.ResumeStep(order=order):
-            return "resume", task, worker, order.epoch
         case act.CopyState(joiner=joiner):
             return "copy", task, joiner
         case _:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.protocol import actions as act
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
 
@@ -113,7 +112,7 @@ def means(names: Iterable[str], lines: Iterable[tuple[float, ...]]) -> dict[str,
 
 def begins_training(action: msg.ClusterAction) -> bool:
     order = action.order if isinstance(action, msg.Dispatch) else None
-    return isinstance(order, msg.NotifyWorker) and isinstance(order.words, act.ResumeStep)
+    return isinstance(order, msg.ResumeTask)
 
 
 def rows_from(document: Mapping[str, Any]) -> StepRows:

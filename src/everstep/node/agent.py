@@ -4,7 +4,7 @@
 at any moment, for as long as it likes: workers train on, reports are kept, and when it is back both sides say
 up to where they have heard.
 
-    agent ──► {"hello": …, "done": 7}          coordinator ──► {"welcome": …, "heard": 12}
+    agent ──► {"hello": …, "done": 7, …}       coordinator ──► {"welcome": …, "heard": 12}
           ──► {"number": 13, "report": …}                  ──► {"heard": 13}
           ──► {"beat": …, "done": 8}                       ──► {"number": 8, "order": …, "because": …}
           ──► {"left": true}      its last word, if it ends in good order
@@ -51,9 +51,11 @@ from everstep.node.recent_ops import last_steps
 from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.worker_processes import NodeSettings, WorkerProcesses
 from everstep.protocol import messages as msg
+from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.messages import TaskNeeds
 from everstep.protocol.ops import parse_worker
+from everstep.protocol.table import PROTOCOL
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import temporary_folder
 
@@ -312,8 +314,10 @@ class Agent:
             "slots": self.settings.slots,
             "host": self.settings.host,
             "memory_port": self._door.port,
+            "protocol": PROTOCOL,
         }
-        await line.send_str(json.dumps({"hello": hello, "done": self.state.done}))
+        facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
+        await line.send_str(json.dumps({"hello": hello, "done": self.state.done, "facts": facts}))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise PeerError(welcome["refused"])
@@ -348,7 +352,8 @@ class Agent:
         if "heard" in message:
             self._hear(ReportsKept(message["heard"], term))
         if "order" in message:
-            self._hear(OrderHeard(message["number"], decode(msg.Order, message["order"]), term))
+            order = decode(msg.Order, older.order_of_protocol_3(message["order"]))
+            self._hear(OrderHeard(message["number"], order, term))
 
     def _hear(self, event: LineEvent) -> None:
         """Of a coordinator that is deposed nothing counts, and its line is left."""

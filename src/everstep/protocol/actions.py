@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Scores
 from everstep.protocol.table import message
-from everstep.protocol.work import Place, Resume
+from everstep.protocol.work import EpochFacts, OwnOrders, Place
 
 
 class Action:
@@ -63,11 +63,13 @@ class ComputePlan(Action):
 
 
 @message(says="resume")
-class ResumeStep(Notice):
-    """Continue with these ops."""
+class ResumeWorkers(Action):
+    """A new epoch: each of these workers continues with its own ops. Where they are reached is not known
+    here: the book is empty.
+    """
 
-    worker: Worker
-    order: Resume
+    facts: EpochFacts
+    orders: Mapping[Worker, OwnOrders]
     because: str
 
 

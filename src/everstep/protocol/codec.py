@@ -4,7 +4,8 @@ coordinator, agents and workers.
 The types are the schema, and what a wire may carry is in the table of messages. A dataclass becomes an object
 of its fields, and "is" names its class. Ops, workers and microbatches are their own text, several ops one
 text. A mapping with keys that are not text becomes a list of pairs. A field of type Any is JSON already and
-is left alone. A field that is not given to `__init__` is derived from the others, and is left out.
+is left alone. A field that is not given to `__init__` is derived from the others, and is left out. A type
+that an earlier version wrote as a list says how to read that (`from_older`).
 
 Nothing is listed by hand, so no field can be forgotten. Decoding checks every value against its type: a
 message that is not what it claims to be is refused by name before it reaches a decision. A field that this
@@ -28,7 +29,16 @@ from operator import attrgetter
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from everstep.errors import PeerError, UserError
-from everstep.protocol.ops import Microbatch, Op, Worker, parse_microbatch, parse_op, parse_worker
+from everstep.protocol.ops import (
+    Microbatch,
+    Op,
+    Replicas,
+    Worker,
+    parse_microbatch,
+    parse_op,
+    parse_replicas,
+    parse_worker,
+)
 from everstep.protocol.table import is_wire, rows
 
 Coder = Callable[[Any], Any]
@@ -38,6 +48,7 @@ _FROM_TEXT: dict[Any, Coder] = {
     Op: lru_cache(maxsize=1 << 16)(parse_op),
     Worker: lru_cache(maxsize=1 << 12)(parse_worker),
     Microbatch: lru_cache(maxsize=1 << 12)(parse_microbatch),
+    Replicas: parse_replicas,
 }
 
 # ------------------------------------------------------------------ out
@@ -100,8 +111,7 @@ def _decoder(kind: Any) -> Coder:
     if kind is Any:
         return lambda data: data
     if kind in _FROM_TEXT:
-        parse = _FROM_TEXT[kind]
-        return lambda data: parse(_of(str, data))
+        return _text_decoder(kind, _FROM_TEXT[kind])
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _union_decoder(get_args(kind))
@@ -126,6 +136,13 @@ def _decoder(kind: Any) -> Coder:
         return lambda data: float(_of((int, float), data))
     plain = type(None) if kind is None else kind
     return lambda data: _of(plain, data)
+
+
+def _text_decoder(kind: Any, parse: Coder) -> Coder:
+    older = getattr(kind, "from_older", None)
+    if older is not None:
+        return lambda data: older(data) if isinstance(data, list) else parse(_of(str, data))
+    return lambda data: parse(_of(str, data))
 
 
 def _of(kind: Any, data: Any) -> Any:
@@ -209,7 +226,11 @@ def _object_decoder(kind: Any) -> Coder:
     coders = {field.name: _decoder(hints[field.name]) for field in given}
     needed = [field.name for field in given if field.default is MISSING and field.default_factory is MISSING]
 
+    older = getattr(kind, "from_older", None)
+
     def whole(data: Any) -> Any:
+        if older is not None and isinstance(data, list):
+            return older(data)
         _of(dict, data)
         for name in needed:
             if name not in data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from everstep.protocol.ops import Microbatch, Op, Worker
+from everstep.protocol.ops import Microbatch, OpLists, Worker
 from everstep.protocol.parcels import Scores
 from everstep.protocol.table import AGENT, ATTEMPT, EPOCH, INCARNATION, NEXT_ATTEMPT, WORKER, message
 from everstep.protocol.work import Ledger, Place
@@ -64,8 +64,8 @@ class PlanComputed(Event):
     """The scheduler's answer to `ComputePlan`."""
 
     epoch: int
-    lists: Mapping[int, Mapping[Worker, tuple[Op, ...]]]  # per broken step
-    steady: Mapping[Worker, tuple[Op, ...]]
+    lists: Mapping[int, OpLists]  # per broken step
+    steady: OpLists
     hosts: Mapping[int, Mapping[Place, int]]  # per broken step, where it is not the home
     steady_hosts: Mapping[Place, int] = field(default_factory=dict)
 

@@ -27,6 +27,8 @@ from everstep.protocol.incidents import OpsTook
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTOCOL, WORKER, message
+from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders, StateDirections
+from everstep.protocol.work import MemoryAddress as MemoryAddress
 
 SAVING = "saving"  # what a beacon shows of a worker that hands over or writes a state
 
@@ -366,32 +368,59 @@ class KillProcess(Order):
     incarnation: int
 
 
-class MemoryAddress(NamedTuple):
-    """The memory of a node, as other nodes reach it."""
+@message(since=4, says="start workers of {task} on {node}")
+class StartProcesses(Order):
+    """Several at once."""
 
-    node: str
-    host: str
-    port: int
+    task: str
+    starts: tuple[StartProcess, ...]
+
+
+@message(since=4, says="pause the workers of {task} on {node}, epoch {epoch}")
+class InterruptTask(Order):
+    """These workers finish the op in hand, report their ledgers, and wait."""
+
+    task: str
+    epoch: int
+    workers: tuple[Worker, ...]
+    because: str
+
+
+class WorkerResume(NamedTuple):
+    """What one worker of a node is told beside the facts."""
+
+    worker: Worker
+    own: OwnOrders
+    states: StateDirections
+
+
+@message(since=4, says="resume the workers of {task} on {node}")
+class ResumeTask(Order):
+    """A new epoch: these workers go on. An agent that knows the facts of the epoch before is sent only the
+    `news` since then, any other one all facts.
+    """
+
+    task: str
+    facts: EpochFacts | None
+    news: FactChanges | None
+    workers: tuple[WorkerResume, ...]
+
+
+@message(since=4, says="an order to {node} in the words of an earlier version")
+class OlderOrder(Order):
+    """For an agent of the version before; see `protocol.older`."""
+
+    data: Any
 
 
 @message(says="notify worker {worker} of {task} on {node}")
 class NotifyWorker(Order, WorkerOrder):
-    """Pass this on to a worker. `book`: where every worker of the task can be reached. `copy_to`: where
-    it puts copies of its state; `copy_at_end`: whether it leaves one on its own node when its shape ends (a
-    peer on its node may do so); `copy_away`: that one goes to `copy_to` too, because its node is to be
-    emptied; `copies`: the state it restores, where that is in memory; `other_holders`: of every part of it
-    the other nodes that have it, in the order in which they are asked if a read fails.
-    """
+    """Pass this on to a worker. `book`: where peers it needs for that can be reached."""
 
     task: str
     worker: Worker
     words: Notice
     book: tuple[tuple[Worker, str, int], ...] = ()
-    copy_to: MemoryAddress | None = None
-    copy_at_end: bool = True
-    copy_away: bool = False
-    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part
-    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()
 
 
 @message(says="reserve memory for copies of {task} on {node}")
@@ -527,6 +556,7 @@ class NodeJoined(ClusterEvent):
     slots: int
     host: str
     memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
+    protocol: int = PROTOCOL  # the version that its agent speaks
 
 
 @message(says="node {node} fell silent")
@@ -869,6 +899,17 @@ class ShardEnded(FromWorker):
     incarnation: int
     shard: int
     how: str  # killed by SIGKILL
+
+
+@message(since=4, by=AGENT, says="resume")
+class ResumeWorker(WorkerOrder):
+    """A new epoch, for one worker: all facts, or the news since the epoch that it knows."""
+
+    task: str
+    worker: Worker
+    facts: EpochFacts | FactChanges
+    own: OwnOrders
+    states: StateDirections
 
 
 @message(by=AGENT, says="leave")

@@ -12,8 +12,11 @@ and compare millions of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from everstep.errors import UserError, clipped
 
@@ -93,3 +96,121 @@ def parse_microbatch(text: str) -> Microbatch:
     if found is None:
         raise UserError(f"microbatch {clipped(text, 60)!r} is not of the form home.number, for example 1.0.")
     return Microbatch(int(found[1]), int(found[2]))
+
+
+_cached_op = lru_cache(maxsize=1 << 16)(parse_op)
+
+
+def parse_ops(text: str) -> tuple[Op, ...]:
+    """Several ops, with a blank between two."""
+    return tuple(map(_cached_op, text.split()))
+
+
+class Replicas(tuple[int, ...]):
+    """Replicas of a stage, ascending. As text `0-510,512-1023`: of thousands few are missing."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_older(cls, data: Any) -> Replicas:
+        """As protocol 3 wrote them: a list of numbers."""
+        return cls(int(replica) for replica in data)
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        first = last = -2
+        for replica in (*self, -2):
+            if replica == last + 1:
+                last = replica
+                continue
+            if last >= 0:
+                parts.append(str(first) if first == last else f"{first}-{last}")
+            first = last = replica
+        return ",".join(parts)
+
+
+MOST_REPLICAS = 1 << 16
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+
+
+@lru_cache(maxsize=1 << 10)
+def parse_replicas(text: str) -> Replicas:
+    """The inverse of `str(replicas)`."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise UserError(f"replicas {clipped(text, 60)!r} are not of the form 0-3,5.")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(found) > MOST_REPLICAS:
+            raise UserError(f"replicas {clipped(text, 60)!r} are more than {MOST_REPLICAS}.")
+    return Replicas(found)
+
+
+OWN = "~"  # in a pattern: the replica that runs it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpLists(Mapping[Worker, tuple[Op, ...]]):
+    """The ops of every worker. Of thousands of replicas most do the same, each with microbatches of its own:
+    that is one pattern, `2F~.0 2F~.1`, and a number per worker.
+    """
+
+    patterns: tuple[str, ...]
+    numbers: tuple[tuple[int, ...], ...]  # by stage and replica; -1: no such worker
+
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.numbers}) > 1:
+            raise UserError("the lists of ops have not as many replicas at every stage.")
+        if not all(-1 <= number < len(self.patterns) for row in self.numbers for number in row):
+            raise UserError(f"a list of ops has a number that is none of its {len(self.patterns)} patterns.")
+
+    @classmethod
+    def of(cls, lists: Mapping[Worker, Sequence[Op]]) -> OpLists:
+        return cls.of_texts({worker: " ".join(map(str, ops)) for worker, ops in lists.items()})
+
+    @classmethod
+    def of_texts(cls, lists: Mapping[Worker, str]) -> OpLists:
+        """From ops in their notation; the replica itself may be written as `OWN`."""
+        replicas = max((w.replica for w in lists), default=-1) + 1
+        stages = max((w.stage for w in lists), default=-1) + 1
+        numbers = [[-1] * replicas for _ in range(stages)]
+        patterns: dict[str, int] = {}
+        own = [_own(replica) for replica in range(replicas)]
+        for (replica, stage), text in lists.items():
+            pattern = text if OWN in text else own[replica].sub(OWN, text)
+            numbers[stage][replica] = patterns.setdefault(pattern, len(patterns))
+        return cls(tuple(patterns), tuple(map(tuple, numbers)))
+
+    @classmethod
+    def from_older(cls, data: Any) -> OpLists:
+        """As protocol 3 wrote it: a list of workers with their ops."""
+        return cls.of_texts({parse_worker(worker): text for worker, text in data})
+
+    def text(self, worker: Worker) -> str:
+        """In their notation."""
+        return self.patterns[self.numbers[worker.stage][worker.replica]].replace(OWN, str(worker.replica))
+
+    def __contains__(self, worker: object) -> bool:
+        if not isinstance(worker, Worker) or not 0 <= worker.stage < len(self.numbers):
+            return False
+        row = self.numbers[worker.stage]
+        return 0 <= worker.replica < len(row) and row[worker.replica] >= 0
+
+    def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
+        if worker not in self:
+            raise KeyError(worker)
+        return parse_ops(self.text(worker))
+
+    def __iter__(self) -> Iterator[Worker]:
+        replicas = len(self.numbers[0]) if self.numbers else 0
+        places = (Worker(k, s) for k in range(replicas) for s in range(len(self.numbers)))
+        return (worker for worker in places if worker in self)
+
+    def __len__(self) -> int:
+        return sum(number >= 0 for row in self.numbers for number in row)
+
+
+def _own(replica: int) -> re.Pattern[str]:
+    """Where a replica's number is the home of a microbatch: behind the kind of an op."""
+    return re.compile(rf"(?<=[FIWB]){replica}(?=\.)")

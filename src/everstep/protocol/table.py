@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_arg
 
 from everstep.errors import InternalError
 
-PROTOCOL = 3  # raised when a message changes in a way that an older program would misread
+PROTOCOL = 4  # raised when a message changes in a way that an older program would misread
 Message = TypeVar("Message")
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])

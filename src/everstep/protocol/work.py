@@ -1,14 +1,22 @@
 """The work of a worker: what it reports of it, what it is ordered, and what its state asks of the loop that
 runs it. Parcels, which workers send each other, are in `parcels`.
+
+A new epoch is told in two parts, because a task may have thousands of workers and a death changes little:
+
+    EpochFacts   what all workers have in common: one copy per node, and of it only the changes
+    OwnOrders    what one worker alone does
+
+    coordinator ──► ResumeTask(facts, own orders of every worker of the node) ──► agent ──► ResumeWorker
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from everstep.protocol.ops import Kind, Microbatch, Op
+from everstep.errors import PeerError
+from everstep.protocol.ops import Kind, Microbatch, Op, Replicas, Worker, parse_ops
 from everstep.protocol.parcels import Parcel, StateTransfer
 
 Place = tuple[Microbatch, int]  # (microbatch, stage)
@@ -19,7 +27,7 @@ class Members:
     """Who makes up the stages, from a step on."""
 
     from_step: int
-    live: tuple[tuple[int, ...], ...]  # per stage, the replicas, ascending
+    live: tuple[Replicas, ...]  # per stage
     rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
     holders: tuple[tuple[tuple[int, ...], ...], ...] = ()  # sharded: per stage and chunk, the owner first
 
@@ -54,6 +62,154 @@ def _kinds(ops: tuple[Op, ...]) -> dict[Place, str]:
             place = (op.microbatch, op.stage)
             found[place] = found.get(place, "") + op.kind
     return {place: "".join(kind for kind in "FIW" if kind in done) for place, done in found.items()}
+
+
+# ------------------------------------------------------------------ what a worker is told of an epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFacts:
+    """What all workers of a task are told of an epoch; `Resume` says what each is."""
+
+    epoch: int
+    attempts: tuple[tuple[int, int], ...]
+    members: tuple[Members, ...]
+    hosts: Mapping[int, Mapping[Place, int]] = field(default_factory=dict)
+    steady_hosts: Mapping[Place, int] = field(default_factory=dict)
+    shares: tuple[tuple[int, int, float], ...] = ()
+    rewind: int | None = None
+    restore: int | None = None
+    until: int | None = None
+    saves: bool = False
+    recorded: int = 0
+    book: Mapping[Worker, tuple[str, int]] = field(default_factory=dict)  # where each worker is reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactChanges:
+    """The facts of an epoch for one who knows those of epoch `since`: addresses, and holders of chunks, are
+    thousands, and few of them change.
+    """
+
+    since: int
+    facts: EpochFacts  # without addresses and holders
+    book: Mapping[Worker, tuple[str, int]]  # new or changed
+    gone: tuple[Worker, ...]  # who is in the book no more
+    holders: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...]  # by row of members: stage, chunk, who
+
+
+def changes(before: EpochFacts, after: EpochFacts) -> FactChanges | None:
+    """`applied` is the inverse. None: they have too little in common."""
+    old = before.members[-1].holders if before.members else ()
+    rows = [_changed_holders(old, members.holders) for members in after.members]
+    if any(row is None for row in rows):
+        return None
+    bare = tuple(replace(members, holders=()) for members in after.members)
+    return FactChanges(
+        since=before.epoch,
+        facts=replace(after, members=bare, book={}),
+        book={w: address for w, address in after.book.items() if before.book.get(w) != address},
+        gone=tuple(worker for worker in before.book if worker not in after.book),
+        holders=tuple(row for row in rows if row is not None),
+    )
+
+
+def applied(before: EpochFacts | None, news: EpochFacts | FactChanges | None) -> EpochFacts:
+    """The whole facts, for one who knows those of an earlier epoch."""
+    if isinstance(news, EpochFacts):
+        return news
+    known = None if before is None else before.epoch
+    if news is None or before is None or known != news.since:
+        since = None if news is None else news.since
+        raise PeerError(f"facts since epoch {since} do not help one who knows those of epoch {known}")
+    old = before.members[-1].holders if before.members else ()
+    members = tuple(
+        replace(row, holders=_with_changes(old, changed))
+        for row, changed in zip(news.facts.members, news.holders, strict=True)
+    )
+    gone = frozenset(news.gone)
+    book = {worker: address for worker, address in before.book.items() if worker not in gone}
+    return replace(news.facts, members=members, book=book | dict(news.book))
+
+
+Holders = tuple[tuple[tuple[int, ...], ...], ...]  # per stage and chunk
+
+
+def _changed_holders(before: Holders, after: Holders) -> tuple[tuple[int, int, tuple[int, ...]], ...] | None:
+    if [len(chunks) for chunks in before] != [len(chunks) for chunks in after]:
+        return None
+    return tuple(
+        (stage, chunk, new)
+        for stage, (old_chunks, new_chunks) in enumerate(zip(before, after, strict=True))
+        if old_chunks is not new_chunks
+        for chunk, (old, new) in enumerate(zip(old_chunks, new_chunks, strict=True))
+        if old != new
+    )
+
+
+def _with_changes(before: Holders, changed: tuple[tuple[int, int, tuple[int, ...]], ...]) -> Holders:
+    stages = [list(chunks) for chunks in before]
+    for stage, chunk, holders in changed:
+        stages[stage][chunk] = holders
+    return tuple(map(tuple, stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnOrders:
+    """What one worker alone is told of an epoch; `Resume` says what each is. Ops are in their notation."""
+
+    step: int
+    lists: Mapping[int, str] = field(default_factory=dict)  # where they are not the steady ones
+    steady: str = ""
+    ghosts: frozenset[tuple[int, Microbatch]] = frozenset()
+    give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    awaits: frozenset[int] = frozenset()
+    feeds: Mapping[int, int | None] = field(default_factory=dict)
+    fills: tuple[tuple[int, int, int], ...] = ()
+
+
+class MemoryAddress(NamedTuple):
+    """The memory of a node, as other nodes reach it."""
+
+    node: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDirections:
+    """What orders say about states: where copies go, whether one is left behind, where to load from."""
+
+    copy_to: MemoryAddress | None = None
+    copy_at_end: bool = True  # on its own node, when its shape ends; a peer on its node may do so
+    copy_away: bool = False  # that one goes to `copy_to` too, because its node is to be emptied
+    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
+    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()  # of every part, in turn
+
+
+def resume(facts: EpochFacts, own: OwnOrders) -> Resume:
+    """Both parts put together."""
+    return Resume(
+        epoch=facts.epoch,
+        attempts=facts.attempts,
+        step=own.step,
+        lists={step: parse_ops(ops) for step, ops in own.lists.items()},
+        steady=parse_ops(own.steady),
+        hosts=facts.hosts,
+        steady_hosts=facts.steady_hosts,
+        members=facts.members,
+        ghosts=own.ghosts,
+        give=own.give,
+        awaits=own.awaits,
+        feeds=own.feeds,
+        rewind=facts.rewind,
+        shares=facts.shares,
+        fills=own.fills,
+        restore=facts.restore,
+        until=facts.until,
+        saves=facts.saves,
+        recorded=facts.recorded,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

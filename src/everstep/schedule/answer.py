@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.events import PlanComputed
+from everstep.protocol.ops import OpLists
 from everstep.protocol.work import Place
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.instance import Done
@@ -21,10 +22,14 @@ def answer(question: ComputePlan, plans: PlanCache, mode: str) -> PlanComputed:
     for step, broken in question.broken.items():
         done = {place: Done(host, kinds) for place, (host, kinds) in broken.done.items()}
         rest = plan(replace(plans.healthy, dead=broken.dead, done=done), mode).schedule
-        lists[step] = rest.ops
+        lists[step] = OpLists.of(rest.ops)
         hosts[step] = away_from_home(rest) | away_from_home_done(broken.done)
     return PlanComputed(
-        epoch=question.epoch, lists=lists, steady=steady.ops, hosts=hosts, steady_hosts=away_from_home(steady)
+        epoch=question.epoch,
+        lists=lists,
+        steady=OpLists.of(steady.ops),
+        hosts=hosts,
+        steady_hosts=away_from_home(steady),
     )
 
 

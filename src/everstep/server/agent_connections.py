@@ -13,10 +13,11 @@ import aiohttp
 from aiohttp import web
 
 from everstep.core.cluster import fences
+from everstep.drive.order_lines import FactTexts, OrderLine
 from everstep.errors import PeerError, clipped
 from everstep.net.sockets import watch_path
 from everstep.protocol import messages as msg
-from everstep.protocol.codec import decode, encode
+from everstep.protocol.codec import decode
 from everstep.server.access import CALLER, Role
 from everstep.server.journal import LostLeadership
 
@@ -27,12 +28,16 @@ MAX_MESSAGE = 64 << 20
 MAX_QUEUED = 100_000  # messages to one agent that does not read
 MAX_SLOTS = 4096
 MAX_PORT = 65_535
+PROTOCOL_WITHOUT_A_NUMBER = 3  # agents of that version do not say which one they speak
+
+Queued = msg.Dispatch | dict[str, Any]
 
 
 class AgentConnections:
     def __init__(self, term: Term) -> None:
         self._term = term
-        self._queues: dict[str, asyncio.Queue[dict[str, Any] | None]] = {}
+        self._queues: dict[str, asyncio.Queue[Queued | None]] = {}
+        self._facts = FactTexts()
         self._boots: dict[str, str] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._questions = 0
@@ -44,8 +49,7 @@ class AgentConnections:
 
     def send(self, action: msg.Dispatch) -> None:
         """To a node that is connected; else it is kept with its pending orders, and sent when it comes."""
-        order = {"number": action.number, "order": encode(action.order), "because": action.because}
-        self._send(action.node, order)
+        self._send(action.node, action)
 
     def received(self, node: str, number: int) -> None:
         self._send(node, {"heard": number})
@@ -56,14 +60,14 @@ class AgentConnections:
             queue.put_nowait(None)
         self._queues.clear()
 
-    def _send(self, node: str, message: dict[str, Any]) -> None:
+    def _send(self, node: str, message: Queued) -> None:
         queue = self._queues.get(node)
         if queue is not None:
             if queue.qsize() >= MAX_QUEUED:
                 queue.put_nowait(None)
                 del self._queues[node]
             else:
-                queue.put_nowait({"term": self._term.number, **message})
+                queue.put_nowait(message)
 
     async def ask(self, node: str, question: dict[str, Any], *, within_s: float = 5.0) -> Any:
         """A node's answer, for people who look. PeerError if it does not come."""
@@ -88,7 +92,7 @@ class AgentConnections:
                 watch_path(sock)
         try:
             first = await line.receive_json(timeout=10.0)
-            hello, done = _hello(first)
+            hello, done, facts = _hello(first)
         except (
             PeerError,
             KeyError,
@@ -115,7 +119,7 @@ class AgentConnections:
             await line.close()
             return line
         try:
-            await self._converse(line, hello, done)
+            await self._converse(line, hello, done, OrderLine(facts))
         except LostLeadership:
             await line.close()
         return line
@@ -126,7 +130,9 @@ class AgentConnections:
         other = self._boots.get(hello.node, hello.boot) != hello.boot
         return hello.node in self._queues and other and age is not None and age < 1.0
 
-    async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined, done: int) -> None:
+    async def _converse(
+        self, line: web.WebSocketResponse, hello: msg.NodeJoined, done: int, orders: OrderLine
+    ) -> None:
         node = hello.node
         known = self._term.machine.nodes.get(node)
         if known is not None and known.boot == hello.boot:
@@ -136,13 +142,13 @@ class AgentConnections:
             old.put_nowait(None)
         self._term.hearts.heard(node, time.monotonic())
         await self._term.handle(hello)
-        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        queue: asyncio.Queue[Queued | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot
         self._send(node, {"welcome": node, "heard": state.heard})
         for order in state.pending:
             self.send(order)
-        writing = asyncio.create_task(self._write(line, queue))
+        writing = asyncio.create_task(self._write(line, queue, orders))
         try:
             async for message in line:
                 if self._queues.get(node) is not queue:
@@ -158,9 +164,17 @@ class AgentConnections:
                 del self._queues[node]
                 del self._boots[node]
 
-    async def _write(self, line: web.WebSocketResponse, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _write(
+        self, line: web.WebSocketResponse, queue: asyncio.Queue[Queued | None], orders: OrderLine
+    ) -> None:
+        """Orders are encoded here, one at a time: the loop turns between two of them."""
+        term = self._term.number
         while (message := await queue.get()) is not None:
-            await line.send_str(json.dumps(message, separators=(",", ":")))
+            if isinstance(message, msg.Dispatch):
+                text = orders.text(message, self._facts, term=term)
+            else:
+                text = json.dumps({"term": term, **message}, separators=(",", ":"))
+            await line.send_str(text)
         await line.close()
 
     def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any]) -> None:
@@ -192,8 +206,9 @@ class AgentConnections:
         self._term.hear(said)
 
 
-def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
-    hello = decode(msg.NodeJoined, message["hello"])
+def _hello(message: Any) -> tuple[msg.NodeJoined, int, dict[str, int]]:
+    """Who it is, the last order it has carried out, and by task the epoch whose facts it knows."""
+    hello = decode(msg.NodeJoined, {"protocol": PROTOCOL_WITHOUT_A_NUMBER, **message["hello"]})
     if not 1 <= hello.slots <= MAX_SLOTS:
         raise PeerError(f"{hello.slots} slots; a node has 1 to {MAX_SLOTS}")
     if not 0 <= hello.memory_port <= MAX_PORT:
@@ -203,4 +218,5 @@ def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
             raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")
     if "/" in hello.node or hello.node in (".", ".."):
         raise PeerError(f"node is {hello.node!r}, which is no part of an address; leave the / out")
-    return hello, int(message["done"])
+    facts = decode(Mapping[str, int], message.get("facts", {}))
+    return hello, int(message["done"]), facts

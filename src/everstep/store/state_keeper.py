@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
@@ -33,7 +32,7 @@ from everstep.protocol.messages import (
     StateFetched,
     WorkerReport,
 )
-from everstep.protocol.work import SaveCheckpoint, StoreCopy
+from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
 from everstep.store.folder import parameter_of
 from everstep.store.memory_server import token_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.copy_placement import memory_for
+from everstep.core.cluster.copy_placement import Keepers
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
 from everstep.node.agent import RETRY_MOST_S
@@ -20,7 +20,7 @@ from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.work import Ledger
+from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 from everstep_lab.agenda import Agenda
 from everstep_lab.forecast.coarse_steps import Actor, CoarseSteps, ForecastKind, Going, overdue
 from everstep_lab.forecast.cores import ForkServers, Start
@@ -244,6 +244,17 @@ class CoarseCluster:
         match order:
             case msg.StartProcess():
                 self._start(node, order)
+            case msg.StartProcesses():
+                for start in order.starts:
+                    self._start(node, start)
+            case msg.InterruptTask():
+                for worker in order.workers:
+                    self._interrupt((order.task, worker), order.epoch)
+                self.steps.settle(order.task)
+            case msg.ResumeTask(facts=EpochFacts() as facts):
+                for worker, own, _ in order.workers:
+                    self._resume((order.task, worker), facts, own)
+                self.steps.settle(order.task)
             case msg.KillProcess():
                 actor = self.actors.get((order.task, order.worker))
                 if actor is not None and actor.incarnation == order.incarnation and actor.node == node:
@@ -286,23 +297,27 @@ class CoarseCluster:
             event = ev.WorkerStarted(worker=key[1], incarnation=actor.incarnation, address=(actor.node, 1))
             self._say(key, actor, event)
 
+    def _interrupt(self, key: tuple[str, Worker], epoch: int) -> None:
+        actor, going = self.actors.get(key), self.steps.going[key[0]]
+        if actor is not None and not actor.stopped:
+            actor.goes = False
+            ledger = Ledger(step=going.step if not actor.joining else actor.step, joining=actor.joining)
+            self._say(key, actor, ev.LedgerReported(worker=key[1], epoch=epoch, ledger=ledger))
+
+    def _resume(self, key: tuple[str, Worker], facts: EpochFacts, own: OwnOrders) -> None:
+        actor, going = self.actors.get(key), self.steps.going[key[0]]
+        if actor is not None and not actor.stopped:
+            actor.step, actor.joining, actor.goes = own.step, False, True
+            if facts.restore is not None or own.step != going.step:
+                going.step, going.left = own.step, 1.0
+            going.until, going.waits = facts.until, False
+            self._say(key, actor, ev.WorkerResumed(worker=key[1], epoch=facts.epoch, at=self.time()))
+
     def _notify(self, order: msg.NotifyWorker) -> None:
-        key = (order.task, order.worker)
-        actor, going = self.actors.get(key), self.steps.going[order.task]
+        actor = self.actors.get((order.task, order.worker))
         if actor is None or actor.stopped:
             return
         match order.words:
-            case act.InterruptWorkers(epoch=epoch):
-                actor.goes = False
-                ledger = Ledger(step=going.step if not actor.joining else actor.step, joining=actor.joining)
-                self._say(key, actor, ev.LedgerReported(worker=key[1], epoch=epoch, ledger=ledger))
-            case act.ResumeStep(order=resume):
-                actor.step, actor.joining, actor.goes = resume.step, False, True
-                if resume.restore is not None or resume.step != going.step:
-                    going.step, going.left = resume.step, 1.0
-                going.until, going.waits = resume.until, False
-                resumed = ev.WorkerResumed(worker=key[1], epoch=resume.epoch, at=self.time())
-                self._say(key, actor, resumed)
             case act.CopyState(joiner=joiner, transfer=transfer):
                 self.after(COPY_S, self._copied, order.task, joiner, transfer)
         self.steps.settle(order.task)
@@ -388,7 +403,7 @@ class CoarseCluster:
         if leaves or (kind.copy_every and step % kind.copy_every == 0):
             self.report(actor.node, part(actor.node), sender)
             if worker in known.seats and not leaves:
-                self.report(actor.node, part(memory_for(self.machine.nodes, known, worker).node), sender)
+                self.report(actor.node, part(Keepers(self.machine.roster, known).of(worker).name), sender)
 
     # -------------------------------------------------------------- time
 

@@ -16,7 +16,6 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest
 from everstep.core.task.recovery import Recovery
-from everstep.core.worker.control import StateDirections
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.ports import ClusterPorts, HandledEvent
 from everstep.protocol import events as ev
@@ -24,7 +23,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.messages import WorkerReport
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import Finished, SaveCheckpoint, StoreCopy
+from everstep.protocol.work import Finished, SaveCheckpoint, StateDirections, StoreCopy
 from everstep.schedule.answer import answer
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.lines import Lines

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 
 from everstep.core.cluster.copy_placement import MOST_ASKED
 from everstep.core.cluster.task import Task
-from everstep.core.worker.control import StateDirections
 from everstep.core.worker.copy_holders import CopyHolders
-from everstep.protocol.actions import ResumeStep
-from everstep.protocol.messages import FailedRead, NotifyWorker, Order
+from everstep.protocol.messages import FailedRead, Order, ResumeTask
 from everstep.protocol.ops import Worker
-from everstep.protocol.work import Resume
+from everstep.protocol.work import EpochFacts, StateDirections
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.truth import VirtualState
 
@@ -45,10 +43,12 @@ class NodeMemory:
     def ordered(self, order: Order, tasks: Mapping[str, Task]) -> None:
         """A worker is to load a state: where the coordinator knows copies of its part to be."""
         match order:
-            case NotifyWorker(words=ResumeStep(order=Resume(restore=int(step), epoch=epoch))) if order.copies:
+            case ResumeTask(facts=EpochFacts(restore=int(step), epoch=epoch)):
                 kept = tasks[order.task].copies.states.get(step)
-                holders = () if kept is None else tuple(kept.copies.get(order.worker.stage, ()))
-                self._known.setdefault((order.worker, epoch), holders)
+                for worker, _, states in order.workers:
+                    if states.copies:
+                        holders = () if kept is None else tuple(kept.copies.get(worker.stage, ()))
+                        self._known.setdefault((worker, epoch), holders)
 
     def load(
         self, me: Worker, epoch: int, step: int, directions: StateDirections

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, StateDirections, WorkerAction
+from everstep.core.worker.control import KeepLinks, SendReport, ShellAction, WorkerAction
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
@@ -19,6 +19,7 @@ from everstep.protocol.messages import (
     SAVING,
     NotifyWorker,
     PartWritten,
+    ResumeWorker,
     Sender,
     StateFetched,
     TaskEvent,
@@ -27,7 +28,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.parcels import Parcel
-from everstep.protocol.work import LinkBroke, LinkOpened
+from everstep.protocol.work import LinkBroke, LinkOpened, StateDirections
 from everstep_lab.storm.connections import Connections
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.shard_group import IDLE, FollowerSaid, StateArrived, VirtualGroup
@@ -222,7 +223,7 @@ class Processes:
             elif type(item) is LinkBroke:
                 process.answered.discard(item.address)
             actions = control.handle(item, self.agenda.now_us / 1e6)
-            if type(item) is NotifyWorker:
+            if type(item) in (NotifyWorker, ResumeWorker):
                 self._notified(process, item)
             self._carry_out(process, actions)
             self._set_alarm(process)
@@ -249,11 +250,13 @@ class Processes:
             case sh.ShardLink(event=event):
                 self._obey(process, event)
 
-    def _notified(self, process: VirtualWorker, order: NotifyWorker) -> None:
-        match order.words:
-            case act.InterruptWorkers():
+    def _notified(self, process: VirtualWorker, order: NotifyWorker | ResumeWorker) -> None:
+        match order:
+            case NotifyWorker(words=act.InterruptWorkers()):
                 self.scene.trigger("interrupt", process.me)
-            case act.ResumeStep(order=resume):
+            case ResumeWorker(own=own):
+                assert process.control.facts is not None
+                resume = work.resume(process.control.facts, own)
                 self.checkers.ordered(process.me, resume)
                 if process.worker_state.epoch == resume.epoch and not process.worker_state.joining:
                     self.checkers.resumed(process.me, resume, self.world.members(process))

@@ -11,6 +11,7 @@ another one, and both sides say up to where they have heard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from everstep.core.agent import messages as ag
@@ -27,6 +28,7 @@ from everstep.core.agent.agent import (
 )
 from everstep.core.agent.process import AgentLimits
 from everstep.core.faults.detector import DetectorLimits, Glance
+from everstep.drive.order_lines import OrderLine
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import Sender, ShardEnded
@@ -67,7 +69,11 @@ class AgentWorld(Protocol):
 class VirtualLine:
     """One connection. The coordinator sends on it once it knows of it."""
 
-    def __init__(self, to_coordinator: Callable[[Any], None], to_agent: Callable[[Any], None]) -> None:
+    def __init__(
+        self, to_coordinator: Callable[[Any], None], to_agent: Callable[[Any], None], known: dict[str, int]
+    ) -> None:
+        """`known`: what the agent says in its hello: by task, the epoch whose facts it knows."""
+        self.orders = OrderLine(known)
         self.up = VirtualLink(to_coordinator)
         self.down = VirtualLink(to_agent)
         self.is_known = False
@@ -139,7 +145,8 @@ class VirtualAgent:
     def open_line(self) -> None:
         if self.line is not None:
             self.line.close()
-        line = self.line = VirtualLine(self._said, self.happens)
+        known = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
+        line = self.line = VirtualLine(self._said, self.happens, known)
         self.scene.network.send(line.up, self.joined(), self.scene.spec.weather.order_us)
 
     def close_line(self) -> None:
@@ -174,6 +181,8 @@ class VirtualAgent:
     def send(self, message: LineEvent) -> None:
         """From the coordinator."""
         if self.line is not None and self.line.is_known:
+            if isinstance(message, OrderHeard):
+                message = replace(message, order=self.line.orders.shortened(message.order))
             self.scene.network.send(self.line.down, message, self.scene.spec.weather.order_us)
 
     def _said(self, event: msg.ClusterEvent) -> None:

@@ -8,18 +8,18 @@ lose processes; agents and the coordinator around them are in `cluster_world`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.core.task.recovery import Recovery
-from everstep.core.worker.control import StateDirections
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.driver import Handled
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import work
-from everstep.protocol.messages import NotifyWorker, Sender, TaskEvent, WorkerReport
+from everstep.protocol.messages import NotifyWorker, ResumeWorker, Sender, TaskEvent, WorkerReport
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import StateDirections
 from everstep.schedule.answer import answer
 from everstep_lab.draw import Draw
 from everstep_lab.storm.network import VirtualLink
@@ -162,6 +162,16 @@ class World:
             book = tuple((w, *process.address) for w, process in self.workers.items())
             order = NotifyWorker(task=TASK, worker=worker, words=words, book=book)
             self.scene.network.send(link, order, self._delay(worker))
+
+    def _resume(self, action: act.ResumeWorkers) -> None:
+        facts = replace(action.facts, book={w: process.address for w, process in self.workers.items()})
+        for worker, own in action.orders.items():
+            link = self.orders.get(worker)
+            if link is not None:
+                order = ResumeWorker(
+                    task=TASK, worker=worker, facts=facts, own=own, states=work.StateDirections()
+                )
+                self.scene.network.send(link, order, self._delay(worker))
 
     def _delay(self, worker: Worker) -> int:
         return self.spec.weather.order_us * self.nodes[self.home[worker]].slowness
@@ -340,7 +350,7 @@ _PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.StartWorker: World._start_worker,
     act.InterruptWorkers: World._interrupt,
     act.ComputePlan: World._compute_plan,
-    act.ResumeStep: lambda world, action: world._order(action.worker, action),
+    act.ResumeWorkers: World._resume,
     act.CopyState: lambda world, action: world._order(action.source, action),
     act.StopFeeding: lambda world, action: world._order(action.source, action),
     act.RecordStep: World._record_step,

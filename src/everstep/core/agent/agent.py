@@ -112,6 +112,8 @@ class AgentState:
             return refused
         if event.number <= self.done:
             return []
+        if not self.processes.understands(event.order):
+            return [LeaveLine("its changes are to facts that are not known here")]
         self.done = event.number
         return self._report(self.processes.handle(OrderGiven(event.order), now))
 

@@ -62,6 +62,7 @@ class Process:
     moved_at: float = 0.0  # when that last changed
     was_stuck: bool = False  # reported as ended while it was not: when it is, its slot is free
     may_save: bool = False  # its end may wait until its state is written
+    facts_epoch: int = 0  # the last epoch whose facts it was told
 
     @property
     def sender(self) -> Sender:

@@ -15,7 +15,7 @@ uninterruptible sleep) is reported instead of being killed for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
@@ -44,8 +44,19 @@ from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.errors import clipped
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.messages import SAVING, EndWorker, OrderTaken, Sender, ShardEnded, StartProcess
+from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.messages import (
+    SAVING,
+    EndWorker,
+    OrderTaken,
+    Sender,
+    ShardEnded,
+    StartProcess,
+    WorkerOrder,
+)
+from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
+from everstep.protocol.work import EpochFacts, applied
 
 Actions = list[AgentAction]
 
@@ -68,6 +79,7 @@ class NodeProcesses:
     processes: dict[Sender, Process] = field(default_factory=dict)
     waiting: dict[tuple[str, object], StartProcess] = field(default_factory=dict)  # by task and worker
     tasks: set[str] = field(default_factory=set)
+    facts: dict[str, EpochFacts] = field(default_factory=dict)  # by task: of its last epoch
     dead_servers: set[str] = field(default_factory=set)  # tasks whose fork server is known to be dead
     progress: ProgressWatch = field(init=False)
 
@@ -137,6 +149,10 @@ class NodeProcesses:
     def _start_ordered(self, order: StartProcess, now: float) -> Actions:
         return self._start(order)
 
+    @on_order
+    def _start_several(self, order: msg.StartProcesses, now: float) -> Actions:
+        return [action for start in order.starts for action in self._start(start)]
+
     def _start(self, order: StartProcess) -> Actions:
         if order.task not in self.tasks:
             return [_never_started(order, f"task {order.task} is not known on this node")]
@@ -183,15 +199,61 @@ class NodeProcesses:
 
     @on_order
     def _pass_on(self, order: msg.NotifyWorker, now: float) -> Actions:
+        return self._tell(order.task, {order.worker: order}, now)
+
+    @on_order
+    def _interrupt(self, order: msg.InterruptTask, now: float) -> Actions:
+        words = InterruptWorkers(workers=order.workers, epoch=order.epoch, because=order.because)
+        notices = {
+            worker: msg.NotifyWorker(task=order.task, worker=worker, words=words) for worker in order.workers
+        }
+        return self._tell(order.task, notices, now)
+
+    @on_order
+    def _resume(self, order: msg.ResumeTask, now: float) -> Actions:
+        """Each worker gets the facts as far as it does not know them: a process that is new knows none."""
+        task, news = order.task, order.news
+        facts = order.facts if order.facts is not None else applied(self.facts.get(task), news)
+        self.facts[task] = facts
+        orders: dict[Worker, WorkerOrder] = {}
+        processes = self._alive_of(task)
+        for worker, own, states in order.workers:
+            if (process := processes.get(worker)) is not None:
+                is_up_to_date = news is not None and process.facts_epoch == news.since
+                told = news if news is not None and is_up_to_date else facts
+                process.facts_epoch = facts.epoch
+                orders[worker] = msg.ResumeWorker(
+                    task=task, worker=worker, facts=told, own=own, states=states
+                )
+        return self._tell(task, orders, now)
+
+    def understands(self, order: msg.Order) -> bool:
+        """News say what has changed since an epoch, of which this node must know the facts."""
+        if not isinstance(order, msg.ResumeTask) or order.facts is not None:
+            return True
+        known = self.facts.get(order.task)
+        return known is not None and order.news is not None and order.news.since == known.epoch
+
+    @on_order
+    def _older(self, order: msg.OlderOrder, now: float) -> Actions:
+        """It is sent to agents of an earlier version, in words of theirs."""
+        return []
+
+    def _tell(self, task: str, orders: Mapping[Worker, WorkerOrder], now: float) -> Actions:
+        """Pass orders on to the processes that these workers have."""
         actions: Actions = []
-        for process in self.processes.values():
-            if process.sender[:2] == (order.task, order.worker) and _alive(process):
+        for worker, process in self._alive_of(task).items():
+            if worker in orders:
                 process.unanswered.append(now)
-                actions.append(PassOn(process.sender, order))
+                actions.append(PassOn(process.sender, orders[worker]))
         return actions
+
+    def _alive_of(self, task: str) -> dict[Worker, Process]:
+        return {p.order.worker: p for p in self.processes.values() if p.order.task == task and _alive(p)}
 
     @on_order
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
+        self.facts.pop(order.task, None)
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
         for process in [p for p in self.processes.values() if p.sender.task == order.task]:
             if process.state is _S.STARTING:

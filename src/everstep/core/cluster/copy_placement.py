@@ -9,11 +9,13 @@ need from there, each byte from the nearest copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
+from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import KeptState, Task
 from everstep.protocol.messages import MemoryAddress
 from everstep.protocol.ops import Worker
@@ -22,25 +24,38 @@ MOST_KEPT = 3  # states of a task, where none of them is on two nodes
 MOST_ASKED = 4  # holders of a part, by one worker in one attempt
 
 
-def memory_for(nodes: Mapping[str, Node], task: Task, worker: Worker) -> MemoryAddress:
-    """Where this worker's copies go: the next node in the ring, one without its stage if there is one."""
-    own = task.seats[worker].node
-    ring = sorted(nodes)
-    here = ring.index(own)
-    others = [
-        nodes[name]
-        for name in ring[here + 1 :] + ring[:here]
-        if nodes[name].state is NodeState.UP and nodes[name].memory_port
-    ]
-    with_stage = {seat.node for w, seat in task.seats.items() if w.stage == worker.stage}
-    apart = [node for node in others if node.name not in with_stage]
-    return (apart or others or [nodes[own]])[0].memory
+class Keepers:
+    """Where copies of a task's workers go: to the next node in the ring that has no worker of their stage, or
+    to the next one where all have. Asked for thousands of workers at once.
+    """
+
+    def __init__(self, roster: Roster, task: Task) -> None:
+        self._nodes, self._task = roster.nodes, task
+        up = (node for node in roster.nodes.values() if node.memory_port and node.state is NodeState.UP)
+        self._ring = sorted(node.name for node in up)
+        self._at: list[set[str]] = [set() for _ in range(task.shape.stages)]
+        for worker, seat in task.seats.items():
+            self._at[worker.stage].add(seat.node)
+        self._without: dict[int, list[str]] = {}  # by stage: of the ring, the nodes without it
+
+    def of(self, worker: Worker) -> Node:
+        own = self._task.seats[worker].node
+        if worker.stage not in self._without:
+            there = self._at[worker.stage]
+            self._without[worker.stage] = [name for name in self._ring if name not in there]
+        for ring in (self._without[worker.stage], self._ring):
+            following = ring[bisect_right(ring, own) % len(ring)] if ring else own
+            if following != own:
+                return self._nodes[following]
+        return self._nodes[own]
 
 
-def copies_at_end(task: Task, worker: Worker) -> bool:
-    """One worker of a stage on each node leaves its state behind."""
-    node = task.seats[worker].node
-    return worker == min(w for w, seat in task.seats.items() if w.stage == worker.stage and seat.node == node)
+def copied_at_end(here: Iterable[Worker]) -> set[Worker]:
+    """Of a task's workers on a node, those that leave their state behind: one of each stage."""
+    first: dict[int, Worker] = {}
+    for worker in here:
+        first[worker.stage] = min(worker, first.get(worker.stage, worker))
+    return set(first.values())
 
 
 def whole_steps(task: Task) -> list[int]:

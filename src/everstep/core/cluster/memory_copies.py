@@ -5,7 +5,7 @@ Where copies go and which are needed is decided in `core.cluster.copy_placement`
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from everstep.core.cluster import copy_placement as placement
 from everstep.core.cluster.incidents import Incidents
@@ -19,6 +19,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.messages import FailedRead
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import StateDirections
 
 KEPT_MOVES = 8  # of a task, for the planner and for the page
 MOST_ATTEMPTS = 3  # to load a state of which a worker could not read a part, each with all holders asked
@@ -84,23 +85,31 @@ class MemoryCopies:
                 actions += self._orders.send(node.name, order, "its copies were given up with the node", now)
         return actions
 
-    def resume(
-        self, order: msg.NotifyWorker, task: Task, restore: int | None, because: str, now: Moment
-    ) -> Actions:
-        """Send an order to resume, with what it must say about states."""
-        nodes, worker = self._roster.nodes, order.worker
+    def directions(
+        self, task: Task, restore: int | None, workers: Mapping[str, Iterable[Worker]], now: Moment
+    ) -> tuple[Actions, dict[Worker, StateDirections]]:
+        """What these workers, by node, are told about states; and the orders that must come before it."""
+        nodes = self._roster.nodes
         kept = task.copies.states.get(restore) if restore and restore == task.copies.newest else None
-        own = task.seats[worker].node
-        parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
-        order = replace(
-            order,
-            copy_to=placement.memory_for(nodes, task, worker),
-            copy_at_end=placement.copies_at_end(task, worker),
-            copy_away=nodes[own].admin is not NodeAdmin.UP,
-            copies=tuple(holders[0] for holders in parts),
-            other_holders=tuple(holders[1:] for holders in parts),
-        )
-        return self._open_memory(task, worker, now) + self._orders.send(own, order, because, now)
+        keepers = placement.Keepers(self._roster, task)
+        actions: Actions = []
+        found: dict[Worker, StateDirections] = {}
+        for own, here in workers.items():
+            copy_away = nodes[own].admin is not NodeAdmin.UP
+            leaders = placement.copied_at_end(self._roster.seats_on(task, own))
+            for worker in here:
+                keeper = keepers.of(worker)
+                parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
+                found[worker] = StateDirections(
+                    copy_to=keeper.memory,
+                    copy_at_end=worker in leaders,
+                    copy_away=copy_away,
+                    copies=tuple([holders[0] for holders in parts]),
+                    other_holders=tuple([holders[1:] for holders in parts]),
+                )
+                if keeper.name != own:
+                    actions += self._open_memory(task, keeper, now)
+        return actions, found
 
     def fetched(self, task: Task, event: msg.StateFetched, now: Moment) -> None:
         """A worker has read a state, or tried to."""
@@ -139,11 +148,9 @@ class MemoryCopies:
             lost = any(not read.then for read in reads)
             self._incidents.read_failed(task, event, _what_failed(event, node, reads), now, lost=lost)
 
-    def _open_memory(self, task: Task, worker: Worker, now: Moment) -> Actions:
-        """The node that keeps this worker's copies must know the task."""
-        keeper = self._roster.nodes[placement.memory_for(self._roster.nodes, task, worker).node]
-        own = task.seats[worker].node
-        if keeper.name == own or task.name in keeper.memory_open | keeper.opened:
+    def _open_memory(self, task: Task, keeper: Node, now: Moment) -> Actions:
+        """A node that keeps copies of other nodes' workers must know the task."""
+        if task.name in keeper.memory_open or task.name in keeper.opened:
             return []
         keeper.memory_open.add(task.name)
         order = msg.OpenMemory(task=task.name, secret=task.request.secret)

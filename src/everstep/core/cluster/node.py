@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Dispatch, MemoryAddress
+from everstep.protocol.table import PROTOCOL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Node:
     isolations: list[float] = field(default_factory=list)
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     memory_port: int = 0
+    protocol: int = PROTOCOL  # the version that its agent speaks
     back_at: float | None = None  # promised, of a node that takes no workers now
     leaves_at: float | None = None  # announced: a spot notice
     drain_at: float | None = None  # until then its workers train on

@@ -78,6 +78,7 @@ class Nodes:
                 memory_port=event.memory_port,
             )
             self._roster.add_node(node)
+        node.protocol = event.protocol
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
             actions += self._set_liveness(node, NodeLiveness.HEARD, "it is back", now)

@@ -17,29 +17,35 @@ from everstep.core.cluster.task import Task
 from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
 from everstep.errors import UserError
+from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import ForgottenIncidents, Incident
-from everstep.protocol.messages import Patience
+from everstep.protocol.messages import Patience, ResumeTask
+from everstep.protocol.work import EpochFacts, FactChanges
 
-FORMAT = 3  # of a snapshot: another one is refused, not guessed at
+FORMAT = 4  # of a snapshot: another one is refused, not guessed at; the one before is read
 
 
 def freeze(coordinator: Coordinator) -> dict[str, Any]:
+    epochs = _Epochs()
     return {
         "format": FORMAT,
         "question": encode(coordinator.question),
         "patience": encode(coordinator.policy.patience),
         "planned": coordinator.policy.planned,
         "events": coordinator.events,
-        "nodes": [encode(node) for node in coordinator.nodes.values()],
+        "nodes": [_freeze_node(node, epochs) for node in coordinator.nodes.values()],
         "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
         "incidents": [encode(incident) for incident in coordinator.log.incidents],
         "forgotten": encode(coordinator.log.forgotten),
+        "epochs": [[encode(order.facts), encode(order.news)] for order in epochs.orders],
     }
 
 
 def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     """Fill a fresh coordinator with this state."""
+    if frozen.get("format") == 3:
+        frozen = _from_format_3(frozen)
     if frozen.get("format") != FORMAT:
         raise UserError(
             f"the journal's snapshot has format {frozen.get('format', 1)}, this version reads {FORMAT}; "
@@ -54,9 +60,11 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
     if "forgotten" in frozen:
         coordinator.log.forgotten = decode(ForgottenIncidents, frozen["forgotten"])
+    epochs = [
+        (decode(EpochFacts, facts), decode(FactChanges | None, news)) for facts, news in frozen["epochs"]
+    ]
     for data in frozen["nodes"]:
-        node: Node = decode(Node, data)
-        coordinator.roster.add_node(node)
+        coordinator.roster.add_node(_thaw_node(data, epochs))
     for data in frozen["tasks"]:
         task = _thaw_task(data, coordinator)
         coordinator.roster.add_task(task)
@@ -65,10 +73,68 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
 def digest(coordinator: Coordinator) -> str:
     """Equal for equal states. Orders not yet acknowledged are no state: they change no decision."""
     frozen = freeze(coordinator)
+    del frozen["epochs"]
     for node in frozen["nodes"]:
         del node["pending"]
     text = json.dumps(frozen, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Epochs:
+    """Orders to resume share their facts with those to other nodes, so facts are written once."""
+
+    def __init__(self) -> None:
+        self.orders: list[ResumeTask] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, order: ResumeTask) -> int:
+        if id(order.facts) not in self._numbers:
+            self._numbers[id(order.facts)] = len(self.orders)
+            self.orders.append(order)
+        return self._numbers[id(order.facts)]
+
+
+def _freeze_node(node: Node, epochs: _Epochs) -> dict[str, Any]:
+    frozen: dict[str, Any] = encode(replace(node, pending=[]))
+    for action in node.pending:
+        order = action.order
+        if isinstance(order, ResumeTask):
+            bare = encode(replace(action, order=replace(order, facts=None, news=None)))
+            frozen["pending"].append({**bare, "epoch": epochs.number(order)})
+        else:
+            frozen["pending"].append(encode(action))
+    return frozen
+
+
+def _thaw_node(data: dict[str, Any], epochs: list[tuple[EpochFacts, FactChanges | None]]) -> Node:
+    node: Node = decode(Node, data)
+    for place, (action, frozen) in enumerate(zip(node.pending, data["pending"], strict=True)):
+        if isinstance(action.order, ResumeTask):
+            facts, news = epochs[frozen["epoch"]]
+            node.pending[place] = replace(action, order=replace(action.order, facts=facts, news=news))
+    return node
+
+
+def _from_format_3(frozen: dict[str, Any]) -> dict[str, Any]:
+    """As the version before wrote it."""
+    tasks = []
+    for one in frozen["tasks"]:
+        task = dict(one["task"])
+        failures = task["failures"]
+        overdue = {"is": "OverdueReports", "reports": failures["overdue"]}
+        tasks.append({**one, "task": {**task, "failures": {**failures, "overdue": overdue}}})
+    epochs: list[Any] = []
+    nodes = []
+    for node in frozen["nodes"]:
+        pending = []
+        for action in node["pending"]:
+            order = older.order_of_protocol_3(action["order"])
+            pending.append({**action, "order": order})
+            if order["is"] == "ResumeTask":
+                epochs.append([order["facts"], None])
+                pending[-1] |= {"order": {**order, "facts": None}, "epoch": len(epochs) - 1}
+        nodes.append({**node, "pending": pending})
+    return {**frozen, "format": FORMAT, "tasks": tasks, "nodes": nodes, "epochs": epochs}
 
 
 def _freeze_task(task: Task) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import TaskSubmitted
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.protocol.work import EpochFacts
 
 
 class TaskState(StrEnum):
@@ -93,6 +94,7 @@ class Progress:
 
     recovery: Recovery | None = None
     question: ComputePlan | None = None  # asked and not answered
+    facts: EpochFacts | None = None  # of the last epoch that was ordered: lines send changes to it
     recorded: int = 0
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     skips: SkipCount = field(default_factory=SkipCount)

@@ -6,6 +6,8 @@ none, a start may be put off, a message to a worker is an order to its node.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from everstep.core.cluster.checkpoints import Checkpoints
@@ -27,6 +29,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
+from everstep.protocol.work import changes
 
 
 class Training:
@@ -121,10 +124,7 @@ class Training:
 
     def start_due(self, task: Task, now: Moment) -> Actions:
         """The starts whose time has come."""
-        actions: Actions = []
-        for wish in task.starts.take_due(now.at):
-            actions += self._start(task, wish, now)
-        return actions
+        return self._start_all(task, task.starts.take_due(now.at), now)
 
     def stop(self, task: Task, *, resumes: bool) -> None:
         """It ends, or pauses: what it waited for does not count any more."""
@@ -134,7 +134,7 @@ class Training:
         if resumes and recovery is not None:
             progress.lived, progress.recorded = recovery.lived(), recovery.recorded
             task.checkpoints.newest = recovery.checkpoint
-            progress.recovery = None
+            progress.recovery = progress.facts = None
 
     def unfinished(self) -> Actions:
         """The questions without an answer."""
@@ -150,19 +150,62 @@ class Training:
         ]
 
     def _carry_out(self, task: Task, wishes: list[act.Action], now: Moment) -> Actions:
-        return [action for wish in wishes for action in self.on_wish.handler(self, wish)(task, wish, now)]
+        starts = [wish for wish in wishes if isinstance(wish, act.StartWorker)]
+        actions: Actions = []
+        for wish in wishes:
+            if not isinstance(wish, act.StartWorker):
+                actions += self.on_wish.handler(self, wish)(task, wish, now)
+            elif starts:
+                actions += self._start_all(task, starts, now)
+                starts = []
+        return actions
 
     @on_wish
     def _interrupt(self, task: Task, wish: act.InterruptWorkers, now: Moment) -> Actions:
-        return [action for worker in wish.workers for action in self._notify(task, worker, wish, now)]
+        """One order per node."""
+        actions: Actions = []
+        for node, workers in self._by_node(task, wish.workers).items():
+            order = msg.InterruptTask(
+                task=task.name, epoch=wish.epoch, workers=tuple(workers), because=wish.because
+            )
+            actions += self._orders.send(node, order, wish.because, now)
+        return actions
 
     @on_wish
-    def _resume(self, task: Task, wish: act.ResumeStep, now: Moment) -> Actions:
-        return self._notify(task, wish.worker, wish, now)
+    def _resume(self, task: Task, wish: act.ResumeWorkers, now: Moment) -> Actions:
+        """One order per node: what all have in common, and what each of its workers does."""
+        book = {worker: seat.address for worker, seat in task.seats.items() if seat.address is not None}
+        before, facts = task.progress.facts, replace(wish.facts, book=book)
+        task.progress.facts = facts
+        news = None if before is None else changes(before, facts)
+        nodes = self._by_node(task, wish.orders)
+        actions, directions = self._copies.directions(task, facts.restore, nodes, now)
+        for node, workers in nodes.items():
+            resumed = tuple([msg.WorkerResume(w, wish.orders[w], directions[w]) for w in workers])
+            order = msg.ResumeTask(task=task.name, facts=facts, news=news, workers=resumed)
+            actions += self._orders.send(node, order, wish.because, now)
+        return actions
+
+    def _by_node(self, task: Task, workers: Iterable[Worker]) -> dict[str, list[Worker]]:
+        """Those of these workers that have a process."""
+        found: dict[str, list[Worker]] = {}
+        for worker in workers:
+            seat = task.seats.get(worker)
+            if seat is not None and seat.incarnation:
+                found.setdefault(seat.node, []).append(worker)
+        return found
 
     @on_wish
     def _feed(self, task: Task, wish: act.CopyState | act.StopFeeding, now: Moment) -> Actions:
-        return self._notify(task, wish.source, wish, now)
+        """The source is told where the joiner is reached."""
+        seat = task.seats.get(wish.source)
+        if seat is None or not seat.incarnation:
+            return []
+        joiner = task.seats.get(wish.joiner)
+        at = None if joiner is None or isinstance(wish, act.StopFeeding) else joiner.address
+        book = () if at is None else ((wish.joiner, *at),)
+        order = msg.NotifyWorker(task=task.name, worker=wish.source, words=wish, book=book)
+        return self._orders.send(seat.node, order, wish.because, now)
 
     @on_wish
     def _close(self, task: Task, wish: act.CloseIncident, now: Moment) -> Actions:
@@ -201,20 +244,33 @@ class Training:
 
     @on_wish
     def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:
-        seat, starts = task.seats[wish.worker], task.starts
-        if starts.not_before.get(wish.worker, now.at) > now.at:
-            starts.waiting[wish.worker] = wish
-            return []
-        starts.not_before.pop(wish.worker, None)
-        seat.incarnation, seat.address = wish.incarnation, None
-        order = msg.StartProcess(
-            task=task.name,
-            worker=wish.worker,
-            incarnation=wish.incarnation,
-            slot=seat.slot,
-            more_slots=seat.more,
-        )
-        return self._open(task, seat.node, now) + self._orders.send(seat.node, order, wish.because, now)
+        return self._start_all(task, [wish], now)
+
+    def _start_all(self, task: Task, wishes: list[act.StartWorker], now: Moment) -> Actions:
+        """One order per node."""
+        nodes: dict[str, list[msg.StartProcess]] = {}
+        because: dict[str, str] = {}
+        for wish in wishes:
+            seat, starts = task.seats[wish.worker], task.starts
+            if starts.not_before.get(wish.worker, now.at) > now.at:
+                starts.waiting[wish.worker] = wish
+                continue
+            starts.not_before.pop(wish.worker, None)
+            seat.incarnation, seat.address = wish.incarnation, None
+            order = msg.StartProcess(
+                task=task.name,
+                worker=wish.worker,
+                incarnation=wish.incarnation,
+                slot=seat.slot,
+                more_slots=seat.more,
+            )
+            nodes.setdefault(seat.node, []).append(order)
+            because.setdefault(seat.node, wish.because)
+        actions: Actions = []
+        for node, found in nodes.items():
+            one = found[0] if len(found) == 1 else msg.StartProcesses(task=task.name, starts=tuple(found))
+            actions += self._open(task, node, now) + self._orders.send(node, one, because[node], now)
+        return actions
 
     def _open(self, task: Task, name: str, now: Moment) -> Actions:
         """The first worker of a task on a node: what its workers need to know."""
@@ -232,15 +288,3 @@ class Training:
             needs=request.needs,
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)
-
-    def _notify(self, task: Task, worker: Worker, words: act.Notice, now: Moment) -> Actions:
-        seat = task.seats.get(worker)
-        if seat is None or not seat.incarnation:
-            return []
-        book: tuple[tuple[Worker, str, int], ...] = ()
-        if isinstance(words, act.ResumeStep | act.CopyState):
-            book = tuple((w, *s.address) for w, s in task.seats.items() if s.address is not None)
-        order = msg.NotifyWorker(task=task.name, worker=worker, words=words, book=book)
-        if isinstance(words, act.ResumeStep):
-            return self._copies.resume(order, task, words.order.restore, words.because, now)
-        return self._orders.send(seat.node, order, words.because, now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everstep.core.task import ownership
 from everstep.core.task.ownership import Holders, without_dead
-from everstep.protocol.ops import Worker
+from everstep.protocol.ops import Replicas, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Ledger, Members
 
@@ -80,7 +80,7 @@ class Groups:
             holders = [self._new_holders(stage, here, filled) for stage, here in enumerate(stages)]
             firsts |= set(range(low, max((settled or {}).values(), default=low) + 2))  # each by its own map
         for first in sorted(firsts):
-            live = tuple(tuple(sorted(k for k, step in here if step <= first)) for here in stages)
+            live = tuple(Replicas(sorted(k for k, step in here if step <= first)) for here in stages)
             if not all(live) and not (self.shape.chunks and first >= low):
                 continue  # sharded: a stage whose workers all came later does not take the others' map away
             rounds = tuple(

@@ -138,13 +138,13 @@ class Phases:
             self._void_from(phase.restore + 1)
             self._book.go_back_to(phase.restore)
             self.assembly.ordered_in = phase.epoch
-            actions = restore_orders(event, phase, self._places, self.groups, self._book)
+            orders = restore_orders(event, phase, self._places, self.groups, self._book)
         else:
             if phase.rewind is not None:
                 self._void_from(phase.rewind + 1)
-            actions = resume_orders(event, phase, self._places, self.groups, self._book)
+            orders = resume_orders(event, phase, self._places, self.groups, self._book)
         self.to(Running(phase.epoch))
-        return actions + self._places.feed_joiners()
+        return [orders, *self._places.feed_joiners()]
 
     def _void_from(self, step: int) -> None:
         self._book.void_from(step)

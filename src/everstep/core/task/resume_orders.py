@@ -9,103 +9,105 @@ from everstep.core.task.owed import Owed
 from everstep.core.task.places import Places
 from everstep.core.task.states import Planning, Restoring
 from everstep.core.task.step_book import StepBook
-from everstep.protocol.actions import Action, ResumeStep
+from everstep.protocol.actions import ResumeWorkers
 from everstep.protocol.events import PlanComputed
-from everstep.protocol.ops import Kind, Op, Worker
-from everstep.protocol.work import Ledger, Resume
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 
 
 def restore_orders(
     plan: PlanComputed, phase: Restoring, places: Places, groups: Groups, book: StepBook
-) -> list[Action]:
+) -> ResumeWorkers:
     """Every member loads a kept state and begins with the step after it."""
-    return [
-        ResumeStep(
-            worker=worker,
-            because=phase.because,
-            order=Resume(
-                epoch=plan.epoch,
-                attempts=groups.attempts,
-                step=phase.restore + 1,
-                steady=plan.steady[worker],
-                steady_hosts=plan.steady_hosts,
-                members=groups.members,
-                restore=phase.restore,
-                until=book.until,
-                saves=book.saves,
-            ),
-        )
-        for worker in places.members()
-    ]
+    facts = EpochFacts(
+        epoch=plan.epoch,
+        attempts=groups.attempts,
+        steady_hosts=plan.steady_hosts,
+        members=groups.members,
+        restore=phase.restore,
+        until=book.until,
+        saves=book.saves,
+    )
+    first = phase.restore + 1
+    orders = {w: OwnOrders(step=first, steady=plan.steady.text(w)) for w in places.members()}
+    return ResumeWorkers(facts=facts, orders=orders, because=phase.because)
 
 
 def resume_orders(
     plan: PlanComputed, phase: Planning, places: Places, groups: Groups, book: StepBook
-) -> list[Action]:
+) -> ResumeWorkers:
     """Every member gets the rest of the steps that are broken, every joiner that is let in its first ones."""
-    owed, rewind = phase.owed, phase.rewind
-    entering, feeds, shares = places.entering(), places.feeds(), book.all_shares()
-    awaited = {} if groups.shape.chunks else _awaited(owed, rewind)
-    fills = _fills(phase, groups)
-    actions: list[Action] = []
+    rewind, entering = phase.rewind, places.entering()
+    facts = EpochFacts(
+        epoch=phase.epoch,
+        attempts=groups.attempts,
+        hosts={step: hosts for step, hosts in plan.hosts.items() if hosts != plan.steady_hosts},
+        steady_hosts=plan.steady_hosts,
+        members=groups.members,
+        rewind=rewind,
+        until=book.until,
+        saves=book.saves,
+        shares=book.all_shares(),
+        recorded=book.recorded,
+    )
+    feeds, fills = places.feeds(), _fills(phase, groups)
+    awaited = {} if groups.shape.chunks else _awaited(phase.owed, rewind)
+    orders: dict[Worker, OwnOrders] = {}
     for worker in sorted({*phase.ledgers, *entering}):
         ledger = phase.ledgers.get(worker)
         at = entering[worker] if ledger is None else ledger.step
         if rewind is not None and ledger is not None:
             at = min(at, rewind)
-        order = Resume(
-            epoch=phase.epoch,
-            attempts=groups.attempts,
+        steady = plan.steady.text(worker)
+        orders[worker] = OwnOrders(
             step=at,
-            lists=_lists(plan, phase, worker, at=at, steps=book.steps),
-            steady=plan.steady[worker],
-            hosts=plan.hosts,
-            steady_hosts=plan.steady_hosts,
-            members=groups.members,
-            ghosts=frozenset(
-                (step, microbatch)
-                for step, microbatch in owed.ghosts.get(worker, ())
-                if rewind is None or step <= rewind  # what is done after it is done again, for its sum
-            ),
-            give=_up_to(rewind, owed.give.get(worker, {})),
-            rewind=rewind,
-            until=book.until,
-            saves=book.saves,
+            lists=_lists(plan, phase, worker, at=at, steps=book.steps, steady=steady),
+            steady=steady,
+            ghosts=_ghosts(phase, worker),
+            give=_up_to(rewind, phase.owed.give.get(worker, {})),
             awaits=frozenset(awaited.get(worker, ())),
             fills=fills.get(worker, ()),
-            shares=shares,
-            recorded=book.recorded,
             feeds=feeds.get(worker, {}),
         )
-        actions.append(ResumeStep(worker=worker, order=order, because=phase.because))
-    return actions
+    return ResumeWorkers(facts=facts, orders=orders, because=phase.because)
 
 
 def _lists(
-    plan: PlanComputed, phase: Planning, worker: Worker, *, at: int, steps: int
-) -> dict[int, tuple[Op, ...]]:
-    """The worker's ops in every broken step from `at` on."""
+    plan: PlanComputed, phase: Planning, worker: Worker, *, at: int, steps: int, steady: str
+) -> dict[int, str]:
+    """The worker's ops in every broken step from `at` on, where they are not the steady ones."""
     ledger, rewind = phase.ledgers.get(worker), phase.rewind
     counts_up_to = steps if rewind is None else rewind  # nothing done after this step counts
-    lists = {
-        step: ops[worker]
-        if ledger is None or step > counts_up_to
-        else _without_reduce(ops[worker], ledger, step, phase.owed.settled.get(worker.stage))
-        for step, ops in plan.lists.items()
-        if step >= at and worker in ops
-    }
+    lists: dict[int, str] = {}
+    for step, broken in plan.lists.items():
+        if step < at or worker not in broken:
+            continue
+        ops = broken.text(worker)
+        if ledger is not None and step <= counts_up_to:
+            ops = _without_reduce(ops, ledger, step, worker.stage, phase.owed.settled.get(worker.stage))
+        if ops != steady:
+            lists[step] = ops
     if rewind is not None and rewind < phase.owed.low:
-        lists[rewind] = (Op(Kind.U, None, worker.stage),)
+        lists[rewind] = str(Op(Kind.U, None, worker.stage))
     return lists
 
 
-def _without_reduce(ops: tuple[Op, ...], ledger: Ledger, step: int, settled: int | None) -> tuple[Op, ...]:
+def _without_reduce(ops: str, ledger: Ledger, step: int, stage: int, settled: int | None) -> str:
     """A worker that holds a step's sum has no reduce left in it; sharded: if its peers hold theirs, too."""
     if settled is not None and step > settled:
         return ops
     if ledger.step > step or (ledger.step == step and ledger.has_sum):
-        return tuple(op for op in ops if op.kind is not Kind.R)
+        reduce = str(Op(Kind.R, None, stage))
+        return " ".join(op for op in ops.split() if op != reduce)
     return ops
+
+
+def _ghosts(phase: Planning, worker: Worker) -> frozenset[tuple[int, Microbatch]]:
+    """What is done after an update that is taken back is done again, for its sum."""
+    ghosts = phase.owed.ghosts.get(worker)
+    if not ghosts:
+        return frozenset()
+    return frozenset(ghost for ghost in ghosts if phase.rewind is None or ghost[0] <= phase.rewind)
 
 
 def _fills(phase: Planning, groups: Groups) -> dict[Worker, tuple[tuple[int, int, int], ...]]:

@@ -8,7 +8,7 @@ A shell (the engine's loop, or a virtual worker) hands over what happens and car
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from everstep.core.worker.mending import LinkMending, MendLimits
@@ -20,10 +20,10 @@ from everstep.protocol import work
 from everstep.protocol.messages import (
     EndWorker,
     LinkMended,
-    MemoryAddress,
     NotifyWorker,
     OrderTaken,
     PlantFaults,
+    ResumeWorker,
     Sender,
     TaskEvent,
     TimePassed,
@@ -32,7 +32,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
-from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress
+from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress, StateDirections
 
 ControlEvent = WorkerOrder | LinkBroke | LinkOpened | TimePassed
 
@@ -49,17 +49,6 @@ class KeepLinks:
     addresses: frozenset[PeerAddress]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateDirections:
-    """What orders say about states: where copies go, whether one is left behind, where to load from."""
-
-    copy_to: MemoryAddress | None = None
-    copy_at_end: bool = True
-    copy_away: bool = False  # the one that is left behind goes to `copy_to` too
-    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
-    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()  # of every part
-
-
 WorkerAction = SendReport | KeepLinks
 ShellAction = work.Command | SendReport
 
@@ -70,6 +59,7 @@ class WorkerControl:
 
     def __init__(self, sender: Sender, state: WorkerState, limits: MendLimits | None = None) -> None:
         self.sender, self.state = sender, state
+        self.facts: work.EpochFacts | None = None  # of the last epoch it was told
         self.book: dict[Worker, PeerAddress] = {}
         self.directions = StateDirections()
         self.mending = LinkMending(limits)
@@ -127,21 +117,19 @@ class WorkerControl:
         self.state.stop_feeding(words.joiner.replica)
         return []
 
-    @on_notice
-    def _resume(self, order: NotifyWorker, words: act.ResumeStep) -> list[WorkerAction]:
-        resume = words.order
-        if resume.epoch < self.state.epoch:
+    @on_order
+    def _resume(self, order: ResumeWorker) -> list[WorkerAction]:
+        return [SendReport(OrderTaken()), *self._begin_epoch(order)]
+
+    def _begin_epoch(self, order: ResumeWorker) -> list[WorkerAction]:
+        facts = self.facts = work.applied(self.facts, order.facts)
+        if facts.epoch < self.state.epoch:
             return []
-        self.book = {worker: (host, port) for worker, host, port in order.book}
+        resume = work.resume(facts, order.own)
+        self.book = dict(facts.book)
         # Where to load from changes with an order to load only: an interrupt may have come before the load.
-        loads = order if resume.restore is not None else self.directions
-        self.directions = StateDirections(
-            copy_to=order.copy_to,
-            copy_at_end=order.copy_at_end,
-            copy_away=order.copy_away,
-            copies=loads.copies,
-            other_holders=loads.other_holders,
-        )
+        loads = order.states if resume.restore is not None else self.directions
+        self.directions = replace(order.states, copies=loads.copies, other_holders=loads.other_holders)
         addresses = frozenset(self.book.values())
         self.mending.keep(addresses)
         self.state.resume(resume)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.worker.control import StateDirections
 from everstep.errors import clipped
 from everstep.protocol.messages import FailedRead, MemoryAddress
+from everstep.protocol.work import StateDirections
 
 Holder = tuple[MemoryAddress, Any]  # whose memory, part
 MOST_FAILED_READS = 64  # that are reported

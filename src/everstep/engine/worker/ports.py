@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from everstep.core.worker.control import StateDirections
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.sharded import StateSlice
 from everstep.protocol.messages import WorkerReport
-from everstep.protocol.work import SaveCheckpoint, StoreCopy
+from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 
 State = Mapping[str, Tensor]
 Groups = list[dict[str, Any]]  # of an optimizer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everstep.core.worker.chunks import Chunks
-from everstep.core.worker.control import StateDirections, WorkerControl
+from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import WorkerLife
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.layers.boundary import Boundary, Gradients
@@ -474,7 +474,7 @@ class ShardedSteps:
     def load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         self.updater.load(state, state_step, self.chunks.held(state_step + 1))
 
-    def store(self, task: work.StoreCopy, ports: Ports, directions: StateDirections) -> None:
+    def store(self, task: work.StoreCopy, ports: Ports, directions: work.StateDirections) -> None:
         """No other worker has all of these chunks: it leaves its own behind whatever its node keeps."""
         parts = self._parts(task.chunks, len(self.updater.ranges), task.state_step)
         ports.states.copy(task, parts, directions)

@@ -37,6 +37,7 @@ from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import EpochFacts
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
@@ -97,7 +98,6 @@ class LocalTask:
         self._over = False
         self._looked_at = 0.0
         self._log: StepLog | None = None
-        self._last_words: object = None
         self._unsaved = ""  # why the newest state is not saved, as last told
         self._data_waits = DataWaits()
 
@@ -354,14 +354,23 @@ class LocalTask:
 
     def _tell_watcher(self, action: msg.Dispatch) -> None:
         match action.order:
-            case msg.NotifyWorker(words=words) if (
-                words is not self._last_words
-            ):  # one interrupt, sent to many
-                self._last_words = words
+            case msg.NotifyWorker(words=words):
                 self.watch("action", words)
-            case msg.StartProcess(worker=worker, incarnation=incarnation):
-                because = action.because
-                self.watch("action", act.StartWorker(worker=worker, incarnation=incarnation, because=because))
+            case msg.InterruptTask(epoch=epoch, workers=workers, because=because):
+                words = act.InterruptWorkers(workers=workers, epoch=epoch, because=because)
+                self.watch("action", words)
+            case msg.ResumeTask(facts=EpochFacts() as facts, workers=resumed):
+                orders = {worker: own for worker, own, _ in resumed}
+                self.watch("action", act.ResumeWorkers(facts=facts, orders=orders, because=action.because))
+            case msg.StartProcess() as order:
+                self._tell_start(order, action.because)
+            case msg.StartProcesses(starts=starts):
+                for order in starts:
+                    self._tell_start(order, action.because)
+
+    def _tell_start(self, order: msg.StartProcess, because: str) -> None:
+        words = act.StartWorker(worker=order.worker, incarnation=order.incarnation, because=because)
+        self.watch("action", words)
 
     def _record(self, record: act.RecordStep, now: float) -> None:
         if record.scores:
