@@ -15,7 +15,7 @@ from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model, partition
 from everstep.engine.prepare import fitting
 from everstep.engine.prepare.figures import layer_figures, settings_of, stage_figures
-from everstep.engine.prepare.fitting import GIB, Memory, fit, fits, refuse_what_does_not_fit, room
+from everstep.engine.prepare.fitting import GIB, Memory, _changes, fit, fits, refuse_what_does_not_fit, room
 from everstep.engine.state.optimizer import Updater
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec, OptimizerSpec
@@ -136,11 +136,6 @@ def limit_between(one: Job, other: Job, model: Model, layers: list) -> Memory:
             'set optimizer.stagger = "never"',
         ),
         (
-            job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never")),
-            {"recompute": True, "recompute_every": 2},
-            "set recompute = true and recompute_every = 2",
-        ),
-        (
             job(accumulate="fp32", optimizer=OptimizerSpec(stagger="never"), recompute=True),
             {"stages": 3},
             "set stages = 3",
@@ -160,6 +155,20 @@ def test_a_job_that_does_not_fit_is_refused_with_the_smallest_change_that_makes_
     assert "a worker of stage" in str(refused.value)
     assert fits(better, fit(better, model, layers, memory), memory)
     refuse_what_does_not_fit(better, model, batch, memory)
+
+
+def test_half_of_the_layers_run_again_hold_less_than_none_and_more_than_all() -> None:
+    model = gpt(**{**SMALL, "depth": 8})
+    layers = layer_figures(model, DATA.batch(1, 0), "fp32")
+    none, half, every = (
+        stage_figures(layers, range(len(layers)), recompute=n).held_forward for n in (0, 2, 1)
+    )
+    assert none > half > every
+    assert (none - half) / (none - every) == pytest.approx(0.5, abs=0.07)
+    assert [words for words, *_ in _changes(job(accumulate="fp32"), model)][1:3] == [
+        "recompute = true and recompute_every = 2",
+        "recompute = true",
+    ]
 
 
 def test_shards_make_room_for_a_job_that_one_process_per_worker_cannot_hold() -> None:
