@@ -71,6 +71,14 @@ def agent_command(
             "notice. Its workers then move or leave in time."
         ),
     ] = None,
+    cloud: Annotated[
+        str,
+        typer.Option(
+            help="aws, gcp or azure: ask its metadata service for spot and maintenance notices, and leave in "
+            "time.",
+            show_default=False,
+        ),
+    ] = "",
     grace: Annotated[
         float,
         typer.Option(
@@ -101,10 +109,13 @@ def agent_command(
       everstep agent --coordinator https://head:7077 --node n1 --host 10.0.0.7 --tls n1
 
       everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
+
+      everstep agent --coordinator https://head:7077 --tls n1 --cloud aws
     """
     log.start(form=log_format.value, level=log_level)
     from everstep.launch import tokens
     from everstep.node.agent import Agent, AgentSettings
+    from everstep.node.cloud_notice import CloudNotice
     from everstep.server.certificates import client_context
 
     tokens.refuse_on_command_line(token)
@@ -121,9 +132,12 @@ def agent_command(
         beat_s=beat,
         grace_s=grace,
         notice=notice_file,
+        cloud=cloud,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
     settings.token(), settings.tls()  # report unreadable files now
+    if cloud:
+        CloudNotice(cloud, log.warn)
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,20 @@ class Client:
     def get(self, path: str) -> Any:
         return self._call("GET", path, None)
 
+    def text(self, path: str) -> str:
+        """An answer that is not JSON."""
+        return str(self._call("GET", path, None, decoded=lambda data, base: data.decode(errors="replace")))
+
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._call("POST", path, json.dumps(body or {}).encode())
 
-    def _call(self, method: str, path: str, body: bytes | None) -> Any:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        decoded: Callable[[bytes, str], Any] | None = None,
+    ) -> Any:
         base = current(self.address).rstrip("/")
         if not base:
             raise UserError(f"no coordinator has written its address into {self.address[1:]} yet.")
@@ -44,7 +55,7 @@ class Client:
             context = client_context(self.ca)
         try:
             with urllib.request.urlopen(request, timeout=30, context=context) as answer:
-                return _decoded(answer.read(MAX_ANSWER_BYTES + 1), base)
+                return (decoded or _decoded)(answer.read(MAX_ANSWER_BYTES + 1), base)
         except urllib.error.HTTPError as error:
             sentence = _sentence(error.read(1 << 16)) or f"it answers {error.code} {error.reason}."
             if error.code in (400, 401, 403, 404):

@@ -21,6 +21,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
 from everstep.log import say, warn
 from everstep.net.sockets import watch_path
+from everstep.node.cloud_notice import ASK_EVERY_S, CloudNotice
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
-from everstep.node.recent_ops import last_steps
+from everstep.node.recent_ops import last_steps, recorded
 from everstep.node.slot_devices import NodeDevices, slots_named
+from everstep.node.stacks import stacks_of
 from everstep.node.worker_processes import NodeSettings, WorkerProcesses
 from everstep.protocol import messages as msg
 from everstep.protocol import older
@@ -80,6 +83,7 @@ class AgentSettings:
     words: Path | None = None  # a folder for what workers print
     fabric: FabricSettings | None = None  # workers follow its plan
     notice: Path | None = None  # a file that says when this machine will be taken away
+    cloud: str = ""  # the provider whose notices are asked for
     grace_s: float = 25.0  # for its workers to leave with their state safe, once the agent is told to end
     limits: DetectorLimits = field(default_factory=DetectorLimits)
 
@@ -146,7 +150,11 @@ class Agent:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
         self._look()
         if self.settings.notice is not None:
-            self._beside.add(asyncio.create_task(self._look_for_notice(self.settings.notice)))
+            notice = LeaveNotice(self.settings.notice, self.warn)
+            self._beside.add(asyncio.create_task(self._look_for_notice(notice, LOOK_S)))
+        if self.settings.cloud:
+            cloud = CloudNotice(self.settings.cloud, self.warn)
+            self._beside.add(asyncio.create_task(self._look_for_notice(cloud, ASK_EVERY_S)))
         ends = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._has_left())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -196,12 +204,13 @@ class Agent:
         finally:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
-    async def _look_for_notice(self, path: Path) -> None:
-        notice = LeaveNotice(path, self.warn)
+    async def _look_for_notice(self, notice: LeaveNotice | CloudNotice, every_s: float) -> None:
+        """In a thread: a file system or a metadata service may hang."""
         while True:
-            if (found := notice.look()) is not None:
+            if (found := await asyncio.to_thread(notice.look)) is not None:
+                self.say(f"node {self.settings.node} leaves in {found.leaves_in_s:.0f} s, says {found.by}")
                 self._report(found, None)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(every_s)
 
     def _fork_server(self, needs: TaskNeeds) -> ForkServer:
         key = (needs.threads, needs.modules)
@@ -335,7 +344,9 @@ class Agent:
                 if message.type is not aiohttp.WSMsgType.TEXT:
                     raise PeerError("the coordinator sent something that is not text")
                 heard = json.loads(message.data)
-                if "ask" in heard:
+                if heard.get("what") == "stacks":
+                    self._answer_later(line, heard)
+                elif "ask" in heard:
                     await line.send_str(json.dumps({"answer": heard["ask"], "value": self._answer(heard)}))
                 else:
                     self._take(heard)
@@ -363,6 +374,35 @@ class Agent:
             raise PeerError(left.because)
         self.workers.perform([action for action in found if not isinstance(action, LeaveLine)])
 
+    def _answer_later(self, line: aiohttp.ClientWebSocketResponse, asked: dict[str, Any]) -> None:
+        """The stacks of a task's workers: each takes a moment."""
+        found = {
+            str(worker): (process.child.pid, process.beacon.path)
+            for (task, worker), process in self.workers.processes.items()
+            if task == asked["task"]
+        }
+
+        def read() -> list[dict[str, Any]]:
+            with ThreadPoolExecutor(min(32, len(found) or 1)) as pool:
+                told = pool.map(lambda place: stacks_of(*place), found.values())
+                return [
+                    {"worker": worker, "pid": pid} | stacks
+                    for (worker, (pid, _)), stacks in zip(found.items(), told, strict=True)
+                ]
+
+        async def answer(value: Any) -> None:
+            with contextlib.suppress(OSError, aiohttp.ClientError):
+                await line.send_str(json.dumps({"answer": asked["ask"], "value": value}))
+
+        def done(value: Any) -> None:
+            task = asyncio.get_running_loop().create_task(
+                answer({"error": str(value)} if isinstance(value, Exception) else value)
+            )
+            self._beside.add(task)
+            task.add_done_callback(self._beside.discard)
+
+        self._do_beside(read, done)
+
     def _answer(self, asked: dict[str, Any]) -> Any:
         """For people who look: the end of a worker's log, what every worker does now or did lately."""
         try:
@@ -376,6 +416,13 @@ class Agent:
                 case "ops":
                     return {
                         str(worker): last_steps(process.beacon.path)
+                        for (task, worker), process in self.workers.processes.items()
+                        if task == asked["task"]
+                    }
+                case "trace":
+                    first, last = int(asked["first"]), int(asked["last"])
+                    return {
+                        str(worker): recorded(process.beacon.path, first, last)
                         for (task, worker), process in self.workers.processes.items()
                         if task == asked["task"]
                     }

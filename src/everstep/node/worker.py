@@ -49,6 +49,7 @@ from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
 from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
+from everstep.node.stacks import answer_to_signal
 from everstep.node.steer import steering_from, watch_links
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
@@ -85,6 +86,8 @@ def main(given: Mapping[str, Any]) -> int:
         _take_device(spec, job, 0 if group is None else group.index)
     if group is not None and group.index:
         return _follow(spec, job, group)
+    if spec.beacon_path is not None:
+        answer_to_signal(spec.beacon_path)
     if spec.lifeline is not None:
         lifeline = Lifeline(spec.lifeline)
         lifeline.hold()  # until the end

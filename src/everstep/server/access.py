@@ -93,6 +93,8 @@ CALLS = (
     _call("GET", "/v1/tasks/{task}/logs", "logs", READERS, "read logs"),
     _call("GET", "/v1/tasks/{task}/readings", "readings", READERS, "read tasks"),
     _call("GET", "/v1/tasks/{task}/gantt", "gantt", READERS, "read tasks"),
+    _call("GET", "/v1/tasks/{task}/trace", "trace", READERS, "read tasks"),
+    _call("GET", "/v1/tasks/{task}/stacks", "stacks", READERS, "read tasks"),
     _call("POST", "/v1/tasks/{task}/{verb:cancel}", "task_verb", SUBMITTERS, "cancel a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:pause}", "task_verb", SUBMITTERS, "pause a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:unpause}", "task_verb", SUBMITTERS, "resume a task", own=True),

@@ -40,6 +40,7 @@ from everstep.server.viewers import Viewers
 MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
+STACKS_S = 15.0  # for a node to read all its workers
 CREDENTIALS_S = 1.0  # between two looks at the credential files
 VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
 Named = TypeVar("Named")
@@ -221,27 +222,47 @@ class Api:
 
     async def _readings(self, request: web.Request) -> web.Response:
         """What every worker of a task does right now, from its node's shared memory."""
+        return await self._rows_of_nodes(request, {"what": "readings"})
+
+    async def _stacks(self, request: web.Request) -> web.Response:
+        """Where every worker of a task is in its code right now."""
+        return await self._rows_of_nodes(request, {"what": "stacks"}, within_s=STACKS_S)
+
+    async def _rows_of_nodes(
+        self, request: web.Request, question: dict[str, Any], within_s: float = 5.0
+    ) -> web.Response:
         task = self._named_task(request)
-        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
-        question = {"what": "readings", "task": task.name}
-        answers = await asyncio.gather(
-            *(self.served.lines.ask(node, question) for node in nodes), return_exceptions=True
-        )
+        answers = await self._ask_nodes(task, question, within_s)
         rows = [
             row | {"node": node}
-            for node, answer in zip(nodes, answers, strict=True)
+            for node, answer in answers.items()
             if isinstance(answer, list)
             for row in answer
         ]
         return web.json_response({"task": task.name, "workers": rows})
 
+    async def _ask_nodes(self, task: Task, question: dict[str, Any], within_s: float = 5.0) -> dict[str, Any]:
+        """The answers of the nodes that have workers of this task; of those that do not answer, why."""
+        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
+        asked = (
+            self.served.lines.ask(node, question | {"task": task.name}, within_s=within_s) for node in nodes
+        )
+        return dict(zip(nodes, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        """`?first=A&last=B`: the ops of these steps, and what workers sent each other."""
+        task = self._named_task(request)
+        first, last = (requests.whole(request.query.get(key, "1"), key) for key in ("first", "last"))
+        answers = await self._ask_nodes(task, {"what": "trace", "first": first, "last": last})
+        scheduler = self.served.schedulers.get(task.name)
+        return web.json_response(
+            {"task": task.name, "first": first, "last": last, "workers": gantt.traced(scheduler, answers)}
+        )
+
     async def _gantt(self, request: web.Request) -> web.Response:
         """The last step as it was planned and as it was run."""
         task = self._named_task(request)
-        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
-        question = {"what": "ops", "task": task.name}
-        asked = (self.served.lines.ask(node, question) for node in nodes)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = (await self._ask_nodes(task, {"what": "ops"})).values()
         measured = {
             worker: ops for answer in answers if isinstance(answer, dict) for worker, ops in answer.items()
         }
