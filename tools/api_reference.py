@@ -26,6 +26,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         {
             "everstep": (
                 "train",
+                "fit",
                 "Result",
                 "Model",
                 "hf",

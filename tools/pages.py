@@ -38,7 +38,10 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page for people, the README first."""
-    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *sorted(DOCS.rglob("*.md")),
+    ]
 
 
 def blocks(page: Path) -> list[Block]:

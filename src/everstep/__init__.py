@@ -1,4 +1,4 @@
-"""LLM training that heals itself: no microbatch lost, no step repeated, the loss curve of a faultless run."""
+"""Training that heals itself: no microbatch is lost, no step is repeated, losses are a failure-free run's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
     "tokens",
     "train",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LOGGERS = "everstep.launch.local.loggers"
 _HOMES = {

@@ -49,6 +49,10 @@ import everstep
 # What a page has told its reader before a block, by (page, number of its Python block).
 BEFORE = {
     ("README.md", 0): "",
+    ("cookbook.md", 0): TEXT,
+    ("cookbook.md", 2): "",
+    ("cookbook.md", 3): "",
+    ("cookbook.md", 4): "",
     ("own-model.md", 0): "",
     ("planner.md", 0): "",
     ("schedules.md", 0): "",
@@ -64,8 +68,12 @@ BEFORE = {
 }
 BEFORE_SLOW = {
     ("diagnosis.md", 0): "rank, world_size = 0, 1\n",  # its server answers as long as the process lives
-    ("lightning.md", 0): (ROOT / "examples" / "lightning_gpt.py").read_text().split("torch.manual_seed(1)")[0]
+    ("lightning.md", 0): (ROOT / "examples" / "lightning_gpt.py")
+    .read_text()
+    .split("torch.manual_seed(1)")[0]
+    .replace("Path(__file__)", f"Path({str(ROOT / 'examples' / 'a')!r})")
     + "LitGpt = Gpt\n",
+    ("cookbook.md", 1): LLAMA,
     ("your-model.md", 0): LLAMA,
     ("your-model.md", 1): LLAMA,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.engine.layers.model import in_training
@@ -20,7 +20,9 @@ from everstep.engine.lightning.model import LightningProgram
 from everstep.engine.lightning.optimizer import optimizer_here, rate_from
 from everstep.errors import UserError
 from everstep.launch.local import api
+from everstep.launch.local import lightning as fitting
 from everstep.launch.local.lightning import _tried
+from everstep.launch.local.report import evaluation_line
 
 lightning = pytest.importorskip(
     "lightning", reason="lightning is not installed (pip install 'everstep[lightning]')"
@@ -199,3 +201,39 @@ def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher() ->
         assert [part.training for part in stage.frame.blocks] == modes
     assert list(model.layers) == list(names)
     assert [part.training for part in module.blocks] == modes
+
+
+class Scored(Small):
+    """Logs a metric and no loss, as Lightning allows."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", (batch[0] > 0).float().mean())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_batches_steps_and_validation_are_lightnings_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """256 rows in batches of 16 on two replicas were 4 steps in 2 epochs; under DDP they are 16."""
+    given: dict[str, Any] = {}
+
+    class Trained(Exception):
+        pass
+
+    def train(program: Any, data: Any, tested: Any, names: Any, in_epoch: Any, settings: Any) -> Any:
+        given.update(settings, names=names, in_epoch=in_epoch)
+        raise Trained
+
+    monkeypatch.setattr(fitting, "_train", train)
+    monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[str(tmp_path / "train.py")]))
+    loader = DataLoader(TensorDataset(torch.randn(256, 4)), batch_size=16)
+    with pytest.raises(Trained):
+        everstep.fit(Scored(), loader, loader, replicas=2, epochs=2)
+    assert (given["steps"], given["in_epoch"], given["eval_every"]) == (16, 8, 8)
+    assert (given["replicas"], given["microbatches"]) == (2, 1)
+    assert given["names"] == ("val_acc",)
+    assert "16 steps of 2 batches of the loader each" in capsys.readouterr().err
+    line = evaluation_line(8, {"loss": float("nan"), "val_acc": 0.5})
+    assert line == "evaluation after step 8: val_acc 0.500000"

@@ -62,8 +62,8 @@ def build_app(first: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="LLM training that heals itself: no microbatch is lost, no step is repeated, "
-        "and the loss curve is identical to a failure-free run.",
+        help="Training that heals itself: no microbatch is lost, no step is repeated, "
+        "and the losses are those of a failure-free run.",
     )
 
     @app.callback()  # makes the app a group, also while it has one command

@@ -46,7 +46,7 @@ def fit(
     layers: str | None = None,
     replicas: int = 1,
     stages: int = 1,
-    microbatches: int = 4,
+    microbatches: int = 1,
     steps: int | None = None,
     epochs: float | None = None,
     checkpoint: Any = None,
@@ -57,11 +57,12 @@ def fit(
     module               any with automatic optimization and one optimizer
     train_dataloaders    as for `Trainer.fit`: else those of `datamodule`, else those of the module. A batch
                          of the loader is a microbatch
+    microbatches         batches per replica and step, as `accumulate_grad_batches`
     layers               for more than one stage: the name of the module's row of layers, such as "blocks";
                          stages are cut between them
     steps, epochs        how long; one of them
-    settings             as for `everstep.train`: clip, precision, ema, seed, device, eval_every,
-                         eval_batches, callbacks, recompute, page
+    settings             as for `everstep.train`: clip, precision, ema, seed, device, eval_every (after every
+                         epoch if not given), eval_batches, callbacks, recompute, page
     """
     unused = hooks.check(module)
     if stages > 1 and layers is None:
@@ -95,6 +96,11 @@ def fit(
             "everstep.fit needs steps or epochs, one of them: everstep.fit(module, epochs=3, ...)."
         )
     count = steps or steps_of(data, epochs, shape, int(settings.get("seed", 0)))
+    in_epoch = _steps_in_epoch(data, shape)
+    if tested is not None and in_epoch is not None:
+        settings.setdefault("eval_every", in_epoch)
+    batches = shape["replicas"] * shape["microbatches"]
+    say(f"{count} steps of {batches} batch{'es' * (batches > 1)} of the loader each")
     if unused:
         say(f"not called: {', '.join(unused)}")
     with tempfile.TemporaryDirectory(prefix="everstep-fit-") as folder:
@@ -106,7 +112,7 @@ def fit(
             names = _metrics(module, tested, count)
         kept = checkpoint or {"folder": str(Path(folder) / "checkpoints"), "interval": count}
         more = {**settings, **shape, "steps": count, "checkpoint": kept}
-        result = _train(program, data, tested, names, _steps_in_epoch(data, shape), more)
+        result = _train(program, data, tested, names, in_epoch, more)
         weights = load(kept["folder"] if isinstance(kept, dict) else kept)
     module.load_state_dict(
         {name.removeprefix(f"{WHOLE}."): value for name, value in weights.items()}, strict=False
