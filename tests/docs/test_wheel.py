@@ -14,7 +14,7 @@ import pytest
 import everstep
 from tools.pages import ROOT
 
-BUILD = "import sys, setuptools.build_meta as b; [make(sys.argv[1]) for make in (b.build_sdist, b.build_wheel)]"
+BUILD = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
 DATA = ("py.typed", "server/web/index.html", "server/web/app.js", "launch/slurm/everstep.sbatch")
 
 
