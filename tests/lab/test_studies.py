@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,19 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.errors import UserError
+from everstep.plan import reroute
 from everstep.plan.curve import from_table
+from everstep.plan.holes import ratio, with_holes
+from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep_lab.study import churn, readers, sources
 from everstep_lab.study.failures import CAUSES, Failure, Seen, Trace
 from everstep_lab.study.life import StudyTask
 from everstep_lab.study.markets import market
+from everstep_lab.study.policies import concave_hull
 from everstep_lab.study.request import Request, from_document
-from everstep_lab.study.study import POLICIES, StudyResult, Summary, run_study
-from everstep_lab.study.templates import by_templates
+from everstep_lab.study.setting import _curve
+from everstep_lab.study.study import POLICIES, StudyResult, Summary, first_life, run_study
+from everstep_lab.study.templates import by_templates, upper_bound
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 SMALL = ("gpt3-1.3b", "gpt3-7b")
@@ -103,6 +109,72 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
         shares[spares] = run_study(setup, [trace], chosen)["megatron"].results[0].share
     assert shares[0] < 0.01 < 0.9 < shares[1]
     assert request.spares == 0
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps are bounded, not scheduled: quicker, and no schedule is faster."""
+    reroute._longer.cache_clear()
+    monkeypatch.setattr(reroute, "SCHEDULED_OPS", 0)
+    yield
+    reroute._longer.cache_clear()
+
+
+def lost(*nodes: int) -> Trace:
+    """An hour apart, from the first hour on; none comes back within the ten hours."""
+    failures = [
+        Failure(at_s=3600.0 * i, node=n, severity=1, seen=Seen.SILENCE, cause="lost", repair_s=1e9)
+        for i, n in enumerate(nodes, 1)
+    ]
+    return Trace(name="lost", horizon_s=36_000.0, nodes=32, failures=tuple(failures), spot=True)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_recycle_moves_failures_to_the_stages_where_they_cost_least() -> None:
+    """As its paper describes. It was left with the stage that had lost most, and waited for an empty one."""
+    setup = Request(trace="x", text="", tasks=("gpt3-7b",)).setup(lost(0))
+    life = first_life(setup, lost(0))
+    shape = life.tasks[0].shape
+    assert shape is not None
+    assert (shape.stages > 1, shape.shards) == (True, 1)
+    one_stage = [replica * shape.stages for replica in range(3)]
+    spread = [replica * shape.stages + replica % shape.stages for replica in range(3)]
+    earned_by = {
+        name: run_study(setup, [lost(*nodes)], {"recycle": POLICIES["recycle"]})["recycle"].results[0].share
+        for name, nodes in (("one stage", one_stage), ("spread", spread))
+    }
+    assert earned_by["one stage"] == pytest.approx(earned_by["spread"], rel=0.01)
+    every = [replica * shape.stages for replica in range(shape.replicas)]
+    whole_stage = run_study(setup, [lost(*every)], {"recycle": POLICIES["recycle"]})["recycle"].results[0]
+    assert whole_stage.lost["waiting"] == 0
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("name", ["gpt3-1.3b", "gpt3-7b"])
+def test_the_ideal_is_an_upper_bound_at_every_number_of_workers(name: str) -> None:
+    """It was not: pipelines of a number that does not divide the batch, and shapes larger than the cluster
+    with places empty, brought more.
+    """
+    curve = _curve(name, "A800", "megatron-2022", 32, 1)
+    bound = concave_hull(upper_bound(curve)) * (1 + 1e-9)
+    assert (np.diff(bound) >= 0).all()
+    ours = replace(curve, schedule=RESCHEDULED)
+    holes = with_holes(ours).throughput
+    for workers in range(33):
+        assert max(curve.throughput[workers], holes[workers], by_templates(curve, workers)) <= bound[workers]
+    for cut in curve.cuts[:4]:  # any shape it may happen to be in, not only the best of so many workers
+        for replicas in (r for r in np.flatnonzero(cut.throughput) if r * cut.stages in range(16, 129)):
+            for workers in (23, 29, 31):
+                rate = cut.throughput[replicas] * ratio(ours, cut, int(replicas), workers)
+                assert rate <= bound[workers], (cut.stages, replicas)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_seventy_nodes_run_a_shape_of_128_with_places_empty() -> None:
+    """Between 65 and 80 nodes a batch of 512 had no shape at all: the throughput was that of 64."""
+    curve = _curve("gpt3-1.3b", "A800", "megatron-2022", 80, 1)
+    holes = with_holes(replace(curve, schedule=RESCHEDULED)).throughput
+    assert holes[72] > 1.05 * curve.throughput[:73].max()
 
 
 def test_a_second_failure_starts_detection_anew_and_keeps_what_is_owed() -> None:

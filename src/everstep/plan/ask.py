@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.task import OVER, TaskState
@@ -28,13 +30,15 @@ from everstep.plan.answer import Decision, decide, explained
 from everstep.plan.change_times import change_times
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
+from everstep.plan.holes import num_moving
 from everstep.plan.measured import Measurements
-from everstep.plan.option import OptionKind
+from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.reroute import live_per_stage
 from everstep.plan.shape import ParallelShape
 from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
-from everstep.plan.task import TaskSpec
+from everstep.plan.task import TaskSituation, TaskSpec
 from everstep.plan.waits import held_back, in_cut
-from everstep.plan.weigh import weigh
+from everstep.plan.weigh import weigh, with_only
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import AssignmentChosen, ChosenShape, Patience
 from everstep.protocol.shape import Shape
@@ -213,12 +217,13 @@ def _spec(
     may_change = _may_change(task)
     stages = range(max(1, task.request.least_stages), task.request.most_stages + 1) if may_change else None
     learn(task.shape, known, task.speeds.slow)
+    seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
+    slow, live = task.speeds.slow, len(seats)
     offers = tuple(
         replace(offer, slots=offer.shape.shards // unit)
-        for offer in offered(task.shape, stages, slots * unit, known, task.speeds.slow, _shards(task), trust)
+        for offer in offered(task.shape, stages, slots * unit, known, slow, _shards(task), trust, live)
     )
     best = [max(offer.at(w) for offer in offers) for w in range(len(offers[0].throughput))]
-    seats = {worker for worker, seat in task.seats.items() if not seat.leaving}
     dead = frozenset(worker for worker in task.shape.workers() if worker not in seats)
     return TaskSpec(
         name=task.name,
@@ -257,10 +262,45 @@ def _chosen(
         shapes=shapes,
         wishes=held.wishes,
         losses=held.losses,
+        spread=tuple(
+            name for name, choice in choices.items() if _is_uneven(decision.situations[name], choice)
+        ),
         gains={name: choices[name].throughput / stayed[name] for name in shapes if stayed[name] > 0},
-        review_s=held.review_s,
+        review_s=min(
+            (s for s in (held.review_s, _spread_pays_s(held.carried_out)) if s is not None), default=None
+        ),
         weighed=weigh(decision, _interesting(decision)),
     )
+
+
+def _spread_pays_s(decision: Decision) -> float | None:
+    """When workers that change their stage will have earned back what it costs, if nothing else happens: in
+    a burst of failures the next one is expected too soon, so it is looked at again then.
+    """
+    found: list[float] = []
+    for name, choice in decision.choices.items():
+        if choice.kind not in (OptionKind.KEEP, OptionKind.REROUTE):
+            continue
+        rival = with_only(decision, name, frozenset({OptionKind.SPREAD}))
+        if rival is None:
+            continue
+        rate = sum(
+            decision.options[n].task.weight * (other.throughput - decision.choices[n].throughput)
+            for n, other in rival.choices.items()
+        )
+        paid = sum(c.cost + c.way_back for c in rival.choices.values())
+        if rate > 0:
+            found.append(max(1.0, rounded(paid / rate)))
+    return min(found, default=None)
+
+
+def _is_uneven(today: TaskSituation, choice: TaskOption) -> bool:
+    """Its stages have lost unevenly, and the choice counts on as many workers of each as there can be."""
+    if choice.kind not in (OptionKind.SPREAD, OptionKind.GROW, OptionKind.DROP) or today.rerouted <= 0:
+        return False
+    assert today.shape is not None
+    live = live_per_stage(today.shape, today.dead)
+    return bool(num_moving(live, np.array([choice.workers]), today.shape.stages)[0])
 
 
 def _interesting(decision: Decision) -> list[str]:

@@ -71,14 +71,45 @@ def ratio(curve: Curve, cut: SameCut, replicas: int, groups: int) -> float:
     )
 
 
+def in_shape(curve: Curve, cut: SameCut, replicas: int, live: int) -> Floats:
+    """By number of workers, from 0: what this shape brings with its other places empty. 0: none, or not
+    looked at (`counts`).
+    """
+    key = f"{cut.stages} x {cut.shards} x {replicas}"
+    table = curve.kept.setdefault(key, np.zeros(replicas * cut.stages * cut.shards + 1))
+    assert isinstance(table, np.ndarray)
+    for groups in counts(replicas, cut.stages, live // cut.shards):
+        if not table[groups * cut.shards]:
+            table[groups * cut.shards] = cut.throughput[replicas] * ratio(curve, cut, replicas, groups)
+    return table
+
+
+SMALL = 16  # workers: every number of them is looked at
+MOST_COUNTS = 64  # numbers of whole replicas that are looked at
+
+
+def counts(replicas: int, stages: int, live: int, most: int = MOST_COUNTS) -> list[int]:
+    """Numbers of workers that are looked at: of a large shape whole replicas, the last few, and those near as
+    many as there are; of a very large one not every number of replicas, but those near all of them.
+    """
+    places = replicas * stages
+    if places <= SMALL:
+        return list(range(stages, places + 1))
+    stride = -(-2 * replicas // most) if replicas > most else 1
+    near = replicas - most // 2
+    whole = [k for k in range(1, replicas + 1) if k % stride == 0 or k == 1 or k > near]
+    last = range(places - max(stages, 4) + 1, places + 1)
+    here = range(max(stages, live - most // 4), min(places, live + most // 4) + 1) if live else ()
+    return sorted({*(k * stages for k in whole), *last, *here})
+
+
 def _shortlist(curve: Curve, number: int, cut: SameCut, likely: Floats, cuts: Ints, replicas: Ints) -> None:
     """The fullest stage's work decides: so many microbatches among so few."""
     for count in np.flatnonzero(cut.throughput):
         rows = max(1, int(cut.microbatch[count]))
         each = curve.batch // (int(count) * rows) if curve.batch else 4 * cut.stages
-        groups = np.arange(cut.stages, int(count) * cut.stages)
+        groups = np.arange(cut.stages, min(int(count) * cut.stages, curve.most // cut.shards + 1))
         workers = groups * cut.shards
-        groups, workers = groups[workers <= curve.most], workers[workers <= curve.most]
         if not len(groups) or each < 1:
             continue
         busiest = -(-int(count) * each // (groups // cut.stages))

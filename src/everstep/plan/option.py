@@ -23,6 +23,7 @@ class OptionKind(IntEnum):
     GROW = 4
     RESHAPE = 5
     START = 6
+    SPREAD = 7
 
     @property
     def verb(self) -> str:
@@ -34,6 +35,7 @@ class OptionKind(IntEnum):
             OptionKind.GROW: "adds replicas",
             OptionKind.RESHAPE: "changes shape",
             OptionKind.START: "starts",
+            OptionKind.SPREAD: "moves workers between stages",
         }[self]
 
     @property
@@ -46,6 +48,7 @@ class OptionKind(IntEnum):
             OptionKind.GROW: "add replicas",
             OptionKind.RESHAPE: "change shape",
             OptionKind.START: "start",
+            OptionKind.SPREAD: "move workers between stages",
         }[self]
 
 
@@ -86,7 +89,7 @@ class Layer:
     transition_s: Floats
     kind: npt.NDArray[np.int8]
     cut: Ints  # index into the curve's cuts, -1: unknown
-    replicas: Ints  # of a shape with places left empty; 0: as many as its workers fill
+    replicas: Ints  # places per stage, some of them perhaps empty; 0: unknown
     back_s: Floats
     worth: Floats
 

@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
+from everstep.plan.holes import MOST_COUNTS, counts
 from everstep.plan.measured import TaskMeasurements
 from everstep.plan.offers import Offer
 from everstep.plan.shape import ParallelShape
@@ -26,10 +29,9 @@ from everstep.schedule.bounds import balanced_bound, lower_bound
 from everstep.schedule.instance import Grid, Instance, uniform
 from everstep.schedule.modes import TRAINING
 
-MOST_WORKERS = 64  # of a shape that the task does not have: larger ones are not offered
-MOST_SHAPES = 24
-SMALL = 16  # workers
-MOST_COUNTS = 64  # numbers of whole replicas that are looked at
+FEW = 16  # numbers of workers that are looked at in a large shape that the task does not have
+MOST_SHAPES = 24  # that are bounded exactly; of more, those that are best by work alone
+LOOKED_AT = (1.0, 0.98, 0.9, 0.75, 0.5, 0.25, 0.1)  # of the slots, to find those
 DIGITS = 2  # significant ones of a measured time: noise must not make another question of the same one
 
 
@@ -41,8 +43,9 @@ def offered(
     slow: Mapping[Worker, float],
     shards: Sequence[int] = (),
     trust: float = 1.0,
+    live: int = 0,
 ) -> tuple[Offer, ...]:
-    """`slots`: of all nodes.
+    """`slots`: of all nodes. `live`: workers it has now.
     `stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
     `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, by as
     much: what shards pay for their collectives is not known here. `trust`: the share of what was expected of
@@ -51,15 +54,16 @@ def offered(
     base = _base(shape, known, slow)
     work = _work(base) * shape.shards
     off = _off_by(shape, known)
-    found = [_offer(shape, base, work, off, known.off_by)]
+    found = [_offer(shape, base, work, off, known.off_by, live, MOST_COUNTS)]
     if stages is not None:
         work /= 1.0 + known.spread()
         tried = {(replicas, count) for replicas, count, _ in known.off_by}
-        for other in _others(shape, stages, slots // shape.shards):
+        for other in _others(shape, stages, slots // shape.shards, base):
             believed = work if (other.replicas, other.stages) in tried else work * trust
-            found.append(_offer(other, _recut(base, other, stages), believed, off, known.off_by))
+            recut = _recut(base, other, stages)
+            found.append(_offer(other, recut, believed, off, known.off_by, slots // shape.shards))
         for count in (count for count in shards if count != shape.shards):
-            cuts = [shape, *_others(shape, stages, slots // count)]
+            cuts = [shape, *_others(shape, stages, slots // count, base)]
             found += [
                 _offer(
                     cut.cut(cut.replicas, cut.stages, count),
@@ -67,6 +71,7 @@ def offered(
                     work * trust,
                     off,
                     {},
+                    slots // count,
                 )
                 for cut in cuts
             ]
@@ -171,37 +176,52 @@ def _off_by(shape: Shape, known: TaskMeasurements) -> float:
     return 1.0
 
 
-def _others(shape: Shape, stages: range, most_workers: int) -> list[Shape]:
+def _others(shape: Shape, stages: range, most_workers: int, base: Instance) -> list[Shape]:
+    """Every cut with every number of replicas that divides the batch and fits, and the next one above: a
+    shape larger than the cluster runs with places empty, and divides the batch more finely.
+    """
     total = shape.replicas * shape.microbatches
+    divisors = [r for r in range(1, int(total**0.5) + 1) if total % r == 0]
+    divisors = sorted({*divisors, *(total // r for r in divisors)})
     found = [
         shape.cut(replicas, count)
         for count in sorted({*stages, shape.stages}, key=lambda s: (abs(s - shape.stages), s))
-        for replicas in range(1, total + 1)
-        if total % replicas == 0
-        and replicas * count <= MOST_WORKERS
-        and count <= most_workers
-        and (replicas, count) != (shape.replicas, shape.stages)
-        # larger than the slots there are only by less than one worker per stage: else a smaller one serves
-        and (replicas - 1) * count < most_workers
+        if count <= most_workers
+        for below, replicas in zip((0, *divisors), divisors, strict=False)
+        if below * count < most_workers and (replicas, count) != (shape.replicas, shape.stages)
     ]
-    return found[:MOST_SHAPES]
+    if len(found) <= MOST_SHAPES:
+        return found
+    rows = []
+    for one in found:
+        recut = _recut(base, one, stages)
+        each = sum(grid[0][0] for grid in (recut.forward, recut.input_grad, recut.weight_grad))
+        rows.append((one.replicas, one.stages, each, recut.closing(0)))
+    replicas, count, each, closing = (np.array(column) for column in zip(*rows, strict=True))
+    best: dict[int, None] = {}
+    for share in LOOKED_AT:
+        peers = np.minimum(replicas, int(share * most_workers) // count)
+        step_s = np.where(peers > 0, -(-total // np.maximum(peers, 1)) * each + closing, np.inf)
+        best.update(dict.fromkeys(np.argsort(step_s, kind="stable")[: MOST_SHAPES // 4].tolist()))
+    return [found[i] for i in sorted(list(best)[:MOST_SHAPES])]
 
 
 def _recut(base: Instance, shape: Shape, stages: range, longer: float = 1.0) -> Instance:
     """Layers are not cut: the largest stage has its share rounded up. `longer`: by how much an op takes
-    longer, with fewer shards.
+    longer, with fewer shards. Workers of a stage are alike, so one replica with all microbatches says as much
+    as thousands.
     """
     layers = max(stages.stop - 1, base.stages, shape.stages)
     uneven = _largest(shape.stages, layers) / _largest(base.stages, layers)
     f, i, w = (
-        uniform(replicas=shape.replicas, stages=shape.stages, value=total / shape.stages * uneven * longer)
+        uniform(replicas=1, stages=shape.stages, value=total / shape.stages * uneven * longer)
         for total in _stage_work(base)
     )
     reduce_s, update_s = sum(base.reduce) / shape.stages, sum(base.update) / shape.stages
     return Instance(
-        replicas=shape.replicas,
+        replicas=1,
         stages=shape.stages,
-        microbatches=shape.microbatches,
+        microbatches=shape.replicas * shape.microbatches,
         forward=f,
         input_grad=i,
         weight_grad=w,
@@ -216,29 +236,22 @@ def _largest(stages: int, layers: int) -> float:
 
 
 def _offer(
-    shape: Shape, base: Instance, work: float, off: float, off_by: Mapping[tuple[int, int, int], float]
+    shape: Shape,
+    base: Instance,
+    work: float,
+    off: float,
+    off_by: Mapping[tuple[int, int, int], float],
+    live: int,
+    most_counts: int = FEW,
 ) -> Offer:
+    """`live`: the number of workers that matters most, of `most_counts`."""
     throughput = [0.0] * (shape.replicas * shape.stages + 1)
-    for workers in _counts(shape):
+    for workers in counts(shape.replicas, shape.stages, live, most_counts):
         seconds = _balanced_period(base, workers)
         seconds *= off_by.get((shape.replicas, shape.stages, workers), off)
         throughput[workers] = work / seconds
     parallel = ParallelShape(shape.replicas, shape.stages, shape.shards)
     return Offer(shape=parallel, throughput=tuple(throughput))
-
-
-def _counts(shape: Shape) -> list[int]:
-    """Numbers of workers that are looked at: of a large shape whole replicas, and the last few; of a very
-    large one not every number of replicas, but those near all of them.
-    """
-    places = shape.replicas * shape.stages
-    if places <= SMALL:
-        return list(range(shape.stages, places + 1))
-    stride = -(-2 * shape.replicas // MOST_COUNTS) if shape.replicas > MOST_COUNTS else 1
-    near = shape.replicas - MOST_COUNTS // 2
-    whole = [k for k in range(1, shape.replicas + 1) if k % stride == 0 or k == 1 or k > near]
-    last = range(places - max(shape.stages, 4) + 1, places + 1)
-    return sorted({*(k * shape.stages for k in whole), *last})
 
 
 def _balanced_period(base: Instance, workers: int) -> float:

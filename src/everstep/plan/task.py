@@ -141,7 +141,7 @@ def _offered(
         shape=shape,
         damaged=bool(gone),
         missing=tuple(sorted(holes + gone)),
-        dead=frozenset(),
+        dead=frozenset() if shape is None else dead_groups(replace(shape, shards=1), holes + gone),
         rerouted=after,
         source=StateSource.LIVE if after > 0 else StateSource.MEMORY,
         lost=len(gone),

@@ -22,6 +22,7 @@ LARGE = 20_000  # tasks x slots: from here on those of one task only
 KINDS = (
     frozenset({OptionKind.KEEP, OptionKind.REROUTE}),
     frozenset({OptionKind.GROW}),
+    frozenset({OptionKind.SPREAD}),
     frozenset({OptionKind.RESHAPE}),
     frozenset({OptionKind.DROP}),
     frozenset({OptionKind.START}),
@@ -117,6 +118,8 @@ def named(option: TaskOption, today: TaskSituation, repaired: tuple[str, ...] = 
             return f"fill {missing} empty place{'s' if missing > 1 else ''}"
         case OptionKind.DROP:
             return f"continue with {_workers(option.workers)}"
+        case OptionKind.SPREAD:
+            return "move workers to the stages that lack most"
         case OptionKind.RESHAPE:
             return f"change shape to {compact(option)}"
         case OptionKind.START:

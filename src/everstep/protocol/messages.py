@@ -717,6 +717,7 @@ class AssignmentChosen(ClusterEvent):
     `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
     once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
     staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
+    `spread`: tasks whose stages have lost unevenly, and of whom live workers shall change their stage.
     """
 
     version: int
@@ -726,6 +727,7 @@ class AssignmentChosen(ClusterEvent):
     wishes: Mapping[str, Shape] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
+    spread: tuple[str, ...] = ()
     review_s: float | None = None
     weighed: tuple[WeighedOption, ...] = ()
     is_prepared: bool = False  # the answer was thought of before it was asked for

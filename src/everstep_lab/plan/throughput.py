@@ -157,15 +157,17 @@ def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) 
 
 
 def from_model(model: ModelFigures, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
-    """The best shape for each number of workers up to `most`."""
+    """The best shape for each number of workers up to `most`. Cuts know larger shapes too: a task runs them
+    with places empty (`everstep.plan.holes`).
+    """
     best = np.zeros(most + 1)
     cut_of = np.full(most + 1, -1, dtype=np.int64)
     cuts: list[SameCut] = []
     for stages, shards in _cuts(model, min(slots_per_node, stack.most_shards), most):
-        cut = _same_cut(model, gpu, stack, stages, shards, most, slots_per_node)
+        cut = _same_cut(model, gpu, stack, stages, shards, slots_per_node)
         if not cut.throughput.any():
             continue
-        replicas = np.flatnonzero(cut.throughput)
+        replicas = np.flatnonzero(cut.throughput[: most // (stages * shards) + 1])
         workers = replicas * stages * shards
         better = cut.throughput[replicas] > best[workers] * (1 + 1e-9)
         best[workers[better]] = cut.throughput[replicas[better]]
@@ -195,15 +197,15 @@ def _cuts(model: ModelFigures, most_shards: int, most: int) -> Iterator[tuple[in
 
 
 def _same_cut(
-    model: ModelFigures, gpu: Gpu, stack: Stack, stages: int, shards: int, most: int, slots_per_node: int
+    model: ModelFigures, gpu: Gpu, stack: Stack, stages: int, shards: int, slots_per_node: int
 ) -> SameCut:
-    top = min(most // (stages * shards), model.batch)
+    top = model.batch
     throughput, per_step, bubble = (np.zeros(top + 1) for _ in range(3))
     microbatches = np.zeros(top + 1, dtype=np.int64)
     recomputes = np.zeros(top + 1, dtype=np.int8)
     for microbatch in MICROBATCHES:
         share = model.batch // microbatch if model.batch % microbatch == 0 else 0
-        replicas = np.array([d for d in _divisors(share) if d <= top], dtype=np.int64)
+        replicas = np.array(_divisors(share), dtype=np.int64)
         if not len(replicas):
             continue
         for code, recompute in enumerate(RECOMPUTE):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, Costs, Curve, PlanNode, SlotPlace, TaskSpec, decide
-from everstep.plan.holes import per_stage, with_holes
+from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
+from everstep.plan.holes import per_stage
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep.plan.placement import Unplaceable, place
@@ -22,12 +22,11 @@ from everstep.plan.shape import Floats
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
 from everstep_lab.study.policies import Policy, concave_hull, ratio_without
-from everstep_lab.study.templates import by_templates
+from everstep_lab.study.templates import upper_bound
 
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
 RECONNECT_S = 5.0
 NEVER_S = 1e12  # no repair is promised
-FEW_WORKERS = 64  # the ideal of so many also knows pipelines of two depths
 LARGE_NODES = 256  # above this seats are given simply and only the next repair is foreseen
 
 
@@ -264,9 +263,10 @@ def everstep(means: Means | None = None) -> PlannedPolicy:
 class Ideal(Policy):
     """What the healthy workers could earn at best, every moment, with nothing ever lost or moved.
 
-    Unreachable: a number of workers brings what the best of whole shapes, shapes with empty places and
-    pipelines of two depths brings; each task's curve is the concave hull of that, so that any number is as
-    good as the mixtures of the good ones; and the split over tasks is the best one at any time.
+    Unreachable, and an upper bound of every policy here: a number of workers brings what no whole shape, no
+    shape with empty places and no pipelines of two depths exceed (`templates.upper_bound`); each task's curve
+    is the concave hull of that, so that any number is as good as the mixtures of the good ones; and the split
+    over tasks is the best one at any time.
     """
 
     def begin(self, life: Life) -> None:
@@ -292,24 +292,11 @@ class Ideal(Policy):
 def hull_waf(tasks: Sequence[StudyTask], most: int) -> Floats:
     """The best WAF of any number of workers: marginal gains of all concave hulls, largest first."""
     gains = np.concatenate(
-        [task.weight * np.diff(concave_hull(_best_known(task.curve)[: most + 1])) for task in tasks]
+        [task.weight * np.diff(concave_hull(upper_bound(task.curve)[: most + 1])) for task in tasks]
     )
     best = np.sort(gains)[::-1][:most]
     total = np.concatenate(([0.0], np.cumsum(np.maximum(best, 0.0))))
     return np.concatenate((total, np.full(max(0, most + 1 - len(total)), total[-1])))
-
-
-def _best_known(curve: Curve) -> Floats:
-    if not curve.batch:
-        return curve.throughput
-    if (kept := curve.kept.get("best known")) is None:
-        holes = with_holes(replace(curve, schedule=RESCHEDULED)).throughput
-        kept = np.maximum(curve.throughput, holes)
-        if curve.most <= FEW_WORKERS:  # of more, whole shapes lie close together
-            kept = np.maximum(kept, [by_templates(curve, n) for n in range(curve.most + 1)])
-        curve.kept["best known"] = kept
-    assert isinstance(kept, np.ndarray)
-    return kept
 
 
 def _back_in(life: Life, node: int) -> float | None:

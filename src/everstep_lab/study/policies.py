@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
+from everstep.plan import Costs
+from everstep.plan.holes import num_moving, ratio
 from everstep.plan.pipeline_orders import RESCHEDULED
-from everstep.plan.reroute import dead_groups, throughput_ratio
+from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
 from everstep.plan.shape import Floats
+from everstep.plan.transition import StateSource
 from everstep_lab.plan.memory import STATE
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
@@ -248,13 +252,16 @@ class Oobleck(Policy):
 
 
 class Recycle(Policy):
-    """Re-routes a dead worker's microbatches to its peers, with decoupled backward and staggered optimizer.
+    """Re-routes a dead worker's microbatches to its peers, with decoupled backward and staggered optimizer,
+    and moves failures to the stages where they cost least (failure normalization).
 
-    No state moves. Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's
-    figure is not at hand). A process that restarts is away for a minute [A]. The rate is our
-    scheduler's bound for the dead. No view beyond the task; a task with an empty stage waits. Charged: all
-    wait for a joiner's initialisation as with Oobleck ([T] names ReCycle, without seconds). Idealised: a join
-    takes 10 s too.
+    Seen in 5 s [A], half a step lost, 10 s to take the new schedule (as Oobleck; the paper's figure is not at
+    hand). Workers that change their stage for the normalization copy its state from a peer first, at the
+    bandwidth of `plan.Costs`. A process that restarts is away for a minute [A]. The rate is our scheduler's
+    for the dead, spread evenly or left where they fell, whichever is faster. A stage without any worker is
+    restored from the checkpoint, as with `Elastic`, on a worker of another stage. No view beyond the task,
+    and no more workers than it started with. Charged: all wait for a joiner's initialisation as with Oobleck
+    ([T] names ReCycle, without seconds). Idealised: a join takes 10 s too.
     """
 
     change_s = 10.0
@@ -264,13 +271,14 @@ class Recycle(Policy):
         self.idealised = idealised
 
     def failed(self, life: Life, failure: Failure, task: StudyTask) -> None:
-        spare = failure.severity == 1 and take_spare(life, task, failure.node)
-        rate = self._rate(life, task, extra=None if failure.severity == 1 else failure.node)
-        away_s = 0.0 if failure.severity == 1 and not spare else self.restart_s
+        lost = failure.severity == 1
+        spare = lost and take_spare(life, task, failure.node)
+        rate, moves_s, again_s = self._normalized(life, task, extra=None if lost else failure.node)
+        away_s = 0.0 if lost and not spare else self.restart_s
         task.stall(
             detection=5.0,
-            transition=2 * self.change_s if away_s else self.change_s,
-            replay=0.5 * task.step_s() + away_s * (1 - rate / task.healthy),
+            transition=(2 * self.change_s if away_s else self.change_s) + (0.0 if away_s else moves_s),
+            replay=0.5 * task.step_s() + away_s * max(0.0, 1 - rate / task.healthy) + again_s,
         )
         if not away_s:
             _run_on(task, rate)
@@ -278,19 +286,38 @@ class Recycle(Policy):
     def returned(self, life: Life, node: int, task: StudyTask | None) -> None:
         if task is None:
             life.spares.append(node)
-            return
-        _run_on(task, self._rate(life, task, extra=None))
+            short = [(t, gone) for t in life.tasks for gone in t.nodes if gone in life.away]
+            if not short or not take_spare(life, *short[0]):
+                return
+            task = short[0][0]
+        rate, moves_s, _ = self._normalized(life, task, extra=None)
+        _run_on(task, rate)
         joined = by_size(task, Oobleck.change_s) * Oobleck.measured_s["join"]
-        task.pause(self.change_s if self.idealised else joined)
+        task.pause((self.change_s if self.idealised else joined) + moves_s)
 
-    def _rate(self, life: Life, task: StudyTask, *, extra: int | None) -> float:
-        """`extra`: a node that is there, but whose first worker is being restarted."""
+    def _normalized(self, life: Life, task: StudyTask, *, extra: int | None) -> tuple[float, float, float]:
+        """The rate, seconds of copies between stages, and of work done again. `extra`: a node that is there,
+        but whose first worker is being restarted.
+        """
         missing = [
             i * life.slots + slot
             for i, node in enumerate(task.nodes)
             for slot in (range(life.slots) if node in life.away else [0] if node == extra else [])
         ]
-        return ratio_without(task, missing, RESCHEDULED) * task.healthy
+        as_is, shape = ratio_without(task, missing, RESCHEDULED), task.shape
+        if shape is None or (cut := task.curve.like(shape)) is None:
+            return as_is * task.healthy, 0.0, 0.0
+        live = live_per_stage(shape, dead_groups(shape, [i for i in missing if i < shape.workers]))
+        if sum(live) < shape.stages or not num_moving(live, np.array([sum(live)]), shape.stages)[0]:
+            return as_is * task.healthy, 0.0, 0.0
+        even = ratio(replace(task.curve, schedule=RESCHEDULED), cut, shape.replicas, sum(live))
+        if even <= as_is * 1.001:
+            return as_is * task.healthy, 0.0, 0.0
+        parts = np.array(float(shape.stages * shape.shards))
+        moves_s = float(Costs().fetch_s(StateSource.LIVE, task.curve.state_bytes, parts))
+        if min(live) == 0:
+            return even * task.healthy, moves_s + Elastic.restart_s, 0.5 * Elastic.checkpoint_s
+        return even * task.healthy, moves_s, 0.0
 
 
 def ratio_without(task: StudyTask, missing: list[int], order: str = "") -> float:

@@ -82,7 +82,7 @@ def by_node(curve: Curve, slots: int) -> Curve:
     best, cut_of = np.zeros(most + 1), np.full(most + 1, -1, dtype=np.int64)
     cuts: list[SameCut] = []
     for cut in whole:
-        replicas = np.flatnonzero(cut.throughput)
+        replicas = np.flatnonzero(cut.throughput[: most // cut.stages + 1])
         nodes = replicas * cut.stages
         better = cut.throughput[replicas] > best[nodes]
         best[nodes[better]] = cut.throughput[replicas[better]]

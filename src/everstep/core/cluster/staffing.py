@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import heapify, heapreplace
 
 from everstep.core.cluster.followups import FollowUps
@@ -45,6 +46,33 @@ class Staffing:
         actions: Actions = []
         for worker in going:
             actions += self.ask_to_go(task, worker, because, now)
+        return actions
+
+    def spread(self, task: Task, because: str, now: Moment) -> Actions:
+        """Workers of the fullest stages leave, out of broken replicas first, until no stage has two more than
+        another; `Roster.seat_workers` gives their slots to the stages that lack most, and those who come copy
+        the state of a live peer while the others train. Slots that are free now are given away before that.
+        """
+        staying, shape = task.staying(), task.shape
+        if task.state is not TaskState.RUNNING or len({w.stage for w in staying}) < shape.stages:
+            return []
+        whole = Counter(worker.replica for worker in staying)
+        stages = [
+            sorted(
+                (w for w in staying if w.stage == stage),
+                key=lambda w: (whole[w.replica] < shape.stages, w.replica),
+            )
+            for stage in range(shape.stages)
+        ]
+        counts = [len(peers) for peers in stages]
+        for _ in range(min(task.wanted() - len(staying), self._roster.num_free // shape.shards)):
+            counts[counts.index(min(counts))] += 1
+        actions: Actions = []
+        while max(counts) - min(counts) > 1:
+            fullest = counts.index(max(counts))
+            counts[fullest] -= 1
+            counts[counts.index(min(counts))] += 1
+            actions += self.ask_to_go(task, stages[fullest].pop(), because, now)
         return actions
 
     def ask_to_go(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:

@@ -192,7 +192,10 @@ class Tasks:
         task.most = task.shape.stages if waits else workers
         if not workers and not waits and task.state is TaskState.RUNNING:
             return self._leave(task, f"the planner gives its slots to others: {event.because}", now)
-        return self._staffing.shrink(task, event.because, now)
+        actions = self._staffing.shrink(task, event.because, now)
+        if task.name in event.spread:
+            actions += self._staffing.spread(task, f"it changes its stage: {event.because}", now)
+        return actions
 
     # -------------------------------------------------------------- where it starts
 

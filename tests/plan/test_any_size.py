@@ -1,0 +1,37 @@
+"""A running task is offered shapes of any size, also larger than the cluster, best by work first."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.plan.measured import TaskMeasurements
+from everstep.plan.shapes import MOST_SHAPES, offered
+from everstep.protocol.shape import Shape
+
+
+def best(shape: Shape, stages: range, slots: int) -> tuple[float, str]:
+    offers = offered(shape, stages, slots, TaskMeasurements(), {}, live=slots)
+    assert len(offers) <= MOST_SHAPES + 1
+    return max((offer.at(min(slots, len(offer.throughput) - 1)), str(offer.shape)) for offer in offers)
+
+
+def test_a_shape_larger_than_the_cluster_runs_with_places_empty() -> None:
+    """2,048 microbatches on 400 workers: 256 replicas left 144 idle, 512 leave 112 places empty and bring
+    six rounds instead of eight. It was not offered: 512 is more than one worker above 400.
+    """
+    value, name = best(Shape(256, 1, 8), range(1, 2), 400)
+    assert name == "512 x 1"
+    assert value == pytest.approx(2048 / 6)
+
+
+def test_no_shape_is_too_large_to_be_offered() -> None:
+    """Other shapes of more than 64 workers were not offered: half of the slots stayed idle."""
+    value, name = best(Shape(32, 4, 32), range(1, 9), 256)
+    assert value >= 0.98 * 256
+    assert name != "32 x 4"
+
+
+def test_of_many_shapes_those_that_are_best_by_work_are_bounded() -> None:
+    """They were those with about as many stages as now."""
+    value, _ = best(Shape(8, 2, 48), range(1, 49), 96)
+    assert value >= 0.95 * 96
