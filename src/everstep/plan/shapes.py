@@ -195,12 +195,12 @@ def _others(shape: Shape, stages: range, most_workers: int, base: Instance) -> l
     rows = []
     for one in found:
         recut = _recut(base, one, stages)
-        each = sum(grid[0][0] for grid in (recut.forward, recut.input_grad, recut.weight_grad))
-        rows.append((one.replicas, one.stages, each, recut.closing(0)))
-    replicas, count, each, closing = (np.array(column) for column in zip(*rows, strict=True))
+        grids = recut.forward, recut.input_grad, recut.weight_grad
+        rows.append((one.replicas, one.stages, sum(grid[0][0] for grid in grids), recut.closing(0)))
+    replicas_, stages_, each, closing = (np.array(column) for column in zip(*rows, strict=True))
     best: dict[int, None] = {}
     for share in LOOKED_AT:
-        peers = np.minimum(replicas, int(share * most_workers) // count)
+        peers = np.minimum(replicas_, int(share * most_workers) // stages_)
         step_s = np.where(peers > 0, -(-total // np.maximum(peers, 1)) * each + closing, np.inf)
         best.update(dict.fromkeys(np.argsort(step_s, kind="stable")[: MOST_SHAPES // 4].tolist()))
     return [found[i] for i in sorted(list(best)[:MOST_SHAPES])]
