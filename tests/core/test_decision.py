@@ -227,7 +227,7 @@ def test_a_task_gets_no_more_workers_than_its_job_asks_for(most: int, given: int
 
 
 def test_workers_change_their_stage_where_one_stage_has_lost_three() -> None:
-    """8 x 2 with three dead at stage 0: five and eight took 13 rounds of 64 microbatches, six and six take 11.
+    """8 x 2 with three dead at stage 0: five and eight took 13 rounds of 64 microbatches, six and six 11.
     It stayed at five and eight.
     """
     nodes = [f"n{i}" for i in range(16)]
