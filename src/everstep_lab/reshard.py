@@ -2,7 +2,7 @@
 
 Every holder of the target needs its boxes. What it has already it copies within its own memory; the rest
 comes, every element once, from the nearest holder that has it. Among equally near ones a large box is cut
-into as many parts as there are holders, and a small one comes from whoever has sent least so far.
+into as many parts as there are holders, and a small one comes from the holder that has sent least so far.
 
     needed by w = boxes of w in b  -  boxes of w in a      this is the least anyone can move, and it is moved
 

@@ -64,7 +64,7 @@ def test_versions(version: str) -> None:
         (b'{"version": "2.9", "entr', "truncated"),
         (b'{"some": "json"}', "no Flight Recorder dump"),
         (pickled(dump(version="3.1")), "3.1 is not known"),
-        (pickled(dump(entry(1, input_sizes="x"))), "entry 0 is not understood"),
+        (pickled(dump(entry(1, input_sizes="x"))), "entry 0 cannot be read"),
         (b"\xff\xfe\x00garbage", "not a format known"),
         (b"everring" + bytes(10), "no ring"),
     ],

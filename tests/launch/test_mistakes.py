@@ -94,7 +94,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"loss": "mse"}, "give a function of (output, targets), such as torch.nn.functional.mse_loss."),
     ({"loss": lambda output, targets: output}, "it must be one number, such as a mean, or (sum, weight)."),
     ({"optimizer": sgd()}, "give a function: optimizer=lambda named: torch.optim.SGD(named, lr=...)."),
-    ({"optimizer": "LBFGS"}, "LBFGS computes each step anew, which a pipeline does not do; use another one"),
+    ({"optimizer": "LBFGS"}, "LBFGS needs a closure, which a pipeline does not do; use another one"),
     ({"optimizer": "SparseAdam"}, "SparseAdam needs sparse gradients, which a pipeline does not do; use"),
     ({"optimizer": "Muon"}, "optimizer Muon cannot be made: Muon only supports 2D parameters"),
     ({"optimizer": "AdmW"}, "did you mean 'AdamW'?"),

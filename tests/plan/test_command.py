@@ -140,12 +140,12 @@ def test_a_mistake_is_one_sentence(name: str, file: Path, capsys: pytest.Capture
         ("lose node-9", "there is no node 'node-9'"),
         ("lose node-1:8", "node-1 has slots 0 to 7"),
         ("lose node-1:3 for 1h", "a repair time is for whole nodes"),
-        ("lose", "is not understood"),
+        ("lose", "is not valid"),
         ("lose node-1 for ever", "write seconds, or a time"),
         ("join node-1", "is there already"),
         ("finish nobody", "no such task 'nobody'"),
         ("submit big", "no such task 'big'"),
-        ("paint node-1 red", "is not understood"),
+        ("paint node-1 red", "is not valid"),
     ],
 )
 def test_an_event_that_cannot_be(

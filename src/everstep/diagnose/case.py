@@ -3,7 +3,7 @@
 Groups are the same when their name and their members are: after a split, one name may stand for two sets of
 ranks. Of several dumps of one rank the latest counts.
 
-gloo's dumps name their groups and not the members. Whoever has records in a group is in it; a rank that left
+gloo's dumps name their groups and not the members. A rank with records in a group is in it; a rank that left
 no dump, or stopped before its first operation there, has none and is in it all the same. Four things tell
 how many are missing: the output of an all-gather has one row per member; groups that ranks count alike (their
 first, their second...) are parts of one division of the world and mostly equally large; ranks are numbered
@@ -138,8 +138,8 @@ def _is_default(group: Group) -> bool:
 
 
 def _with_members(groups: list[Group], log: Log, world: set[int]) -> tuple[list[Group], set[int]]:
-    """Members where a source left them out: all for the default group, else whoever was seen in it, and
-    whoever must be. Also the world, with those that must exist."""
+    """Members where a source left them out: all for the default group, else the ranks seen in it, and
+    those that must be in it. Also the world, with those that must exist."""
     seen = {
         index: set(np.unique(log.rank[log.group == index]).tolist())
         for index, group in enumerate(groups)

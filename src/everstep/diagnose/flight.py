@@ -129,7 +129,7 @@ def part_of(name: str, dump: Any) -> Dump:
             records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise UnusableFileError(
-                f"entry {place} is not understood ({type(error).__name__}: {error})"
+                f"entry {place} cannot be read ({type(error).__name__}: {error})"
             ) from None
     return Dump(
         source=name,

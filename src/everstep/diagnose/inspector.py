@@ -2,7 +2,7 @@
 
 A rank is numbered within each communicator, so the communicator with the most ranks gives the global number.
 Only completed operations are written: no hang can be read off these files, and none is. An operation's length
-holds the waiting for whoever came last, so within one operation the last to arrive has the shortest.
+includes the wait for the last rank, so within one operation the last to arrive has the shortest.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class LinkWatch:
 
     @classmethod
     def of(cls, task: str, slow: Iterable[Link]) -> LinkWatch:
-        """`slow`: links that are known to be slow, as after a restart of whoever watches."""
+        """`slow`: links that are known to be slow, as after a restart of the watcher."""
         links = set(slow)
         return cls(task, {link: _Rate(is_slow=True) for link in links}, {}, links)
 

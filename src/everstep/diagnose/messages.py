@@ -1,9 +1,9 @@
 """Messages with both their ends, and the delay matrix made of them.
 
 The delay of a message is the time it took once both sides were ready: the receiver's end minus the later of
-the two beginnings. What came before that is waiting, and belongs to whoever was late, not to the link. A
-cell of the matrix is the median delay from a sender to a receiver; a hot cell is a link, a hot row the
-sending side of a rank, a hot column the receiving side.
+the two beginnings. What came before that is waiting, and is caused by the rank that was late, not by the
+link. A cell of the matrix is the median delay from a sender to a receiver; a hot cell is a link, a hot row
+the sending side of a rank, a hot column the receiving side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks that disagree about what an operation is: its kind, or its size where sizes must agree.
 
-They come before any look at who waits: the operation can never complete, and whoever is in the minority runs
+They come before any look at who waits: the operation can never complete, and the minority runs
 another program, or another iteration of it. On a tie the past tells: a rank that calls what it called after
 the same operations before follows the program. Where it does not tell, all are named, unsure.
 """

@@ -121,8 +121,9 @@ def _only_lengths(log: Log) -> bool:
 
 
 def _lateness_ns(log: Log) -> Ints:
-    """Where only lengths are known: whoever comes last waits least, so the longest length in an operation
-    less a rank's own is by how much it came later than the first."""
+    """Where only lengths are known: the rank that comes last waits least, so the longest length in an
+    operation less a rank's own is by how much it came later than the first.
+    """
     late = np.zeros(len(log), dtype=np.int64)
     rows = np.flatnonzero((log.took_ns != UNKNOWN) & log.is_kind(*SYNCHRONIZING))
     key = _operations(log)[rows]

@@ -43,6 +43,6 @@ def read_pull(name: str, text: str) -> Dump:
             if said.get("host"):
                 part.hosts[rank] = str(said["host"])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UnusableFileError(f"a pull's answers that are not understood ({error})") from None
+        raise UnusableFileError(f"a pull's answers that cannot be read ({error})") from None
     part.pulled = frozenset(part.taken_ns)
     return part

@@ -1,9 +1,10 @@
 """Ranks that raised: torchrun's error files, and which of them was the first cause.
 
 When one rank raises, its peers' connections break and they raise too, a moment later. Times in error files
-are whole seconds, so order does not tell; what was raised does. An error that only says that someone else
-is gone is a consequence. The words are the libraries' own; there is no other sign of it. Where all errors are
-consequences, whoever reports none is the one that was lost: killed, aborted, or out of the loop too early.
+are whole seconds, so order does not tell; what was raised does. An error that only says that someone else is
+gone is a consequence. The words are the libraries' own; there is no other sign of it. Where all errors are
+consequences, the rank that reports none is the one that was lost: killed, aborted, or out of the loop too
+early.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class DiagnosisStream:
     def feed_records(
         self, rank: int, records: Iterable[Record], groups: list[Group], *, form: str = "records"
     ) -> None:
-        """What a rank says anew: comes on top of what it said before."""
+        """A rank's later words: they are added to the earlier ones."""
         part = Dump(source=form, form=form, log=Log.of(records), groups=list(groups), ranks=(rank,))
         before = self._parts.get((form, (rank,)))
         if before is not None:

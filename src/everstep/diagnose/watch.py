@@ -11,13 +11,13 @@ all raise every pace and no ratio.
 Hot is a fifth more than usual, a tenth of a step, and far outside the scatter its ratio had while calm: four
 times the usual deviation, and half more than the largest; in logarithms, since twice as long and half as long
 are equally far from usual. Eight calm looks are needed to know that. Where sequence lengths scatter, a slow
-worker cannot be distinguished from chance by its past as soon as that; and whoever was slow before anybody
-looked has no better past. They are compared with their peers, over eight looks or more, until chance is no
-explanation.
+worker cannot be distinguished from chance by its past as soon as that; and a worker that was slow before
+anybody looked has no better past. They are compared with their peers, over eight looks or more, until chance
+is no explanation.
 
 Nothing flaps: calm again takes five looks, after a relapse ten, then twenty; and a factor that has changed is
 reported only if it did for four looks on end, later for eight, then sixteen. While a worker is slow, what is
-usual for it is not learned anew.
+usual for it is not learned again.
 
 Rejected: comparing step times (all workers of a job have the same), and core seconds (a throttled device, or
 a worker that is stopped every other moment, burns none).
@@ -123,7 +123,7 @@ class Watch:
     """One task's workers. `reported` takes what one reports, and answers with what follows from it."""
 
     def __init__(self, task: str, slow: Mapping[Worker, float] | None = None) -> None:
-        """`slow`: workers that are known to be slow, as after a restart of whoever watches."""
+        """`slow`: workers that are known to be slow, as after a restart of the watcher."""
         self.task = task
         self._known_slow = dict(slow or {})
         self._paces: dict[Worker, _Pace] = {}

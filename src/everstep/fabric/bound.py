@@ -1,4 +1,4 @@
-"""What no routing can beat: seconds that the worst link must take, whoever goes where.
+"""What no routing can beat: seconds that the worst link must take, for any choice of paths.
 
 `lower_bound_s` counts: all that leaves a leaf must go over its uplinks, all that leaves a NIC over its
 ports; and n equal flows over K equal links put ⌈n / K⌉ on one of them. `linear_bound_s` solves the linear

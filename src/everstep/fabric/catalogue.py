@@ -77,7 +77,7 @@ class Catalogue:
         return dropped
 
     def forget_all(self) -> None:
-        """Routes have changed: hashes map anew."""
+        """Routes have changed: hashes map differently."""
         self._entries.clear()
 
     def document(self) -> dict[str, Any]:

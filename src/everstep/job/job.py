@@ -83,7 +83,7 @@ class DataSpec:
     document_end: int | None = None  # of tokens: the token that ends a document; attention stays within one
     pack: bool = False  # of a table: several documents (input_ids) in a row of `sequence` tokens
     columns: list[str] | None = None  # of a table; all that are numbers, if not given
-    shuffle: bool = True  # of tokens and tables, anew in every epoch
+    shuffle: bool = True  # of tokens and tables, again in every epoch
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -414,7 +414,7 @@ class Job:
 
 
 def _from_home(value: Any, key: str = "") -> Any:
-    """`~` in the paths of a job is the home folder of whoever writes it."""
+    """`~` in the paths of a job is the home folder of the user who writes it."""
     if isinstance(value, Mapping):
         return {n: inner if n == "options" else _from_home(inner, n) for n, inner in value.items()}
     is_path = key in ("folder", "log", "path", "hf") and isinstance(value, str) and value.startswith("~")

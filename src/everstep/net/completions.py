@@ -1,8 +1,8 @@
 """What happens once the device has finished: messages leave, op times are known, the host is never far ahead.
 
-A GPU works behind the host. A message must not leave before the kernels that make its tensors have ended,
-and the host must not wait for them: a thread of its own waits for one event after the other, in order, and
-then does what was asked for. So whoever gets a message knows that its tensors are whole, even if its sender
+A GPU works behind the host. A message must not leave before the kernels that make its tensors have ended, and
+the host must not wait for them: a thread of its own waits for one event after the other, in order, and then
+does what was asked for. So the receiver of a message knows that its tensors are whole, even if its sender
 dies in the same moment.
 """
 

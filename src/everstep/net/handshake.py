@@ -4,9 +4,9 @@
            ◄── answer   the acceptor's nonce, HMAC(secret, "acceptor" + both nonces + identity), identity
            ──► proof    HMAC(secret, "opener" + both nonces), then messages
 
-The identity is what the acceptor says of itself: which memory it can share (`plane`).
-Whoever listens at a worker's old address learns nothing it could use: neither the secret nor a proof that
-holds for another connection.
+The identity is what the acceptor says of itself: which memory it can share (`plane`). A process that listens
+at a worker's old address learns nothing it could use: neither the secret nor a proof that holds for another
+connection.
 """
 
 from __future__ import annotations

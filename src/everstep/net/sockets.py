@@ -3,8 +3,8 @@
 A path that swallows everything is noticed by the kernel.
 
 A machine that lost its power, or a firewall that forgot a connection, closes nothing: without these options a
-reader waits for ever and a writer for a quarter of an hour. A process that is stopped is another matter: its
-kernel answers for it, so the connection stays.
+reader waits without end and a writer for a quarter of an hour. A process that is stopped is another matter:
+its kernel answers for it, so the connection stays.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ collected, and those of no other one. A piece goes straight to its place, where 
 Pieces of chunks are put to their place by the links' own thread, which reads nothing else meanwhile: a worker
 that is busy with an op for seconds does not let them pile up in host memory, the sender's kernel does not
 take more than is read, and the sender waits. So one piece at a time is in host memory here. Pieces of one
-name have the same bits whoever sends them, and however often: a chunk's state after a step.
+name have the same bits from every sender, each time they are sent: a chunk's state after a step.
 """
 
 from __future__ import annotations

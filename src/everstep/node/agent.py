@@ -1,8 +1,8 @@
 """The agent of a node: its worker processes, and one WebSocket to the coordinator.
 
 `core.agent` decides; here its decisions meet processes (`WorkerProcesses`) and the line. The line may break
-at any moment, for as long as it likes: workers train on, reports are kept, and when it is back both sides say
-up to where they have heard.
+at any moment, for as long as it likes: workers keep training, reports are kept, and when it is back both
+sides say up to where they have heard.
 
     agent ──► {"hello": …, "done": 7, …}       coordinator ──► {"welcome": …, "heard": 12}
           ──► {"number": 13, "report": …}                  ──► {"heard": 13}
@@ -258,7 +258,9 @@ class Agent:
     # -------------------------------------------------------------- the line
 
     async def _stay_connected(self) -> None:
-        """For ever. No word of a coordinator and no fault of the line ends workers: only an order does."""
+        """Until it is told to end. No word of a coordinator and no fault of the line ends workers: only an
+        order does.
+        """
         wait, turn = RETRY_FIRST_S, 0
         async with aiohttp.ClientSession() as session:
             while True:

@@ -1,7 +1,7 @@
 """Where a coordinator is: an address, or `@FILE` for a file that says so now.
 
 A coordinator that moves to another node writes its address into a file on a shared folder; who looks for it
-reads that file anew at every try.
+reads that file again at every attempt.
 """
 
 from __future__ import annotations

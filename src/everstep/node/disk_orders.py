@@ -68,7 +68,7 @@ def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
 
 def _committed(order: msg.CommitCheckpoint, at: CheckpointFolder | None) -> msg.NodeReport:
     if at is None:
-        return _not_saved(order, "the agent was started anew and does not know the task")
+        return _not_saved(order, "the agent was restarted and does not know the task")
     try:
         _commit(at, order)
     except Exception as error:  # a full disk, a store that is away: what was written makes room

@@ -58,7 +58,7 @@ def after(event: str, world: PlanWorld) -> PlanWorld:
         case ["submit", name]:
             return _submit(world, name)
     raise UserError(
-        f"the event {event!r} is not understood; write 'lose node-3', 'lose node-3 for 2h', 'lose node-3:5', "
+        f"the event {event!r} is not valid; write 'lose node-3', 'lose node-3 for 2h', 'lose node-3:5', "
         "'join node-9 with 8 slots', 'finish TASK' or 'submit TASK'."
     )
 

@@ -1,7 +1,7 @@
 """What was measured in each task: how long steps took in each shape, and what changes of shape have cost.
 
-It is fed by whoever runs the coordinator, from what the journal holds anyway. What was never measured, the
-model fills (`shapes.py`).
+It is fed by the process that runs the coordinator, from what the journal holds anyway. What was never
+measured, the model fills (`shapes.py`).
 """
 
 from __future__ import annotations

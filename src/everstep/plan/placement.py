@@ -3,7 +3,7 @@
     shards      of one (replica, stage) sit in one node
     replicas    of one stage: no node holds more than half of them, nor a rack where racks are named; so one
                 node's loss never takes a stage's last copy
-    moves       as few as possible: whoever stays, stays where it is and keeps its stage
+    moves       as few as possible: workers that stay keep their slot and their stage
     fullness    new groups go to the fullest node that has room, so that whole nodes stay free for wide shards
 
 The second rule bends, with a warning, where the cluster is too small for it. Shards never bend: a shape that

@@ -49,7 +49,7 @@ class Costs:
         return self.groups_s + self.groups_per_worker_s * workers
 
     def epoch(self, workers: Floats) -> Floats:
-        """Workers more or fewer of the same cut: only the groups that they touch are formed anew."""
+        """Workers more or fewer of the same cut: only the groups that they touch are formed again."""
         return self.join_s + self.groups_per_worker_s * workers
 
     def lost_work_s(self, source: StateSource, step_s: float) -> float:

@@ -174,7 +174,7 @@ class Incident:
         self.belongs(remedy.event)
 
     def plan(self, at: float, epoch: int) -> None:
-        """What it interrupted is planned anew."""
+        """What it interrupted is planned again."""
         self._become(IncidentState.PLANNED)
         self.planned_at = self.planned_at or at
         self.epoch = epoch

@@ -533,7 +533,7 @@ class WeighedOption:
 
 # ------------------------------------------------------------------ what happens to the cluster
 
-AN_OPERATOR = "an operator"  # whoever shows the cluster's one token; other callers have names
+AN_OPERATOR = "an operator"  # every caller with the cluster's one token; other callers have names
 
 
 @message(by=AGENT, says="node {node} reports")
@@ -853,7 +853,7 @@ class TaskEnded(ClusterAction):
 
 @message(says="task {task} changes its shape")
 class TaskReshaped(ClusterAction):
-    """The task's workers of its old shape are gone; it begins anew in this one, where it was."""
+    """The task's workers of its old shape are gone; it continues in this one from the same step."""
 
     task: str
     shape: Shape

@@ -228,7 +228,7 @@ class Resume:
     give: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # step -> peers that lack its sum
     awaits: frozenset[int] = frozenset()  # steps whose sum this worker is given: it adds up nothing itself
     feeds: Mapping[int, int | None] = field(default_factory=dict)  # joining replica -> last step to feed it
-    rewind: int | None = None  # undo this step's eager update, and decide it anew
+    rewind: int | None = None  # undo this step's eager update, and decide it again
     shares: tuple[tuple[int, int, float], ...] = ()  # step, stage, its part of the norm: who knew may be dead
     fills: tuple[tuple[int, int, int], ...] = ()  # sharded: chunk, replica to send its state to, from step
     restore: int | None = None  # load the state kept of this step (0: the initial state)
@@ -286,8 +286,8 @@ class Contribute:
 class SumChunk:
     """Add up the parts of the chunks that are ours, in the order of `members`, and divide by `weight`.
 
-    Answer: the sum of squares of each chunk's quotient. Chunks are the same whoever lives: only their owners
-    change.
+    Answer: the sum of squares of each chunk's quotient. Chunks are the same whichever workers live: only
+    their owners change.
     """
 
     step: int

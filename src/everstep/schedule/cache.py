@@ -8,7 +8,7 @@ when read.
     dead {3:1, 5:2}  and  dead {0:2, 7:1}   ->   key ((0, ((1,), (2,))),)   ->   one plan
 
 The cache holds for one healthy instance: when the profile of op times drifts, make a new one. `likely_next`
-lists the survivor sets one more death away, most probable first; whoever has idle time calls `prepare`.
+lists the survivor sets one more death away, most probable first; callers with idle time call `prepare`.
 """
 
 from __future__ import annotations

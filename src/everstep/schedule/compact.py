@@ -151,7 +151,7 @@ def _stash(instance: Instance, worker: Worker, stash_cap: Sequence[int] | None) 
     )
     if in_bytes:
         assert instance.memory is not None
-        # F reserves the larger phase: an I that had to wait for memory could wait for ever.
+        # F reserves the larger phase: an I that had to wait for memory might never get it.
         late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
         return instance.memory[worker], instance.bytes_per_microbatch(worker.stage), late
     count = min(stash_limit(instance, worker))

@@ -98,7 +98,7 @@ class Profile:
         return self._with_speeds(self._slow)
 
     def measured(self, slow: Mapping[Worker, float]) -> Instance | None:
-        """The same, for whoever only compares; None: a stage has not reported its times."""
+        """The same, for comparisons; None: a stage has not reported its times."""
         return None if self._shares() is None else self._with_speeds(slow)
 
     def _with_speeds(self, slow: Mapping[Worker, float]) -> Instance:

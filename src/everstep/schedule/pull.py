@@ -1,4 +1,4 @@
-"""Hosts by pulling: whoever is free takes the next microbatch of its stage.
+"""Hosts by pulling: a free worker takes the next microbatch of its stage.
 
 Quotas divide the work before anything runs; where speeds differ, what matters is also when each microbatch
 comes to which worker. Here the step is run once in virtual time with one queue of forwards per stage. A free

@@ -314,7 +314,7 @@ class CredentialsFile:
 class Credentials:
     """Who shows a token or a certificate. `token`: the one of the cluster, which is an admin's.
 
-    `is_open`: there is nothing to show; whoever reaches the port may call.
+    `is_open`: no credential is needed; every client that reaches the port may call.
     """
 
     def __init__(

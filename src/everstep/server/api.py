@@ -42,7 +42,7 @@ MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
 STACKS_S = 15.0  # for a node to read all its workers
 CREDENTIALS_S = 1.0  # between two looks at the credential files
-VIEWER_PING_S = 20.0  # a closed laptop must not keep its place for ever
+VIEWER_PING_S = 20.0  # a closed laptop must not keep its place
 Named = TypeVar("Named")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -2,7 +2,7 @@
 
 Planned: the schedule in force, with the op times its planner believed. Measured: the newest step that every
 worker has whole, from their recorders; ops are named by the schedule's order, which workers keep. A worker
-whose number of ops is another (the step was broken, or planned anew) is shown without names. Workers on
+whose number of ops is another (the step was interrupted, or planned again) is shown without names. Workers on
 several machines are shown by their machines' clocks.
 """
 

@@ -9,8 +9,8 @@ it was.
     snapshot(2, s)      s = state after 2   3 c         one transaction: never both, never neither
     (crash, restart)    latest_snapshot() -> 2, s       entries(after=2) -> 3 c
 
-The promise: an append that returned is on disk; one that did not return may be there or not. Whoever is
-cancelled while waiting for an append cannot know, as after a crash, and reads back.
+The promise: an append that returned is on disk; one that did not return may be there or not. A caller
+that is cancelled while waiting for an append cannot know, as after a crash, and reads back.
 
 `SqliteJournal` keeps it in one file, in WAL mode with synchronous=FULL: one fsync of the log for each append,
 all of a batch or nothing, so that it outlives a power cut on a disk that keeps its word. A log torn by a

@@ -157,7 +157,7 @@ async def _lead(daemon: Daemon, journal: Journal) -> None:
 
 
 async def _open_again(journal: Journal) -> None:
-    """For ever: what has cut this coordinator off may last, and a standby that ends is none."""
+    """Until it succeeds: what has cut this coordinator off may last, and a standby must not end."""
     while True:
         try:
             return await journal.open()

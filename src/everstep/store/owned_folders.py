@@ -1,8 +1,8 @@
 """Folders that belong to a living process: temporary files, states in memory, the checkpoints of a local run.
 
 A process that is killed removes nothing. So its folder carries a lock that the system releases with the
-process, and whoever makes the next folder of the kind removes those whose lock is free. A lock, not a pid in
-the name: processes of different containers share folders and not their pids.
+process, and the process that makes the next folder of the kind removes those whose lock is free. A lock, not
+a pid in the name: processes of different containers share folders and not their pids.
 """
 
 from __future__ import annotations

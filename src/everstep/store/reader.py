@@ -377,7 +377,7 @@ def unusable(checkpoint: str, refused: Refused, file: str = "") -> UnusableCheck
             sentence = f"checkpoint {checkpoint} cannot be read: {refused}."
             return UnusableCheckpointError(sentence, "unreadable", file)
         case UnknownVersion():
-            sentence = f"checkpoint {checkpoint} is not understood: {refused}."
+            sentence = f"checkpoint {checkpoint} cannot be read: {refused}."
             return UnusableCheckpointError(sentence, "unknown", file)
         case _:
             sentence = f"checkpoint {checkpoint} is damaged: {refused}."

@@ -158,7 +158,7 @@ class AsyncSaver:
                 before.exception()  # one at a time, in order
             snapshots.wait_copied()
             done.set_result(write(step, snapshots.tensors))
-        except BaseException as error:  # handed to whoever asks the future
+        except BaseException as error:  # handed to the owner of the future
             done.set_exception(error)
 
 

@@ -158,4 +158,4 @@ def rehash_broken(topology: Topology, before: Routing, chance: np.random.Generat
     hashed = ecmp(topology, before.flows, chance)
     alive = topology.alive(before.paths)
     paths = np.where(alive[:, None], before.paths, hashed.paths)
-    return Routing(topology=topology, flows=before.flows, paths=paths, because="broken flows hashed anew")
+    return Routing(topology=topology, flows=before.flows, paths=paths, because="broken flows hashed again")

@@ -5,7 +5,7 @@ are under way at once; a group (a ring) ends when its longest flow has ended. Be
 anything starts, ends, fails or is re-routed, rates are constant: so time goes from moment to moment.
 
     change at t ──► `switches` answer at once (a dead link's flows are hashed elsewhere, or stand still)
-                ──► t + notice_s: `reroute` answers (the plan made anew)
+                ──► t + notice_s: `reroute` answers (a new plan)
 """
 
 from __future__ import annotations

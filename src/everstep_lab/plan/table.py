@@ -3,7 +3,7 @@
 Nodes that carry the same parts of the same tasks are alike: their loss calls for the same decision, which is
 made once. What differs is who sits where, and that is worked out when a plan is asked for (`Ready.plan`).
 
-The table holds for one world. Whoever owns it calls `prepare` in idle moments, a few answers at a time, and
+The table holds for one world. Its owner calls `prepare` in idle moments, a few answers at a time, and
 makes a new table when the world has changed.
 """
 

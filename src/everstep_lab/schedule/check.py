@@ -5,7 +5,7 @@ times. `violations` returns sentences, none for a valid schedule:
 
     complete     every op that is owed, exactly once, on a live worker that may run it, all kinds on one host
     closed       each worker ends with its stage's R and U
-    runs dry     walking the lists with unlimited time, no worker waits for ever
+    runs dry     walking the lists with unlimited time, no worker waits without end
     on time      with the given starts: inputs have arrived, one op at a time, R after all of the stage's ops
     fits         the stash and the bytes held never exceed the limits (what was held before we began excepted)
 """

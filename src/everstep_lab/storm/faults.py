@@ -30,9 +30,8 @@ class FaultKind(StrEnum):
     ONE_WAY = "one-way"  # it can be heard, but does not hear
     MUTE = "mute"  # the coordinator does not hear a node: it takes its workers for dead, and they are not
     DRAIN = "drain"  # an operator drains a node, which loses power before its workers have left
-    FREEZE = (
-        "freeze"  # an agent's process is stopped; its workers train on, and all they did is reported later
-    )
+    # An agent's process is stopped; its workers keep training, and all they did is reported later.
+    FREEZE = "freeze"
     SERVER = "fork-server"  # the process that makes a node's workers is killed
     SLEEP = "sleep"  # a worker sleeps in the kernel, where not even SIGKILL reaches it
     HOLE = "hole"  # a connection swallows everything, and nothing says so

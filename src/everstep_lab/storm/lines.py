@@ -66,7 +66,7 @@ class Lines:
     # -------------------------------------------------------------- broken
 
     def cut(self, number: int, span_us: int, *, frozen: bool = False) -> None:
-        """The line is cut, or, `frozen`, the agent's process is stopped; workers train on."""
+        """The line is cut, or, `frozen`, the agent's process is stopped; workers keep training."""
         agent = self.world.nodes[number]
         if not agent.is_reachable():
             return

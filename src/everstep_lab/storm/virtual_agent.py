@@ -295,7 +295,7 @@ class VirtualAgent:
     # -------------------------------------------------------------- processes
 
     def _check_slot(self, order: msg.StartProcess) -> None:
-        """Whoever held the slot is gone, and its memory is free."""
+        """The worker that held the slot is gone, and its memory is free."""
         for process in self.workers.values():
             if process.slots & slots_of(order) or process.me == order.worker:
                 state = "lives" if process.alive else "holds its memory"

@@ -46,7 +46,7 @@ class StudyTask:
     def stall(self, **seconds: float) -> None:
         """Stand still: first until the trouble is seen, then for the change, then for work done again.
 
-        A second trouble before the first is over starts the first two anew; replay still owed stays owed.
+        A second trouble before the first is over starts the first two again; replay still owed stays owed.
         """
         owed = sum(s for kind, s in self.stalls if kind == "replay")
         order = [(kind, seconds[kind]) for kind in ("detection", "transition") if seconds.get(kind)]

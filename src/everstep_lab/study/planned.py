@@ -193,7 +193,7 @@ class PlannedPolicy(Policy):
 
     def _as_scheduled(self, task: StudyTask) -> StudyTask:
         """Without staggering: a fused backward, and one optimizer step for all stages. Without re-routing:
-        a lost worker's state comes from another host's memory, and the task is formed anew.
+        a lost worker's state comes from another host's memory, and the task is formed again.
         """
         schedule = RESCHEDULED if self.means.stagger else "unstaggered"
         curve, reroute = task.curve, self.means.reroute

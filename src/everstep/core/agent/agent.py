@@ -2,8 +2,8 @@
 
 Orders are numbered by the coordinator, and one heard twice is carried out once. They carry the term of the
 coordinator that gave them; one of an older term is refused, for that coordinator is deposed and may not know
-it. So the line may break at any moment, for as long as it likes: workers train on, reports are kept, and when
-it is back both sides say up to where they have heard.
+it. So the line may break at any moment, for as long as it likes: workers keep training, reports are kept, and
+when it is back both sides say up to where they have heard.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ device's memory while the kernel clears up. A waiting start that is not wanted a
 would start when it is no longer expected.
 
 Whatever is asked of a process is asked with a deadline, and what outlives SIGKILL (a process in
-uninterruptible sleep) is reported instead of being killed for ever.
+uninterruptible sleep) is reported instead of being killed again and again.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class NodeProcesses:
             assert any(True for _ in self._in_the_way(order)), f"{order.worker} waits for nothing"
         for process in self.processes.values():
             bounded = process.deadline is not None or process.state not in (_S.ENDING, _S.KILLED)
-            assert bounded or not process.is_up, f"{process.sender.worker} is {process.state} for ever"
+            assert bounded or not process.is_up, f"{process.sender.worker} {process.state}: no deadline"
 
     # -------------------------------------------------------------- orders
 

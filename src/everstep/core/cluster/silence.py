@@ -179,7 +179,7 @@ class Silence:
         """Does a worker of this node train with workers on other nodes? Then only the line is cut.
 
         Both must be members. One that only starts, or joins, waits for nothing of a step and blames no
-        worker: the silence would otherwise last for ever.
+        worker: the silence would otherwise never end.
         """
         return any(
             isinstance(_place(task, worker), Member) and any(n != node for n in self._where_trained(task))

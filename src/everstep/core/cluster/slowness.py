@@ -29,7 +29,7 @@ SLOW = "is slow"
 
 
 def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
-    """Links whose incidents are open: a watch that begins anew must know them, or they stay open."""
+    """Links whose incidents are open: a watch that starts over must know them, or they stay open."""
     receivers = {_at_link(worker): worker for worker in task.shape.workers()}
     return [
         (incident.workers[0], receivers[incident.what])

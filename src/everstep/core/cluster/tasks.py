@@ -372,7 +372,7 @@ class Tasks:
         return [question] if self._question.is_open else []
 
     def _fill(self, because: str, now: Moment) -> Actions:
-        """Give free slots to whoever lacks workers: the heaviest first, then the oldest."""
+        """Give free slots to the tasks that lack workers: the heaviest first, then the oldest."""
         actions: Actions = []
         tasks = self._roster.tasks.values()
         for task in sorted(tasks, key=lambda t: (-t.weight, t.submitted_at, t.name)):

@@ -2,7 +2,7 @@
 
 What staying costs adds up as long as the wish is the same, and also when another shape takes its place in
 unchanged circumstances: two shapes that are equally good take turns with the noise of the machine. Where a
-node or a task has come or gone, another wish begins anew: what was missed before says nothing of now.
+node or a task has come or gone, another wish starts over: what was missed before says nothing of now.
 """
 
 from __future__ import annotations

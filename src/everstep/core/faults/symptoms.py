@@ -1,9 +1,9 @@
 """What broken things print: the words of PyTorch, gloo, NCCL, CUDA, Python, Slurm and the kernel.
 
 A `Symptom` is one row: the kind of error it shows, where such text is seen, a pattern, and where the text
-comes from, so that whoever adds a row can check the old ones. Order matters: the first row that matches wins,
-and causes come before what follows from them. A GPU with an ECC error also raises CUDA errors, and its peers
-time out; a worker out of memory also resets its connections:
+comes from, so that the author of a new row can check the old ones. Order matters: the first row that matches
+wins, and causes come before what follows from them. A GPU with an ECC error also raises CUDA errors, and its
+peers time out; a worker out of memory also resets its connections:
 
     hardware → memory, disk → CUDA → timeouts and links → connections → data → how the process ended
 

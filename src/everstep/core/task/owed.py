@@ -75,7 +75,7 @@ def what_is_owed(
                     for worker, behind in view.ahead_and_behind(stage).items():
                         give.setdefault(worker, {})[step] = behind
                 else:
-                    owing.add(stage)  # its reduce starts over, whoever holds what
+                    owing.add(stage)  # its reduce starts over in any case
                 continue
             holders = frozenset(view.holders[stage])
             lacking = tuple(w.replica for w in peers[stage] if w not in holders) if holders else ()

@@ -1,7 +1,7 @@
 """Rows that hold several documents, each as if it stood alone.
 
     tokens      a b c . d e . f g h      two documents that end with a full stop, and the beginning of a third
-    positions   0 1 2 3 0 1 2 0 1 2      where they begin anew, so does a document
+    positions   0 1 2 3 0 1 2 0 1 2      where they start again, a document begins
     targets     b c . - e . - g h i      what follows a document's end does not count (-100)
 
 A model sees the documents by the positions alone: attention goes from a token to those of its own document.

@@ -40,7 +40,7 @@ class Source:
 
     @property
     def can_begin_again(self) -> bool:
-        """An iterator is used up by whoever iterates it."""
+        """An iterator is used up by iterating it."""
         return not hasattr(self.source, "__next__")
 
     def begin(self, number: int, epoch: int, state: Any) -> Iterator[tuple[Value, int, Any]]:

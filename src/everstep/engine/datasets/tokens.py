@@ -45,7 +45,7 @@ def tokens(
     rows          in a microbatch
     token         type of a token in a .bin: uint8, uint16, uint32, int32 or int64
     document_end  the token that ends a document: attention then stays within a document, positions begin
-                  anew in each, and no token is to be told from another document's end
+                  again in each, and no token is to be told from another document's end
     shuffle       a new order of all rows in every epoch; each comes exactly once in each
     """
     if token not in TYPES:

@@ -1,4 +1,5 @@
-"""One module of a model with its values: those of its own tensors in a folder of safetensors, or drawn anew.
+"""One module of a model with its values: those of its own tensors in a folder of safetensors, or drawn at
+random.
 
 A worker asks for its own modules and reads no other bytes: files are mapped, and a tensor is copied when it
 is asked for. transformers keeps some weights under other names and in other pieces in files than in memory

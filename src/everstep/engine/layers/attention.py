@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 
 def causal(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
     """Each rows x heads x length x size; keys and values may have fewer heads. `positions`: rows x length, in
-    rows of several documents: where they begin anew, so does a document, and none sees another.
+    rows of several documents: where they start again, a document begins, and none sees another.
     """
     if positions is not None:
         return _within_documents(q, k, v, positions)
@@ -171,7 +171,7 @@ def _passes(
 #
 # Each block of queries goes through the keys before it, and adds up its gradient in registers. No other
 # block adds to it, so the bits are the same every time. Scores and the gradients of their softmax are
-# computed anew from what the forward pass has left, as flash attention does.
+# computed again from what the forward pass has left, as flash attention does.
 
 ROWS, COLUMNS = 128, 64  # of queries and keys in a block
 

@@ -200,7 +200,7 @@ def tried_optimizer(
             )
     closure, sparse = inspect.signature(made.step).parameters.get("closure"), torch.optim.SparseAdam
     if isinstance(made, sparse) or (closure is not None and closure.default is closure.empty):
-        why = "needs sparse gradients" if isinstance(made, sparse) else "computes each step anew"
+        why = "needs sparse gradients" if isinstance(made, sparse) else "needs a closure"
         raise UserError(
             f"{type(made).__name__} {why}, which a pipeline does not do; use another one, such as AdamW."
         )

@@ -343,7 +343,7 @@ class Stage:
     # The sums of gradients.
 
     def take_gradients(self) -> Tensor:
-        """The flat sum of all W since the sums began, as plain numbers; they begin anew."""
+        """The flat sum of all W since the sums began, as plain numbers; the sums start over."""
         values = self.sums.values()
         self.sums.restart()
         return values

@@ -30,7 +30,7 @@ class SumPart(NamedTuple):
 
 
 def virtual_chunks(size: int, replicas: int, align: int = 64) -> list[slice]:
-    """Fixed stretches of a stage's buffer, whoever lives: what is summed at once, and by one worker.
+    """Fixed stretches of a stage's buffer, whichever workers live: what is summed at once, and by one worker.
 
     The sum of squares of a stretch is one number, however many stretches its owner has; so the norm's bits do
     not depend on the membership either.

@@ -123,7 +123,7 @@ class WorkerRecorder:
 
     @classmethod
     def beside(cls, beacon: str, me: Worker, *, replicas: int, stages: int) -> WorkerRecorder:
-        """In the same place as the worker's beacon: whoever reads one finds the other."""
+        """In the same place as the worker's beacon: a reader of one finds the other."""
         return cls(Path(f"{beacon}.ring"), me, replicas=replicas, stages=stages)
 
     def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:

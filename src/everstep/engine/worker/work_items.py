@@ -342,7 +342,7 @@ class WorkItems:
         self.tensors.loaded(state_step)
 
     def number(self, microbatch: Microbatch) -> int:
-        """Its number in the whole step, whoever runs it."""
+        """Its number in the whole step, on any worker."""
         return microbatch.home * self.rules.microbatches + microbatch.number
 
     def _time(self, kind: Kind, began: Began, doing: str = "") -> None:
@@ -489,7 +489,7 @@ class ShardedSteps:
 
 def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, Tensor]:
     """What the `index`-th of `count` peers writes of the state they all have: the largest tensors first, each
-    for whoever has least so far.
+    for the peer with the least so far.
     """
     loads = [0] * count
     mine = {}

@@ -172,7 +172,7 @@ class WorkerLoop:
             case sh.ShardLink(event=event):
                 self._hear(event, self.ports.clock_ns() / 1e9)
             case sh.ShardReports() | sh.ShardRaised():
-                pass  # for whoever watches the processes
+                pass  # for those that watch the processes
 
     def _arrived(self, frame: frames.Incoming) -> None:
         if frame.kind is FrameKind.STATE:

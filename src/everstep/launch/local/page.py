@@ -5,7 +5,7 @@ follower (`server.follower`) is started with that socket, gets a snapshot, and i
 never waits: a follower that does not read is let go, and the next call starts another. So the page can fail
 in any way it likes; training goes on.
 
-Whoever has the address with its token may cancel the run, and in a demo hurt its workers. The token stands
+Anyone with the address and its token may cancel the run, and in a demo hurt its workers. The token stands
 behind the `#`, which browsers send to no server.
 """
 

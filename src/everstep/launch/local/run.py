@@ -198,7 +198,7 @@ class LocalTask:
         return self.workers.readings(TASK)
 
     def readings_document(self) -> list[dict[str, Any]]:
-        """The same, as an agent tells it to whoever looks."""
+        """The same, as an agent reports it."""
         return [
             {
                 "worker": str(worker),

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def place(self) -> str:
-        """For `--coordinator` and `--address`: the file is read anew at every try."""
+        """For `--coordinator` and `--address`: the file is read again at every attempt."""
         return f"@{self.state / 'coordinator'}"
 
     def publish(self, address: str) -> None:

@@ -96,7 +96,7 @@ export function figures(place, list) {
 }
 
 // A table's rows by key: a row stays the same element while its cells change, so focus and selection stay too.
-// `cells` gives for each item a list of [what it says, how it is made]; made anew only where it says another thing.
+// `cells` gives for each item a list of [what it says, how it is made]; rebuilt only where it says another thing.
 export function fillTable(body, items, key, cells) {
   const before = new Map([...body.children].map((row) => [row.dataset.key, row]));
   const rows = items.map((item, index) => {
