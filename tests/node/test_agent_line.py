@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 
 from everstep.cli.client import Client
+from everstep.cli.coordinator import Signalled, until_signalled
 from everstep.errors import UserError
 from everstep.net.sockets import UNANSWERED_MS, watch_path
 from everstep.node import agent as module
@@ -352,3 +353,26 @@ def test_both_ends_of_an_agents_connection_notice_a_dead_path(
     with served(tmp_path) as address:
         asyncio.run(connect(address))
     assert seen == {"agent": UNANSWERED_MS, "coordinator": UNANSWERED_MS}
+
+
+def test_a_warning_by_a_signal_is_reported_once() -> None:
+    """Slurm's --signal=USR1@120 reaches the agent, and its keeper passes it on as well."""
+    said: list[str] = []
+    agent = Agent(AgentSettings(node="n1", slots=1, coordinators=()), say=said.append)
+    agent.notice(120.0, "SIGUSR1")
+    agent.notice(120.0, "SIGUSR1")
+    reports = [kept.report for kept in agent.state.reports.after(0)]
+    assert reports == [LeaveNoticed(leaves_in_s=120.0, by="SIGUSR1")]
+    assert len(said) == 1
+
+
+def test_a_daemon_is_not_ended_by_a_warning() -> None:
+    warned: list[int] = []
+
+    async def work(signalled: Signalled) -> None:
+        signalled.warned = lambda: warned.append(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not warned:
+            await asyncio.sleep(0.01)
+
+    assert until_signalled(work) == 0

@@ -200,6 +200,31 @@ def roles_command(as_json: AsJson = False) -> int:
     return 0
 
 
+@access_app.command("owners")
+def owners_command(
+    address: Address = DEFAULT_ADDRESS, token: Token = "", ca: Ca = None, as_json: AsJson = False
+) -> int:
+    """Show who has how many workers and tasks on the cluster, and the quotas.
+
+    [bold]Example[/bold]
+
+      everstep access owners
+    """
+    rows: list[dict[str, Any]] = Client(address=address, token=token, ca=ca).get("/v1/owners")
+    if as_json:
+        render.emit({"owners": rows})
+        return 0
+    table = Table("owner", "workers", "tasks", box=None, pad_edge=False)
+    for row in rows:
+        cells = (
+            f"{row[what]}" if row[f"most_{what}"] is None else f"{row[what]} of {row[f'most_{what}']}"
+            for what in ("workers", "tasks")
+        )
+        table.add_row(row["owner"], *cells)
+    Console(highlight=False).print(table)
+    return 0
+
+
 def audit_command(
     last: Annotated[int, typer.Option(min=1, help="How many of the newest requests.")] = 50,
     address: Address = DEFAULT_ADDRESS,

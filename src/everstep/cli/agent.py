@@ -79,6 +79,15 @@ def agent_command(
             show_default=False,
         ),
     ] = "",
+    notice_on_signal: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="On SIGUSR1: this machine will be taken away in so many seconds, as Slurm says with "
+            "--signal=USR1@120.",
+            show_default="SIGUSR1 is ignored",
+        ),
+    ] = 0.0,
     grace: Annotated[
         float,
         typer.Option(
@@ -146,6 +155,8 @@ def agent_command(
     async def run(signalled: Signalled) -> None:
         agent = Agent(settings)
         signalled.gently = agent.leave
+        if notice_on_signal:
+            signalled.warned = lambda: agent.notice(notice_on_signal, "SIGUSR1")
         agent.warm_up()
         await agent.run()
 

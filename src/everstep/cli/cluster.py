@@ -20,6 +20,7 @@ from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
 from everstep.plan.events import duration
+from everstep.protocol.messages import AN_OPERATOR
 
 JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 AsJson = Annotated[bool, JSON]
@@ -383,12 +384,15 @@ def _nodes(nodes: Any) -> Table:
 
 
 def _tasks(tasks: Any) -> Table:
-    whole = ("task", "state", "workers", "step", "", "protected", "loss", "s/step", "evaluation")
+    named = any(task.get("owner", "") not in ("", AN_OPERATOR) for task in tasks)
+    rest = ("state", "workers", "step", "", "protected", "loss", "s/step", "goodput", "evaluation")
+    whole = ("task", "owner", *rest) if named else ("task", *rest)
     columns = [Column(name, no_wrap=True) for name in whole]
     table = Table(*columns, Column("because", overflow="fold"), box=None, pad_edge=False)
     for task in tasks:
         table.add_row(
             task["task"],
+            *([task.get("owner", "")] if named else []),
             _state(task["state"]),
             f"{task['workers']}/{task['asked']}",
             f"{task['step']}/{task['steps']}",
@@ -396,6 +400,7 @@ def _tasks(tasks: Any) -> Table:
             _protected(task["saved"]),
             "-" if task["loss"] is None else f"{task['loss']:.5f}",
             "-" if not task["step_seconds"] else f"{task['step_seconds']:.3f}",
+            "-" if task.get("goodput") is None else f"{task['goodput']:.1%}",
             evaluated(task.get("evaluation")),
             task["because"],
         )

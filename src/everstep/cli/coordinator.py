@@ -47,6 +47,13 @@ def coordinator_command(
             show_default="STATE/credentials",
         ),
     ] = None,
+    quotas: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of what each owner may ask for (docs/access.md), read again when it changes.",
+            show_default="STATE/quotas.toml",
+        ),
+    ] = None,
     etcd: Annotated[
         str,
         typer.Option(
@@ -180,6 +187,7 @@ def coordinator_command(
         is_insecure=insecure,
         otel=otel,
         webhooks=webhooks,
+        quotas=quotas or state / "quotas.toml",
         tensorboard=tensorboard,
     )
     settings.check()
@@ -203,9 +211,10 @@ def coordinator_command(
 
 @dataclass(slots=True)
 class Signalled:
-    """What a first SIGINT or SIGTERM does, if the process is not to end at once."""
+    """What a first SIGINT or SIGTERM does, if the process is not to end at once; and what SIGUSR1 does."""
 
     gently: Callable[[str], None] | None = None
+    warned: Callable[[], None] = lambda: None
 
 
 def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:
@@ -229,6 +238,8 @@ def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> i
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end, number)
+        # Slurm's --signal=USR1@120 reaches every process of a job; by default it would end them.
+        loop.add_signal_handler(signal.SIGUSR1, lambda: signalled.warned())
         with contextlib.suppress(asyncio.CancelledError):
             await job
         return 128 + first[0] if first is not None else 0

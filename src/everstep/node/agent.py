@@ -110,6 +110,7 @@ class Agent:
         self._alone_since = 0.0
         self._told_to_end = asyncio.Event()
         self._leaves_because = ""
+        self._noticed = False
 
     async def run(self) -> None:
         """Until cancelled, or until it has left. Workers end with the agent."""
@@ -120,6 +121,13 @@ class Agent:
         """Let the workers go with their state safe, as a drain does, then end; within the grace period."""
         self._leaves_because = because
         self._told_to_end.set()
+
+    def notice(self, leaves_in_s: float, by: str) -> None:
+        """This machine will be taken away. Said twice, it counts once: a scheduler may tell several of us."""
+        if not self._noticed:
+            self._noticed = True
+            self.say(f"node {self.settings.node} leaves in {leaves_in_s:.0f} s, says {by}")
+            self._report(msg.LeaveNoticed(leaves_in_s=leaves_in_s, by=by), None)
 
     async def _run(self, folder: Path) -> None:
         node = NodeSettings(

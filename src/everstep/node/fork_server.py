@@ -231,5 +231,6 @@ def _live(spec: dict[str, Any], output: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
     serve(int(sys.argv[1]), sys.argv[2:])
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

@@ -34,6 +34,7 @@ from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, 
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
+from everstep.server.quotas import Quotas, num_workers, usage_of
 from everstep.server.record import ClusterRecord
 from everstep.server.viewers import Viewers
 
@@ -77,11 +78,17 @@ class Served(Protocol):
 
 class Api:
     def __init__(
-        self, served: Served, *, credentials: Credentials, hosts: frozenset[str] = frozenset()
+        self,
+        served: Served,
+        *,
+        credentials: Credentials,
+        quotas: Quotas | None = None,
+        hosts: frozenset[str] = frozenset(),
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; any if there are credentials."""
         self.served, self.record, self.strangers = served, served.record, StrangerLimit()
         self.access = AccessControl(credentials, hosts)
+        self._quotas = quotas or Quotas(None)
         self._calls: dict[web.AbstractResource | None, dict[str, ApiCall]] = {}
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
@@ -101,7 +108,7 @@ class Api:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path == "/v1/health":
+            if request.path in ("/v1/health", "/v1/ready"):
                 return await handler(request)
             self.access.check_origin(request)
             if self._pages.has(request.path):
@@ -147,6 +154,10 @@ class Api:
         found = {"ok": True, "leads": self.record.leads, "needs_token": not self.access.is_open}
         return web.json_response(found)
 
+    async def _ready(self, request: web.Request) -> web.Response:
+        """For a load balancer: of several coordinators only the one that leads takes calls."""
+        return web.json_response({"leads": self.record.leads}, status=200 if self.record.leads else 503)
+
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(views.status(self.record, self._connected(), time.time()))
 
@@ -173,6 +184,16 @@ class Api:
         """`?since_s=N`: where the time of the tasks went in the last N seconds."""
         since_s = requests.whole(request.query.get("since_s", str(7 * 86_400)), "since_s")
         return web.json_response(report.document(self.record, since_s, time.time()))
+
+    async def _owners(self, request: web.Request) -> web.Response:
+        """Who has how many workers and tasks, and how many each may have."""
+        tasks = self.record.machine.tasks.values()
+        rows = []
+        for owner in sorted({task.request.owner for task in tasks if task.state not in OVER}):
+            used, quota = usage_of(owner, tasks), self._quotas.of(owner)
+            row = {"owner": owner, "workers": used.workers, "tasks": used.tasks}
+            rows.append(row | {"most_workers": quota.workers, "most_tasks": quota.tasks})
+        return web.json_response(rows)
 
     async def _event(self, request: web.Request) -> web.Response:
         """An event of the recent past, what followed from it, and the chain of causes behind it."""
@@ -338,6 +359,13 @@ class Api:
     async def _submit(self, request: web.Request) -> web.Response:
         given, tasks = await requests.body(request), self.record.machine.tasks
         submitted = requests.submission(given, known=tasks, owner=CALLER.get().words)
+        self._quotas.check(
+            submitted.owner,
+            tasks.values(),
+            task=submitted.task,
+            workers=num_workers(submitted.shape),
+            weight=submitted.weight,
+        )
         await self.served.handle(submitted)
         task = self.record.machine.tasks[submitted.task]
         return web.json_response(views.task(self.record, task), status=201)
@@ -369,6 +397,10 @@ class Api:
                 raise InternalError(f"no task verb {verb}")
         if task.state in OVER:
             raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
+        if isinstance(event, msg.ReshapeRequested):
+            count, owner = num_workers(event.shape), task.request.owner
+            every = self.record.machine.tasks.values()
+            self._quotas.check(owner, every, task=task.name, workers=count, weight=task.weight)
         await self.served.handle(event)
         return web.json_response(views.task(self.record, task))
 

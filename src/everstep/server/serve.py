@@ -19,6 +19,7 @@ from everstep.server.access import Credentials
 from everstep.server.api import Api
 from everstep.server.certificates import server_context
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
+from everstep.server.quotas import Quotas
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
 from everstep.server.term import Daemon
@@ -52,6 +53,7 @@ class ServerSettings:
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
     webhooks: Path | None = None  # who is told
+    quotas: Path | None = None  # how much each owner may ask for
     tensorboard: Path | None = None  # where the scalars of tasks go
 
     def check(self) -> None:
@@ -115,7 +117,12 @@ async def serve(
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
     listeners = _listeners(daemon.record, settings)
     daemon.record.listeners |= {listener.hear for listener in listeners}
-    api = Api(daemon, credentials=settings.callers(), hosts=frozenset({settings.host}))
+    api = Api(
+        daemon,
+        credentials=settings.callers(),
+        quotas=Quotas(settings.quotas),
+        hosts=frozenset({settings.host}),
+    )
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None

@@ -130,10 +130,13 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     last = steps.rows[-1] if steps is not None and steps.rows else None
     recovery = task.recovery
     stalled = _stalled(steps, task)
+    account = record.accounts.tasks.get(task.name)
     return {
         "task": task.name,
         "state": "stalled" if stalled else task.state,
         "because": stalled or task.because,
+        "owner": task.request.owner,
+        "goodput": None if account is None or account.ratio is None else round(account.ratio, 3),
         "weight": task.weight,
         "shape": {
             "replicas": task.shape.replicas,

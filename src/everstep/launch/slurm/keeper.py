@@ -45,6 +45,7 @@ CALM_S = 60.0  # a child that lived so long is restarted without waiting
 MAX_FAILURES = 8  # of an agent, one after the other: then this node is of no use to the run
 END_S = 15.0
 TRIM_EVERY_S = 10.0
+NOTICE_S = 120.0  # from SIGUSR1 to the job's end: --signal=USR1@120 in everstep.sbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,11 @@ class KeptProcess:
         os.close(words)
         self._started = now
 
+    def warn(self) -> None:
+        """The job will end soon."""
+        if self._process is not None and self.lives:
+            self._process.send_signal(signal.SIGUSR1)
+
     def end(self) -> None:
         if self._process is None:
             return
@@ -150,6 +156,7 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         agent = self._child("agent", self._agent_command())
+        signal.signal(signal.SIGUSR1, lambda number, frame: agent.warn())
         if self.settings.spare:
             self.say(f"replaces a lost node of job {self.settings.job}")
         coordinator = None
@@ -233,7 +240,7 @@ class Keeper:
         settings = self.settings
         place = settings.coordinator or self.run_folder.place
         command = ["agent", "--node", settings.node, "--host", settings.host, "--coordinator", place]
-        command += ["--log-dir", str(self.run_folder.logs)]
+        command += ["--log-dir", str(self.run_folder.logs), "--notice-on-signal", f"{NOTICE_S:g}"]
         if settings.slots:
             command += ["--slots", str(settings.slots)]
         return command + (["--ca", str(settings.ca)] if settings.ca else [])
