@@ -353,10 +353,10 @@ class Sweep:
                 self.first_step_s = self.first_step_s or time.monotonic() - began
             if kind == "tick" and time.monotonic() > deadline:
                 raise TimeoutError(told(what))
-            if kind == "tick" and what.recovery.recorded >= 2:
+            if kind == "tick" and what.last_step >= 2:
                 while doomed:
                     what.kill(doomed.pop())
-            if kind == "tick" and until is not None and what.recovery.recorded >= until:
+            if kind == "tick" and until is not None and what.last_step >= until:
                 for worker in what.processes:
                     what.kill(worker)
                 what.finish("everybody is killed")

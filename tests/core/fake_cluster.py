@@ -50,6 +50,7 @@ class FakeCluster:
         self.done: dict[str, int] = {}
         self.commits = True  # off: commits are not answered
         self.copies = True  # off: joiners get no state
+        self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
@@ -258,7 +259,9 @@ class FakeCluster:
                     if actor.node == node and (name, worker, actor.incarnation) not in order.keep:
                         self._ends(name, worker, "killed by SIGKILL")
             case msg.FindCheckpoint():
-                self._later(node, msg.CheckpointFound(task=order.task, step=0, search=order.search))
+                self._later(
+                    node, msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)
+                )
             case msg.CommitCheckpoint() if self.commits:
                 committed = ev.CheckpointCommitted(step=order.step)
                 self._later(node, msg.TaskEvent(task=order.task, event=committed))

@@ -215,6 +215,51 @@ def test_a_failed_load_of_an_earlier_order_does_not_count() -> None:
     assert task.copies.newest == 2
 
 
+def cannot_load(cluster: FakeCluster, *workers: Worker) -> None:
+    """Of the checkpoint on disk."""
+    task = cluster.coordinator.tasks["t"]
+    for worker in workers:
+        order = next(order for order in reversed(resumes(cluster)) if order.worker == worker)
+        event = ev.RestoreFailed(
+            worker=worker,
+            incarnation=task.seats[worker].incarnation,
+            step=order.words.order.restore,
+            epoch=order.words.order.epoch,
+        )
+        cluster.report("t", worker, msg.TaskEvent(task="t", event=event))
+        if task.state is not TaskState.RUNNING:
+            break
+
+
+def test_a_checkpoint_that_a_worker_cannot_load_is_verified_and_an_older_one_is_taken() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.on_disk = 5
+    cluster.submit(has_checkpoints=True)
+    assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False]
+    assert {order.words.order.restore for order in resumes(cluster)} == {5}
+    cluster.on_disk = 3  # that of step 5 is set aside
+    cannot_load(cluster, Worker(0, 1))
+    task = cluster.coordinator.tasks["t"]
+    assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False, True]
+    assert task.state is TaskState.RUNNING
+    assert {order.words.order.restore for order in resumes(cluster)[-4:]} == {3}
+    cluster.seal()
+    assert task.recovery is not None
+    assert task.recovery.recorded == 4
+
+
+def test_a_checkpoint_that_passes_every_check_and_cannot_be_loaded_ends_the_task() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.on_disk = 5
+    cluster.submit(has_checkpoints=True)
+    task = cluster.coordinator.tasks["t"]
+    for _ in range(3):
+        assert task.state is TaskState.RUNNING
+        cannot_load(cluster, Worker(0, 1))
+    assert task.state is TaskState.FAILED
+    assert task.because == "worker 0:1 could not load the checkpoint of step 5, which passes every check"
+
+
 def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
     cluster = four_nodes()
     cluster.seal()

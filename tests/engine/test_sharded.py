@@ -1,5 +1,7 @@
 """Sharded states: chunks give the bits of the whole, move between holders, and make up a checkpoint."""
 
+import weakref
+
 import pytest
 import torch
 from pipeline import stages
@@ -8,8 +10,9 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
-from everstep.engine.state.sharded import ShardedUpdater, chunk_ranges, pieces_in
+from everstep.engine.state.sharded import ShardedUpdater, StoredState, chunk_ranges, pieces_in
 from everstep.errors import UserError
+from everstep.layout.box import Box
 from everstep.store import folder
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
@@ -108,6 +111,62 @@ def test_parts_of_different_owners_are_one_checkpoint_that_loads_whole_and_shard
     assert torch.equal(whole.stage.working, plain.stage.working)
     assert torch.equal(again.stage.working, plain.stage.working)
     assert one.groups(1) == plain.groups(1)
+
+
+class Reads:
+    """A state somewhere else: how many bytes were read of it, and how many of them are in memory at once."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.alive = self.most = self.bytes = 0
+        self.tensors = {name: tensor.clone() for name, tensor in state.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        self.stored = StoredState(shapes, self._read)
+
+    def _read(self, name: str, box: Box | None) -> torch.Tensor:
+        found = self.tensors[name] if box is None else self.tensors[name][box.slices()]
+        found, size = found.clone(), found.nbytes
+        self.bytes += size
+        self.alive += size
+        self.most = max(self.most, self.alive)
+        weakref.finalize(found, self._gone, size)
+        return found
+
+    def _gone(self, size: int) -> None:
+        self.alive -= size
+
+
+def stored_state(ema: float | None = None) -> tuple[Updater, Reads]:
+    updater = Updater(stage(), FACTORIES["adamw"], ema=ema)
+    updater.apply(1, gradient(updater.stage, 1), 1.0)
+    return updater, Reads(updater.state(1))
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_a_state_is_loaded_tensor_by_tensor_and_read_once(ema: float | None) -> None:
+    """All of it was in host memory at once, beside the one that it was loaded into."""
+    one, reads = stored_state(ema)
+    other = Updater(stage(), FACTORIES["adamw"], ema=ema)
+    other.load(reads.stored, 1)
+    largest = 4 * max(slot.size for slot in one.stage.slots.values())
+    assert reads.bytes == sum(tensor.nbytes for tensor in reads.tensors.values())
+    assert reads.most < 3 * largest + 1024 < reads.bytes / 2
+    for updater in (one, other):
+        updater.apply(2, gradient(updater.stage, 2), 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(one.state(2).values(), other.state(2).values(), strict=True))
+
+
+def test_sharded_a_weight_is_read_once_and_states_only_of_the_chunks_that_are_held() -> None:
+    one, reads = stored_state()
+    other = sharded()
+    other.load(reads.stored, 1, [2, 3])
+    weights = sum(tensor.nbytes for name, tensor in reads.tensors.items() if name.startswith("model/"))
+    held = sum(4 * 2 * piece.size for chunk in (2, 3) for piece in other.held[chunk].pieces)
+    assert reads.bytes - weights - held < 100 * len(one.stage.slots)  # counters and limits
+    assert held < weights
+    one.apply(2, gradient(one.stage, 2), 1.0)
+    other.apply(2, means(other, 2, [2, 3]), 1.0)
+    for chunk in (2, 3):
+        assert torch.equal(other.weights_of(chunk), one.stage.working[other.ranges[chunk]])
 
 
 def test_masters_are_gone_once_the_chunks_have_them() -> None:

@@ -95,19 +95,25 @@ def test_masks_side_losses_and_token_weights_keep_their_bits_through_deaths(swee
     assert compare(clean, healed, job)["max_relative_loss_difference"] == 0.0
 
 
+@pytest.mark.parametrize("flipped", [False, True], ids=["cut short", "a flipped bit"])
 def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(
-    sweep: Sweep, tmp_path: Path
+    sweep: Sweep, tmp_path: Path, flipped: bool
 ) -> None:
+    """A flipped bit is found by a worker that loads it; then all bytes are verified, and an older one is
+    taken.
+    """
     job = replace(sweep.job, replicas=2, stages=2, steps=7)
     clean = sweep.run(job, ())
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
     sweep.run(saving, (), until=5)
     damaged = max(tmp_path.glob("step-*"))
     part = next(damaged.glob("*.safetensors"))
-    part.write_bytes(part.read_bytes()[:-1])
+    data = part.read_bytes()
+    part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) * flipped)
 
     again = sweep.run(saving, ())
 
+    assert again.failure is None
     assert again.resumed_from == int(damaged.name[-8:]) - 2
     assert len(again.refused_checkpoints) == 1
     assert part.name in again.refused_checkpoints[0]

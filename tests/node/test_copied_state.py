@@ -86,8 +86,9 @@ def load(tmp_path: Path, directions: StateDirections) -> tuple[dict[str, torch.T
         secret=SECRET,
         say=said.append,  # type: ignore[arg-type]
     )
-    found = states.load(STEP, NAMES, directions)
-    return (None if found is None else dict(found)), said[0]
+    found: dict[str, torch.Tensor] = {}
+    is_whole = states.load(STEP, NAMES, directions, found.update)
+    return (found if is_whole else None), said[0]
 
 
 def is_right(found: dict[str, torch.Tensor] | None) -> bool:

@@ -14,6 +14,7 @@ from everstep.job.job import Job
 from everstep.node import disk_orders
 from everstep.store.folder import complete_steps, newest_valid, prune
 from everstep.store.places import UrlPlace
+from everstep.store.ranges import LocalFile
 from everstep.store.search import PAUSES_S, Newest, NoStart, newest_to_use
 from tests.attacks.test_universal import flip, rewrite
 from tests.store.states import all_of, same, save, tensors
@@ -101,25 +102,49 @@ def _folder_for_file(path: Path) -> None:
     (path / "index.json").mkdir()
 
 
-@pytest.mark.parametrize(
-    "damage", [_truncate, _fifo, _folder_for_file, lambda path: flip(path, "part-0.safetensors", -1)]
-)
+def _flip(path: Path) -> None:
+    flip(path, "part-0.safetensors", -1)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _fifo, _folder_for_file, _flip])
 def test_a_corrupt_one_is_set_aside_and_the_one_before_is_used(
     root: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(root / "step-00000030")
     files = sorted(os.listdir(root / "step-00000030"))
-    found = search(root)
+    found = search(root, verify=True)
     assert found.step == 20
     (reason,) = found.refused
     assert "step-00000030 is damaged" in reason
     assert "kept as step-00000030.corrupt" in reason
     assert sorted(os.listdir(root / "step-00000030.corrupt")) == files
-    assert search(root) == Newest(20)
+    assert search(root, verify=True) == Newest(20)
     save(root, 30)
     damage(root / "step-00000030")
-    assert search(root).step == 20
+    assert search(root, verify=True).step == 20
     assert (root / "step-00000030.corrupt-2").is_dir()
+
+
+def test_a_start_reads_the_index_and_the_headers_and_no_tensor(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read every byte in one process, before the workers read and checked them all again."""
+    reached: list[int] = []
+    real = LocalFile.read
+
+    def seen(file: LocalFile, offset: int, out: memoryview) -> None:
+        if file.path.name == "part-0.safetensors":
+            reached.append(offset + len(out))
+        real(file, offset, out)
+
+    monkeypatch.setattr(LocalFile, "read", seen)
+    path = root / "step-00000030/part-0.safetensors"
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    _flip(path.parent)
+    assert search(root) == Newest(30)
+    assert max(reached) == header
+    assert search(root, verify=True).step == 20
+    assert max(reached) == (root / "step-00000030.corrupt/part-0.safetensors").stat().st_size
 
 
 def test_to_start_from_nothing_where_checkpoints_were_needs_an_operators_word(root: Path) -> None:

@@ -21,11 +21,12 @@ from everstep.store.places import place_of
 from everstep.store.search import Newest, NoStart, newest_to_use
 
 
-def newest(at: CheckpointFolder | None, known: int = 0) -> Newest:
+def newest(at: CheckpointFolder | None, known: int = 0, *, verify: bool = False) -> Newest:
     """The newest whole checkpoint; `NoStart` if that cannot be said, or needs an operator's word."""
     if at is None:
         return Newest(0)
-    return newest_to_use(folder.root_of(at.base, at.folder), known=known, start_over=at.start_over)
+    root = folder.root_of(at.base, at.folder)
+    return newest_to_use(root, known=known, start_over=at.start_over, verify=verify)
 
 
 def work_on_disk(order: DiskOrder, at: CheckpointFolder | None) -> msg.NodeReport | None:
@@ -58,7 +59,7 @@ def failure(order: DiskOrder, error: Exception) -> msg.NodeReport | None:
 def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
     needs = order.needs or Job.from_dict(order.job).needs()
     try:
-        found = newest(needs.checkpoints, order.known)
+        found = newest(needs.checkpoints, order.known, verify=order.verify)
     except NoStart as error:
         return _unusable(order, str(error), passing=error.passing)
     return msg.CheckpointFound(

@@ -164,8 +164,8 @@ class CopiesLost(Event):
     by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} cannot load the state of step {step}"
 )
 class RestoreFailed(Event):
-    """A worker was to load a state from memory, and no holder of a part could be read. What it tried is in
-    its `StateFetched`.
+    """A worker was to load a state, and could not read it: from memory, no holder of a part gave it (what it
+    tried is in its `StateFetched`); or the checkpoint on disk is damaged.
     """
 
     worker: Worker

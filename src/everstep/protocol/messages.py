@@ -463,6 +463,7 @@ class FindCheckpoint(Order):
     known: int = 0  # a step that was committed: the newest cannot be older
     search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
     needs: TaskNeeds | None = None  # None: as in OpenTask
+    verify: bool = False  # all bytes: a worker could not load it
 
 
 @message(says="commit a checkpoint of {task} on {node}")

@@ -1,7 +1,7 @@
 """Which checkpoint a run starts from. Nothing complete is removed here, and none is passed over in silence.
 
     newest checkpoint is …
-        whole        start from it
+        whole        start from it (its bytes are checked as they are loaded)
         corrupt      set aside by a rename, with its reason; look at the one before
         unreadable   the system failed to read it: try again, then stop with the reason
         unknown      of a version we do not read: stop with the reason
@@ -48,12 +48,16 @@ def newest_to_use(
     *,
     known: int = 0,
     start_over: bool = False,
+    verify: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Newest:
-    """The newest checkpoint that passes every check. `known`: a step that is known to have been committed."""
+    """The newest checkpoint whose index fits its files, by sizes and headers; who loads it checks the hashes
+    of what it reads. `verify`: all bytes are read and checked, after a load has failed. `known`: a step that
+    is known to have been committed.
+    """
     for pause_s in (*PAUSES_S, None):
         try:
-            return _newest(place_of(root), known, start_over and pause_s is None, start_over)
+            return _newest(place_of(root), known, start_over and pause_s is None, start_over, verify)
         except OSError as error:
             reason = NoStart(f"checkpoint folder {root} cannot be read: {error}", passing=True)
         except NoStart as error:
@@ -66,12 +70,12 @@ def newest_to_use(
     raise reason
 
 
-def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newest:
+def _newest(place: Place, known: int, pass_over: bool, start_over: bool, verify: bool) -> Newest:
     place.clean()
     refused: list[str] = []
     for _, name in reversed(place.complete()):
         try:
-            step, loss = _verified_step(place, name)
+            step, loss = _usable_step(place, name, verify)
             return Newest(_not_older(place, step, known, refused, start_over), tuple(refused), loss)
         except UnusableCheckpointError as error:
             sentence = str(error).rstrip(".")
@@ -92,14 +96,15 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool) -> Newe
     return Newest(_not_older(place, 0, known, refused, start_over), tuple(refused))
 
 
-def _verified_step(place: Place, name: str) -> tuple[int, float | None]:
-    """All its bytes are read. Its step, and the loss of that step if it says one."""
+def _usable_step(place: Place, name: str, verify: bool) -> tuple[int, float | None]:
+    """Its step, and the loss of that step if it says one."""
     try:
         found = open_in(place, name)
     except Refused as refused:
         raise unusable(f"{place}/{name}", refused) from refused
     try:
-        found.verify()
+        if verify:
+            found.verify()
         loss = found.meta.get("loss")
         return found.step, loss if isinstance(loss, float) else None
     finally:

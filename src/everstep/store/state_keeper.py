@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
-from everstep.engine.state.sharded import StateSlice
-from everstep.engine.worker.ports import Groups, StateParts
+from everstep.engine.state.sharded import StateSlice, StoredState
+from everstep.engine.worker.ports import Groups, State, StateParts
 from everstep.errors import UserError, clipped
 from everstep.job.job import Job
 from everstep.layout.box import Box
@@ -35,6 +35,7 @@ from everstep.protocol.messages import (
 from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
 from everstep.store.folder import parameter_of
+from everstep.store.index import TensorEntry
 from everstep.store.memory_server import token_of
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
 from everstep.store.saver import AsyncSaver
@@ -43,6 +44,7 @@ LOOK_S = 1.0
 LAST_STALL_S = 60.0  # at the end of training: without a written byte, before the last states are given up
 STORAGE_IS_SILENT = "the checkpoint storage does not answer"  # `core.faults.symptoms` knows this sentence
 Say = Callable[[WorkerReport], None]
+T = TypeVar("T")
 
 
 class StateKeeper:
@@ -196,17 +198,23 @@ class StateKeeper:
     # -------------------------------------------------------------- in
 
     def load(
-        self, step: int, names: Sequence[str], directions: StateDirections
-    ) -> Mapping[str, Tensor] | None:
-        """The tensors of these parameters; None: no holder of a part in memory could be read."""
-        wanted = set(names)
+        self, step: int, names: Sequence[str], directions: StateDirections, take: Callable[[State], None]
+    ) -> bool:
+        """Give `take` the tensors of these parameters, which are read as it asks for them. False: they cannot
+        be read; what it has taken then is of no use.
+        """
         if not directions.copies:
-            checkpoint = folder.open_step(self._root, f"step-{step:08d}")
-            return dict(self._read(checkpoint, wanted))
+            return self._load_from_disk(step, set(names), take)
         began = time.monotonic()
         holders = CopyHolders(directions)
         copied = _CopiedState(self._task, step, holders, self._source)
-        found = copied.read(lambda checkpoint, done: self._read(checkpoint, wanted, done))
+        try:
+            take(self._stored(copied.tensors(), set(names), copied.read_box))
+            is_whole = True
+        except _StateGone:
+            is_whole = False
+        finally:
+            copied.close()
         fetched = StateFetched(
             task=self._task,
             worker=self._me,
@@ -217,7 +225,19 @@ class StateKeeper:
             failed=holders.failed(),
         )
         self._say(fetched)
-        return found
+        return is_whole
+
+    def _load_from_disk(self, step: int, wanted: set[str], take: Callable[[State], None]) -> bool:
+        try:
+            checkpoint = folder.open_step(self._root, f"step-{step:08d}")
+            try:
+                take(self._stored(checkpoint.tensors, wanted, checkpoint.read_box))
+            finally:
+                checkpoint.close()
+        except UnusableCheckpointError as error:  # the coordinator has it verified, and chooses
+            warn(str(error))
+            return False
+        return True
 
     # -------------------------------------------------------------- shards
 
@@ -240,16 +260,31 @@ class StateKeeper:
                 found.append(one)
         return found
 
-    def _read(
-        self, checkpoint: Checkpoint, wanted: set[str], done: Container[str] = ()
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Tensor by tensor; `done`: those that are here already."""
-        for name in [
-            name for name in checkpoint.tensors if parameter_of(name) in wanted and name not in done
-        ]:
-            shape = checkpoint.tensors[name].shape
-            split = self._cut.split(parameter_of(name), shape) if _per_element(name, shape) else None
-            yield name, checkpoint.read_box(name, None if split is None else split.box)
+    def _stored(
+        self,
+        tensors: Mapping[str, TensorEntry],
+        wanted: set[str],
+        read: Callable[[str, Box | None], Tensor],
+    ) -> StoredState:
+        """Of a checkpoint's tensors those of these parameters; of a split one the part that is this shard's,
+        whose boxes are counted from its own corner.
+        """
+        names = [name for name in tensors if parameter_of(name) in wanted]
+        shapes = {name: tensors[name].shape for name in names}
+        boxes = {
+            name: split.box
+            for name, shape in shapes.items()
+            if _per_element(name, shape) and (split := self._cut.split(parameter_of(name), shape)) is not None
+        }
+
+        def read_part(name: str, box: Box | None) -> Tensor:
+            part = boxes.get(name)
+            if part is None or box is None:
+                return read(name, part if box is None else box)
+            start = tuple(a + b for a, b in zip(part.start, box.start, strict=True))
+            return read(name, Box(start, box.size))
+
+        return StoredState(shapes | {name: box.size for name, box in boxes.items()}, read_part)
 
     def _source(self, address: MemoryAddress) -> Path | memory.Remote:
         if address.node == self._node:
@@ -284,13 +319,14 @@ def _per_element(name: str, shape: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ a copy in memory, read
 
-Read = Callable[[Checkpoint, Container[str]], Iterator[tuple[str, Tensor]]]
+
+class _StateGone(Exception):
+    """A part of the state has no holder left."""
 
 
 class _CopiedState:
-    """Read tensor by tensor: from the next holder of a part where a read fails. Who is asked next is decided
-    in `core.worker.copy_holders`. What has been read and checked stays; only the tensors that are missing are
-    read from other holders.
+    """A state in the memory of nodes, open between its making and `close`: read from the next holder of a
+    part where a read fails. Who is asked next is decided in `core.worker.copy_holders`.
     """
 
     def __init__(
@@ -303,41 +339,47 @@ class _CopiedState:
         """`source`: how a node's memory is read from here."""
         self._task, self._step, self._holders, self._source = task, step, holders, source
         self.bytes_here = self.bytes_elsewhere = 0
+        self._files: dict[str, int] = {}  # which part each file is of
+        self._opened: Checkpoint | None = None
 
-    def read(self, read: Read) -> dict[str, Tensor] | None:
-        """What `read` gives of the whole state; None: a part of it has no holder left."""
-        found: dict[str, Tensor] = {}
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._tried(lambda checkpoint: checkpoint.tensors)
+
+    def read_box(self, name: str, box: Box | None) -> Tensor:
+        return self._tried(lambda checkpoint: checkpoint.read_box(name, box))
+
+    def close(self) -> None:
+        if self._opened is not None:
+            here, elsewhere = memory.bytes_read(self._opened)
+            self.bytes_here += here
+            self.bytes_elsewhere += elsewhere
+            self._opened.close()
+            self._opened = None
+
+    def _tried(self, read: Callable[[Checkpoint], T]) -> T:
         while True:
-            files: dict[str, int] = {}  # which part each file is of
             try:
-                self._read_from(self._opened(files), read, found)
-                return found
+                if self._opened is None:
+                    self._opened = self._open()
+                return read(self._opened)
             except (UserError, OSError) as error:
                 warn(f"the state of step {self._step} in memory: {error}")
-                if not self._ask_another(error, files):
-                    return None
+                self.close()
+                if not self._ask_another(error):
+                    raise _StateGone from error
 
-    def _opened(self, files: dict[str, int]) -> Checkpoint:
+    def _open(self) -> Checkpoint:
+        self._files.clear()
         sources = []
         for number, (address, part) in enumerate(self._holders.chosen()):
             for label in part.get("shards", [part]):  # of a worker with shards: one each
-                files[f"{label['name']}.safetensors"] = number
+                self._files[f"{label['name']}.safetensors"] = number
                 sources.append((self._source(address), label))
         return memory.open_copies(self._task, self._step, sources)
 
-    def _read_from(self, checkpoint: Checkpoint, read: Read, found: dict[str, Tensor]) -> None:
-        try:
-            for name, tensor in read(checkpoint, found):
-                found[name] = tensor
-        finally:
-            here, elsewhere = memory.bytes_read(checkpoint)
-            self.bytes_here += here
-            self.bytes_elsewhere += elsewhere
-            checkpoint.close()
-
-    def _ask_another(self, error: UserError | OSError, files: dict[str, int]) -> bool:
+    def _ask_another(self, error: UserError | OSError) -> bool:
         """False: it is not known whose part is to blame, or no other node has it."""
-        if not isinstance(error, UnusableCheckpointError) or error.file not in files:
+        if not isinstance(error, UnusableCheckpointError) or error.file not in self._files:
             return False
         reached = error.kind != "unreadable"
-        return self._holders.read_failed(files[error.file], str(error), reached=reached)
+        return self._holders.read_failed(self._files[error.file], str(error), reached=reached)

@@ -25,6 +25,7 @@ from everstep.protocol.moment import Moment
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
 NOT_COPIED = "its state cannot be copied to memory"
+MOST_FAILED_LOADS = 2  # of checkpoints that pass every check
 MOST_BROKEN = 64  # steps whose late parts are still recognised
 
 
@@ -51,6 +52,7 @@ class Checkpoints:
             known=known.newest,
             search=known.search,
             needs=task.request.needs,
+            verify=known.failed_loads > 0,
         )
         return self._orders.send(known.searcher, order, because, now)
 
@@ -63,6 +65,13 @@ class Checkpoints:
         known.failed_searches += 1
         known.search_at = now.at + wait_s
         return wait_s
+
+    def load_failed(self, task: Task) -> bool:
+        """A worker could not read the checkpoint that all were to load. The next search reads all its bytes,
+        and takes an older one if they are damaged. False: that did not help before.
+        """
+        task.checkpoints.failed_loads += 1
+        return task.checkpoints.failed_loads <= MOST_FAILED_LOADS
 
     # -------------------------------------------------------------- saving
 
@@ -102,7 +111,7 @@ class Checkpoints:
         self._later.vacated.append(task)
         if step > _recorded(task):
             return []
-        known.newest = max(known.newest, step)
+        known.newest, known.failed_loads = max(known.newest, step), 0
         for old in [s for s in known.broken if s <= step]:
             del known.broken[old]
         if known.broken:

@@ -158,6 +158,7 @@ class CheckpointProgress:
     search: int = 0  # the number of the last search for it
     searcher: str = ""  # the node that was asked
     failed_searches: int = 0  # in a row
+    failed_loads: int = 0  # since a checkpoint was committed
     search_at: float | None = None  # when it is looked for again
     parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step
     committing: dict[int, str] = field(default_factory=dict)  # step -> the node that commits it

@@ -114,7 +114,15 @@ class Training:
         return actions + self.inform(task, ev.StateKept(step=task.copies.newest), now)
 
     def unrestored(self, task: Task, event: ev.RestoreFailed, now: Moment) -> Actions:
-        """A worker could not load a state from memory: which state is the newest may be another one now."""
+        """A worker could not load a state: which one is the newest may be another one now."""
+        if task.recovery is not None and task.recovery.loads_from_disk(event):
+            because = f"worker {event.worker} could not load the checkpoint of step {event.step}"
+            again = self._checkpoints.load_failed(task)
+            ending = Ending(state=TaskState.WAITING, because=f"{because}; it is verified", gently=True)
+            if not again:
+                ending = Ending(state=TaskState.FAILED, because=f"{because}, which passes every check")
+            self._later.endings.append((task, ending))
+            return []
         given_up = self._copies.give_up(task, event)
         actions = self.count_copies(task, now) if given_up else []
         return actions + self.inform(task, event, now)

@@ -181,6 +181,12 @@ class Recovery:
         """The step of the newest checkpoint on disk."""
         return self._phases.assembly.on_disk
 
+    def loads_from_disk(self, event: ev.RestoreFailed) -> bool:
+        """Was it the checkpoint on disk that this worker was ordered to load, and not again since?"""
+        assembly = self._phases.assembly
+        is_on_disk = event.step == assembly.on_disk != assembly.in_memory
+        return is_on_disk and event.epoch >= assembly.ordered_in
+
     @property
     def kept(self) -> int | None:
         """The newest step whose whole state is in the memory of nodes."""

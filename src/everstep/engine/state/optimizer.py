@@ -20,7 +20,7 @@ of parameters at a time, where the optimizer treats every parameter by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,7 @@ class Updater:
         elsewhere = [stage.slots[b] for _, b in stage.model.tied if b in stage.slots]
         self._counted = _outside({*elsewhere, *(stage.slots[a] for a, _ in self._pairs)}, stage.size)
         self._mean: Tensor | None = None
+        self._loaded = False  # was a state?
         # The largest needs room anyway; and each bucket is a call, in which a GPU waits for the host.
         most = max((p.numel() for _, p in self.named), default=0)
         size = max(BUCKET, most) if is_elementwise(self.optimizer) else stage.size + 1
@@ -193,8 +194,8 @@ class Updater:
         if self.optimizer is not None and not is_elementwise(self.optimizer):
             several = not (self.stage.is_first and self.stage.is_last)
             tried = self._factory, self.optimizer, self.named
-            tied = bool(self.stage.model.tied)
-            try_optimizer(*tried, device=self.stage.device, several=several, tied=tied)
+            tied, split = bool(self.stage.model.tied), self.stage.shards is not None
+            try_optimizer(*tried, device=self.stage.device, several=several, tied=tied, split=split)
 
     def _step_bucket(
         self, bucket: Named, mean: Tensor, joined: Mapping[tuple[str, str], Tensor], scale: float
@@ -208,7 +209,15 @@ class Updater:
             grads = list(torch._foreach_mul(grads, scale))
         for (_, p), grad in zip(bucket, grads, strict=True):
             p.grad = grad
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except KeyError as error:
+            if not self._loaded:
+                raise
+            raise UserError(
+                f"{type(self.optimizer).__name__} does not find {error} in the state that was loaded; was it "
+                "saved with another optimizer? Resume with that one."
+            ) from error
         for _, p in bucket:
             p.grad = None
 
@@ -264,7 +273,10 @@ class Updater:
         return found if found.shape == p.shape and found.dtype == dtype else None
 
     def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
-        """Take over a state that `state` gave, here or on another worker, optimizer and all."""
+        """Take over a state that `state` gave, here or on another worker, optimizer and all. Each of its
+        tensors is asked for once, and not kept.
+        """
+        averages = {} if self._average is None else self.stage.views(self._average)
         for name, p in self.named:
             given = state.get(f"model/{name}")
             if given is None:
@@ -275,14 +287,14 @@ class Updater:
                     f"{tuple(p.shape)} in the model; was it saved from another model?"
                 )
             p.detach().copy_(given)
+            if name in averages:  # a state that was saved without an average starts one
+                kept = f"extra/ema/{name}"
+                averages[name].copy_(state.get(kept, given))
+        self._loaded = True
         if self._remembered is not None:
             self._remembered.load(state)
-        if self._average is not None:  # a state that was saved without an average starts one
-            for name, view in self.stage.views(self._average).items():
-                view.copy_(state.get(f"extra/ema/{name}", state[f"model/{name}"]))
         if step is not None:
-            grids = {full.removeprefix("extra/grid/"): value for full, value in state.items()}
-            self.stage.limits.load(step, {n: int(grids[n]) for n in self.stage.slots if n in grids})
+            self.stage.limits.load(step, limits_in(state, self.stage.slots))
         self._follow()
 
     # How.
@@ -351,3 +363,8 @@ def _outside(holes: set[Slot], size: int) -> list[slice]:
     """The parts of 0..size that are in no slot."""
     edges = [0, *(edge for slot in sorted(holes) for edge in (slot.offset, slot.offset + slot.size)), size]
     return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def limits_in(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, int]:
+    """The limits of sums that a state tells."""
+    return {name: int(state[f"extra/grid/{name}"]) for name in names if f"extra/grid/{name}" in state}

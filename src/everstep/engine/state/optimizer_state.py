@@ -187,12 +187,14 @@ class OptimizerState:
         return rest, found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave, here or on another worker."""
-        keyed: dict[str, dict[str, Tensor]] = {}
-        for full, value in state.items():
+        """Take over what `tensors` gave, here or on another worker. Read and put in place parameter by
+        parameter: a state may be larger than what is left of the memory.
+        """
+        keyed: dict[str, dict[str, str]] = {}
+        for full in state:
             if full.startswith(STATE):
                 name, _, key = full.removeprefix(STATE).rpartition("/")
-                keyed.setdefault(name, {})[key] = value
+                keyed.setdefault(name, {})[key] = full
         names = [name for name, _ in self._named]
         rests: dict[str, dict[str, Any]] = {
             name: json.loads(state[f"{BESIDE}{name}"].cpu().numpy().tobytes())
@@ -207,10 +209,12 @@ class OptimizerState:
         before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for name, p in self._named:
+            given = {key: state[full] for key, full in keyed.get(name, {}).items()}
             rest = rests.get(name, {}).get("state", ())
-            mine = self._state_of(p, keyed.get(name, {}), rest, before.get(p, {}))
+            mine = self._state_of(p, given, rest, before.pop(p, {}))
             if mine:
                 self.optimizer.state[p] = mine
+            given.clear()  # before the next ones are read
         for key, value in next(iter(rests.values()), {}).get("shared", ()):
             self.optimizer.state[self._decode(key, {})] = self._decode(value, {})
 

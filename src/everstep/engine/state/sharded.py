@@ -11,7 +11,7 @@ own, so it can come and go alone. An optimizer that treats every element by itse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from everstep.engine.layers.model import Slot
 from everstep.engine.stage.stage import Stage
-from everstep.engine.state.optimizer import OptimizerFactory, Rate, adamw, is_elementwise, plain_groups
+from everstep.engine.state.optimizer import (
+    OptimizerFactory,
+    Rate,
+    adamw,
+    is_elementwise,
+    limits_in,
+    plain_groups,
+)
 from everstep.engine.state.optimizer_state import Named
 from everstep.errors import UserError
 from everstep.layout.box import Box
@@ -57,6 +64,41 @@ class StateSlice(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     values: Tensor
+
+
+class StoredState(Mapping[str, Tensor]):
+    """A stage's state by logical name, somewhere: a tensor, or some rows of it, is read when it is asked for,
+    and every time. `shapes`: of the tensors of this state.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, Box | None], Tensor]
+    ) -> None:
+        self.shapes, self._read = shapes, read
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> StoredState:
+        if isinstance(state, StoredState):
+            return state
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        return cls(shapes, lambda name, box: state[name] if box is None else state[name][box.slices()])
+
+    def rows(self, name: str, piece: RowPiece) -> Tensor:
+        return self._read(name, piece.box if piece.shape else None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self._read(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 @dataclass(slots=True)
@@ -138,7 +180,7 @@ class ShardedUpdater:
         self.stage.release_masters()
         for name, slot in self.stage.slots.items():
             slot.of(self.stage.working).copy_(_given(state, name, slot.shape))
-        self._load_limits(state, step)
+        self.stage.limits.load(step, limits_in(state, self.stage.slots))
 
     def release(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
@@ -265,35 +307,49 @@ class ShardedUpdater:
         return slot.of(self.stage.working)
 
     def load(self, state: Mapping[str, Tensor], step: int, chunks: Iterable[int]) -> None:
-        """Take over a whole stage's state: working weights, and these chunks."""
-        self.follow(state, step)
-        keyed: dict[str, list[tuple[str, Tensor]]] = {}
-        for full, value in state.items():
+        """Take over a whole stage's state: working weights, and these chunks. A weight is read once, of all
+        else only the rows that are held.
+        """
+        self.held.clear()
+        self.stage.release_masters()
+        stored = StoredState.of(state)
+        keyed: dict[str, list[str]] = {}
+        for full in stored:
             if full.startswith("optimizer/"):
-                name, _, key = full.removeprefix("optimizer/").rpartition("/")
-                keyed.setdefault(name, []).append((key, value))
+                keyed.setdefault(full.removeprefix("optimizer/").rpartition("/")[0], []).append(full)
+        parts: dict[str, list[tuple[HeldChunk, int]]] = {}
         for chunk in chunks:
             where = self.ranges[chunk]
-            length = where.stop - where.start
-            masters = torch.zeros(length, dtype=torch.float32, device=self.stage.device)
-            held = self._hold(chunk, masters)
-            for (_, p), piece in zip(held.named, held.pieces, strict=True):
-                p.detach().copy_(_rows(_given(state, piece.name, piece.shape), piece))
-                if held.average is not None:  # a state that was saved without an average starts one
-                    at = piece.offset - where.start
-                    kept = state.get(f"extra/ema/{piece.name}", state[f"model/{piece.name}"])
-                    held.average[at : at + piece.size].view(piece.rows).copy_(_rows(kept, piece))
-                mine = held.optimizer.state.setdefault(p, {})
-                for key, value in keyed.get(piece.name, ()):
-                    word, _, kind = key.partition("#")
-                    if kind:
-                        mine[word] = value.item()
-                    elif tuple(value.shape) == piece.shape:
-                        mine[word] = self._placed(held, p, _rows(value, piece))
-                    else:
-                        mine[word] = self._placed(held, p, value)
-                if not mine:
-                    held.optimizer.state.pop(p, None)
+            held = self._hold(chunk, torch.zeros(where.stop - where.start, device=self.stage.device))
+            for index, piece in enumerate(held.pieces):
+                parts.setdefault(piece.name, []).append((held, index))
+        for name, slot in self.stage.slots.items():
+            given = _given(stored, name, slot.shape)
+            slot.of(self.stage.working).copy_(given)
+            for held, index in parts.get(name, ()):
+                self._load_piece(held, index, given, stored, keyed.get(name, ()))
+        self.stage.limits.load(step, limits_in(stored, self.stage.slots))
+
+    def _load_piece(
+        self, held: HeldChunk, index: int, given: Tensor, stored: StoredState, states: Iterable[str]
+    ) -> None:
+        piece, p = held.pieces[index], held.named[index][1]
+        p.detach().copy_(_rows(given, piece))
+        if held.average is not None:  # a state that was saved without an average starts one
+            at, kept = piece.offset - held.where.start, f"extra/ema/{piece.name}"
+            rows = stored.rows(kept, piece) if kept in stored else _rows(given, piece)
+            held.average[at : at + piece.size].view(piece.rows).copy_(rows)
+        mine: dict[str, Any] = {}
+        for full in states:
+            word, _, kind = full.rpartition("/")[2].partition("#")
+            if kind:
+                mine[word] = stored[full].item()
+            elif stored.shapes[full] == piece.shape:
+                mine[word] = self._placed(held, p, stored.rows(full, piece))
+            else:
+                mine[word] = self._placed(held, p, stored[full])
+        if mine:
+            held.optimizer.state[p] = mine
 
     def _placed(self, held: HeldChunk, p: nn.Parameter, value: Tensor, *, copy: bool = True) -> Tensor:
         """Counters live on the CPU, unless the optimizer reads them in a kernel of its own."""
@@ -301,10 +357,6 @@ class ShardedUpdater:
         in_kernel = group.get("fused") or group.get("capturable")
         device = p.device if value.ndim or in_kernel else torch.device("cpu")
         return value.detach().to(device, copy=copy)
-
-    def _load_limits(self, state: Mapping[str, Tensor], step: int) -> None:
-        grids = {full.removeprefix("extra/grid/"): value for full, value in state.items()}
-        self.stage.limits.load(step, {n: int(grids[n]) for n in self.stage.slots if n in grids})
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:

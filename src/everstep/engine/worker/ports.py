@@ -41,8 +41,12 @@ class StateStore(Protocol):
         """To the memory of nodes."""
         ...
 
-    def load(self, step: int, names: list[str], directions: StateDirections) -> State | None:
-        """The tensors of these parameters; None: the state is gone."""
+    def load(
+        self, step: int, names: list[str], directions: StateDirections, take: Callable[[State], None]
+    ) -> bool:
+        """Give `take` the tensors of these parameters, which are read as it asks for them. False: they cannot
+        be read; what it has taken then is of no use.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -321,10 +322,8 @@ class WorkItems:
                 self.sharded.begin()
                 self._touched = True
             return True
-        state = self.ports.states.load(state_step, list(self.stage.slots), self.control.directions)
-        if state is not None:
-            self._load(state_step, state)
-        return state is not None
+        names, directions = list(self.stage.slots), self.control.directions
+        return self.ports.states.load(state_step, names, directions, partial(self._load, state_step))
 
     def _all_have(self, mine: bool) -> bool:
         """A state that one shard could not load is gone for all."""

@@ -1,0 +1,208 @@
+"""Loading a checkpoint: peak host memory, bytes read from storage per stage, seconds.
+
+    python bench/restore.py                                1 GiB of state, 1, 2 and 4 replicas
+    python bench/restore.py --gib 20 --replicas 1 2        20 GiB
+    python bench/restore.py --device cuda --gib 36         a state of 3 B parameters on a GPU
+    python bench/restore.py --shard --json                 with sharded optimizer states
+    python bench/restore.py --at-once                      all tensors read before the first is put in place
+
+A checkpoint of one stage (weights and AdamW's two moments, fp32) is written once. Then each replica loads it
+in a process of its own, as a worker does: builds its stage, loads, and says its peak of resident memory.
+`above_state`: that peak without what was resident before and without the state. `start_s`: what a search for
+the newest checkpoint takes before any worker loads; `verify_s`: the same with all bytes verified, as it is
+done after a failed load. Replicas run one after the other: their seconds are not those of replicas that share
+a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+
+from everstep.core.worker.control import StateDirections
+from everstep.engine.layers.model import Model
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.optimizer import Updater, adamw
+from everstep.engine.state.sharded import ShardedUpdater
+from everstep.job.job import CheckpointSpec, Job, ModelSpec
+from everstep.layout.box import Box
+from everstep.protocol.messages import Sender
+from everstep.protocol.ops import Worker
+from everstep.store import folder
+from everstep.store.ranges import LocalFile
+from everstep.store.search import newest_to_use
+from everstep.store.state_keeper import StateKeeper
+
+WIDTH = 2048
+STATE_BYTES = 12  # per parameter: fp32 weights and two moments
+
+
+class NoData:
+    def batch(self, step: int, microbatch: int) -> Any:
+        raise AssertionError("nothing is trained here")
+
+
+def model(gib: float) -> Model:
+    count = max(2, round(gib * 2**30 / (STATE_BYTES * WIDTH * WIDTH)))
+    layers = {f"layer-{i}": lambda: nn.Linear(WIDTH, WIDTH, bias=False) for i in range(count)}
+    return Model(layers=layers, loss=nn.functional.mse_loss)
+
+
+def stage(options: argparse.Namespace) -> Stage:
+    whole = model(options.gib)
+    device = torch.device(options.device)
+    return Stage(
+        whole,
+        range(len(whole.layers)),
+        data=NoData(),
+        device=device,
+        accumulate="fp32",
+        sharded=options.shard,
+    )
+
+
+def write(options: argparse.Namespace, root: Path) -> None:
+    """Tensor by tensor, as zeros with a few numbers in them: the values do not matter."""
+
+    def part(name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, float(len(name)))
+
+    slices = []
+    for layer in model(options.gib).layers:
+        name, shape = f"{layer}.weight", (WIDTH, WIDTH)
+        for full in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
+            slices.append((full, shape, Box((0, 0), shape), part(full, (1, 1)).expand(shape)))
+        slices.append((f"optimizer/{name}/step", (), Box((), ()), torch.tensor(1.0)))
+    parts = [folder.write_slices(root, 1, "stage-0", slices)]
+    folder.commit(root, 1, parts, {})
+
+
+def load(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """One replica, in this process."""
+    one = stage(options)
+    updater: Any
+    arguments: tuple[Any, ...] = (1,)
+    if options.shard:  # a replica owns its chunks and guards those of the next
+        count = 2 * options.of
+        holders = {options.index, (options.index + 1) % options.of}
+        updater = ShardedUpdater(one, adamw(), chunks=count)
+        arguments = (1, [chunk for chunk in range(count) if chunk // 2 in holders])
+    else:
+        updater = Updater(one, adamw())
+    job = Job(model=ModelSpec(preset="gpt-tiny"), base=str(root), checkpoint=CheckpointSpec(folder=str(root)))
+    sender = Sender("bench", Worker(0, 0), 1)
+    states = StateKeeper(sender, job, node="a", memory_root=root, secret="", say=lambda report: None)
+    read = counted()
+    before, began = resident(), time.monotonic()
+    held = dict if options.at_once else (lambda state: state)
+    take = lambda state: updater.load(held(state), *arguments)  # noqa: E731
+    assert states.load(1, list(one.slots), StateDirections(), take)
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "read": sum(read), "before": before, "peak": peak, "kept": kept(updater)}
+
+
+def kept(updater: Any) -> int:
+    """What a load adds to host memory: on the CPU the optimizer's states and, sharded, the masters."""
+    if updater.stage.device.type != "cpu":
+        return 0
+    optimizers = (
+        [updater.optimizer] if isinstance(updater, Updater) else [h.optimizer for h in updater.held.values()]
+    )
+    tensors = [t for one in optimizers for state in one.state.values() for t in state.values()]
+    masters = [] if isinstance(updater, Updater) else [h.masters for h in updater.held.values()]
+    return sum(tensor.nbytes for tensor in [*tensors, *masters])
+
+
+def counted() -> list[int]:
+    read: list[int] = []
+    real = LocalFile.read
+
+    def seen(file: LocalFile, offset: int, out: memoryview) -> None:
+        read.append(len(out))
+        real(file, offset, out)
+
+    LocalFile.read = seen  # type: ignore[method-assign]
+    return read
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measured(options: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
+    rows = []
+    began = time.monotonic()
+    newest_to_use(root)
+    start_s, began = time.monotonic() - began, time.monotonic()
+    newest_to_use(root, verify=True)
+    verify_s = time.monotonic() - began
+    state = sum(path.stat().st_size for path in root.rglob("*.safetensors"))
+    for replicas in options.replicas:
+        each = []
+        for index in range(replicas):
+            command = [sys.executable, __file__, "--one", str(root), "--gib", str(options.gib)]
+            command += ["--device", options.device, "--index", str(index), "--of", str(replicas)]
+            command += ["--shard"] if options.shard else []
+            command += ["--at-once"] if options.at_once else []
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            each.append(json.loads(done.stdout))
+        rows.append(
+            {
+                "replicas": replicas,
+                "state_gib": state / 2**30,
+                "read_gib_per_stage": sum(one["read"] for one in each) / 2**30,
+                "peak_gib": max(one["peak"] for one in each) / 2**30,
+                "above_state_gib": max(one["peak"] - one["before"] - one["kept"] for one in each) / 2**30,
+                "load_s": max(one["seconds"] for one in each),
+                "start_s": start_s,
+                "verify_s": verify_s,
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=1.0, help="of state: 12 bytes per parameter")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shard", action="store_true", help="sharded optimizer states")
+    parser.add_argument("--at-once", action="store_true", help="hold the whole state, for comparison")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written; default: temporary")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    for inner, kind in (("--one", Path), ("--index", int), ("--of", int)):
+        parser.add_argument(inner, type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(load(options, options.one)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        write(options, Path(root))
+        rows = measured(options, Path(root))
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    for row in rows:
+        print("  ".join(f"{key} {round(value, 2)}" for key, value in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
