@@ -1,6 +1,7 @@
-"""A script that trains a small GPT with the features named on its command line (`bench/pairs.py`).
+"""A script that trains a small GPT with the features named on its command line (`bench/pairs.py`,
+`bench/long.py`).
 
-everstep run harness/pair_script.py bf16 evaluation [steps=8] [shape=2x2] [folder=DIR]
+everstep run harness/pair_script.py bf16 evaluation [steps=8] [shape=2x2] [folder=DIR] [device=cuda]
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def main(words: list[str]) -> None:
         layers[names[1]] = frozen(layers[names[1]])
     made = masked if "weighted" in features else batch
     settings: dict[str, Any] = {"lr": 1e-2, "seed": 3}
+    settings |= {"device": options["device"]} if "device" in options else {}
     settings |= {"precision": "bf16"} if "bf16" in features else {}
     settings |= {"recompute": True} if "recompute" in features else {}
     settings |= {"compile": True} if "compile" in features else {}

@@ -201,6 +201,8 @@ def test_storage_that_hangs_holds_up_nobody() -> None:
 
 def test_a_fork_says_its_own_lines_and_not_its_parent_s() -> None:
     code = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forks where there are threads
 log.start()
 log.say("parent")
 log.flush()

@@ -266,3 +266,12 @@ def test_a_sum_of_squares_is_rounded_once_whatever_version_of_python_adds_it_up(
         in_order += square
     (found,) = counted.squares_of(stage, [[torch.tensor([n]) for n in numbers]])
     assert found == math.fsum(squares) != in_order
+
+
+def test_a_state_of_another_optimizer_is_named_when_the_next_step_misses_something() -> None:
+    """It was a KeyError: 'sum'."""
+    before, after = (Updater(stage(), of) for of in (torch.optim.AdamW, torch.optim.Adagrad))
+    before.apply(1, torch.ones(before.stage.size))
+    after.load({name: tensor.clone() for name, tensor in before.state(1).items()}, 1)
+    with pytest.raises(UserError, match=r"^Adagrad does not find 'sum' in the state that was loaded"):
+        after.apply(2, torch.ones(after.stage.size))

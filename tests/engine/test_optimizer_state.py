@@ -4,11 +4,22 @@ they are refused before they train a different model without a word.
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from pipeline import CPU, stages
-from toy_optimizers import CARRIED, REFUSED, Attributes, Coupled, Drawing, GroupCount, Modes, ObjectInState
+from toy_optimizers import (
+    CARRIED,
+    REFUSED,
+    Attributes,
+    Coupled,
+    Drawing,
+    GroupCount,
+    ListInState,
+    Modes,
+    ObjectInState,
+)
 
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
@@ -150,6 +161,26 @@ def test_a_job_with_an_optimizer_that_trains_wrongly_is_refused_before_the_start
     preflight(job, model=gpt(**SMALL), data=DATA, optimizer=of(GroupCount))
     with pytest.raises(UserError, match="use stages = 1"):
         preflight(job, model=gpt(**SMALL), data=DATA, optimizer=of(Coupled))
+
+
+@pytest.mark.parametrize(
+    ("build", "refused"),
+    [
+        (of(GroupCount), False),
+        (of(ListInState), True),
+        (lambda named: torch.optim.Adafactor(named), True),
+        (lambda named: torch.optim.AdamW(named), False),
+    ],
+)
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_for_shards(build, refused: bool) -> None:
+    """Each shard stepped with its part alone: other numbers than with one shard, and nothing was said."""
+    job = Job(model=ModelSpec(preset="gpt-tiny"), shards=2)
+    preflight(replace(job, shards=1), model=gpt(**SMALL), data=DATA, optimizer=build)
+    if not refused:
+        preflight(job, model=gpt(**SMALL), data=DATA, optimizer=build)
+        return
+    with pytest.raises(UserError, match="from its other parts too, and shards have one part each"):
+        preflight(job, model=gpt(**SMALL), data=DATA, optimizer=build)
 
 
 def test_a_worker_tries_its_optimizer_before_the_first_step_of_a_run() -> None:

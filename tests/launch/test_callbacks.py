@@ -206,4 +206,23 @@ def test_a_start_that_goes_on_with_other_settings_says_so(
     assert said == "resumes with other settings than before: seed 0 -> 5, rows of data 10 -> 31\n"
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_steps_that_are_done_again_with_other_settings_are_logged_again(
+    tmp_path: Path, changed: bool
+) -> None:
+    """An earlier start got to step 4 and left a checkpoint of step 2."""
+    history = History.of(job(tmp_path))
+    history.begin(0)
+    assert all(history.step(row(step).document()) for step in (1, 2, 3, 4))
+    history.evaluated(4, {"loss": 1.0})
+    history.close()
+    again = History.of(job(tmp_path))
+    again.settings = settings_of(replace(job(tmp_path), seed=5 if changed else 0))
+    again.begin(2)
+    assert [again.step(row(step, loss=9.0).document()) for step in (3, 4, 5)] == [changed, changed, True]
+    assert again.evaluated(4, {"loss": 2.0}) is changed
+    again.close()
+    assert History.of(job(tmp_path)).steps[3]["loss"] == (9.0 if changed else row(3).document()["loss"])
+
+
 CHANGED = ((0, 1, 10), (5, 2, 31))  # seed, stages (which change nothing that is learnt), rows

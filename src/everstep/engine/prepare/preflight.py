@@ -137,8 +137,8 @@ def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
     if is_elementwise(made):
         return
     try:
-        here, tied = torch.device("cpu"), bool(model.tied)
-        try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied)
+        here, tied, split = torch.device("cpu"), bool(model.tied), job.shards > 1
+        try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied, split=split)
     except CannotTry:
         if device.pick(job.device).type == "cpu":
             raise

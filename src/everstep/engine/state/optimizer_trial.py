@@ -7,6 +7,7 @@ An optimizer is any code with any state, so it is tried, and what differs by one
     resumed     a new optimizer takes over the state halfway      as a joiner and a resumed run do
     apart       half of the parameters has other values and gradients; the other half must not notice, because
                 with several stages it is on another worker
+    split       a new optimizer for one half of every matrix, as each of several shards has it
 
 What moves and cannot be carried is named, where it can be seen. torch's own elementwise optimizers are known
 and not tried. A launcher tries on the CPU, before the start; a worker on its device, before its first update.
@@ -68,9 +69,10 @@ def try_optimizer(
     device: torch.device,
     several: bool = False,
     tied: bool = False,
+    split: bool = False,
 ) -> None:
     """`made`: what `build` gives for `named`. `several`: is this one of several stages? `tied`: has the model
-    tied parameters, each of which is two here?
+    tied parameters, each of which is two here? `split`: has a worker shards, which hold parts of matrices?
     """
     kind = type(made).__name__
     instead = "use another optimizer, such as AdamW"
@@ -107,15 +109,29 @@ def try_optimizer(
                         f"{kind} computes the step of a parameter from other parameters too, and "
                         f"{_APART if several else _TWICE}."
                     )
+        for part in (0, 1) if split else ():
+            halved = _Tried(build, chosen, device, part=part)
+            if not _close([_part(p, part) for p in expected], halved.steps(0, STEPS)):
+                raise UserError(
+                    f"{kind} computes the step of a part of a matrix from its other parts too, and shards "
+                    "have one part each; use shards = 1, or an optimizer such as AdamW."
+                )
 
 
 class _Tried:
-    """Small parameters and their optimizer. `other`: the half with different values and gradients."""
+    """Small parameters and their optimizer. `other`: the half with different values and gradients. `part`:
+    which half of every matrix it has, if not all of it.
+    """
 
     def __init__(
-        self, build: Factory, chosen: list[_Small], device: torch.device, other: int | None = None
+        self,
+        build: Factory,
+        chosen: list[_Small],
+        device: torch.device,
+        other: int | None = None,
+        part: int | None = None,
     ) -> None:
-        self._chosen, self._device, self._other = chosen, device, other
+        self._chosen, self._device, self._other, self._part = chosen, device, other, part
         self.draws = False  # random numbers
         devices.seed(device, _SEED)
         drawn = zip(chosen, self._drawn(0), strict=True)
@@ -175,7 +191,7 @@ class _Tried:
         for index, one in enumerate(self._chosen):
             key = keys.key(_SEED, step, index, int(one.half == self._other))
             drawn = torch.randn(one.shape, generator=torch.Generator().manual_seed(key))
-            found.append(drawn.to(self._device))
+            found.append(_part(drawn, self._part).to(self._device))
         return found
 
 
@@ -206,6 +222,18 @@ def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
     while prod(min(n, most) for n in shape) > MOST_ELEMENTS:
         most //= 2
     return tuple(min(n, most) for n in shape)
+
+
+def _part(tensor: Tensor, part: int | None) -> Tensor:
+    """Rows of a matrix that has them for two."""
+    if part is None or tensor.ndim < 2 or tensor.shape[0] < 2:
+        return tensor
+    return tensor.tensor_split(2)[part].clone()
+
+
+def _close(one: list[Tensor], other: list[Tensor]) -> bool:
+    """But for rounding, which may depend on where in a tensor an element is."""
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(one, other, strict=True))
 
 
 def _same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -56,6 +56,10 @@ class History:
         self._file = rows_file(path)
         if resumed_from > 0 and (changed := changes(self.earlier, self.settings)):
             say(f"resumes with other settings than before: {changed}")
+            # What an earlier start has done behind this step it has done with others.
+            for table in (self.steps, self.evaluations):
+                for step in [step for step in table if step > resumed_from]:
+                    del table[step]
         if self.earlier != self.settings:
             self._write({"kind": "settings", "settings": self.settings})
 

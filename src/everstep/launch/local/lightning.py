@@ -34,7 +34,8 @@ from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local.arguments import shape_of_call
 from everstep.launch.local.data import steps_of
-from everstep.log import say
+from everstep.log import say, warn
+from everstep.store.folder import complete_steps
 
 
 def fit(
@@ -113,7 +114,10 @@ def fit(
         kept = checkpoint or {"folder": str(Path(folder) / "checkpoints"), "interval": count}
         more = {**settings, **shape, "steps": count, "checkpoint": kept}
         result = _train(program, data, tested, names, in_epoch, more)
-        weights = load(kept["folder"] if isinstance(kept, dict) else kept)
+        root = kept["folder"] if isinstance(kept, dict) else kept
+        weights, last, saved = load(root), max(result.losses, default=0), complete_steps(root)[-1]
+        if saved < last:
+            warn(f"the state of step {last} is not saved; the module has the weights of step {saved}")
     module.load_state_dict(
         {name.removeprefix(f"{WHOLE}."): value for name, value in weights.items()}, strict=False
     )
