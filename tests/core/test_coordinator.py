@@ -338,7 +338,17 @@ def test_a_mended_link_is_retried_in_place_until_it_breaks_too_often() -> None:
     assert all(incident.closed for incident in cluster.coordinator.log.incidents)
 
 
-def test_a_line_of_the_kernel_isolates_the_node() -> None:
+def test_a_line_of_the_kernel_that_names_no_device_isolates_the_node() -> None:
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    node = node_of(cluster, W00)
+    cluster.report(
+        "t", W00, msg.KernelSpoke(text="NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.")
+    )
+    assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
+
+
+def test_a_line_of_the_kernel_isolates_the_slot_of_its_device() -> None:
     cluster = running(nodes={"a": 2, "b": 2, "c": 2})
     node = node_of(cluster, W00)
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
@@ -346,7 +356,8 @@ def test_a_line_of_the_kernel_isolates_the_node() -> None:
     cluster.report("t", W00, msg.KernelSpoke(text=text, slots=(slot,)))
     (incident,) = [i for i in cluster.coordinator.log.incidents if i.node == node and not i.task]
     assert f"the device is slot {slot} of {node}: worker {W00} of t" in [e.text for e in incident.evidence]
-    assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
+    assert cluster.coordinator.nodes[node].state is NodeState.UP
+    assert set(cluster.coordinator.nodes[node].isolated_slots) == {slot}
     assert len(cluster.coordinator.tasks["t"].seats) == 4
 
 

@@ -5,6 +5,7 @@ import os
 import secrets
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -207,6 +208,26 @@ def test_fifteen_storms_with_shards_break_nothing() -> None:
         assert report.violation is None, f"everstep sim storm --groups --seeds {seed}: {report.violation}"
         struck |= {fault.split()[0] for fault in report.faults_struck}
     assert "shard" in struck
+
+
+def test_votes_break_nothing_in_twenty_storms() -> None:
+    """Replicas check each other while workers die and links break: no vote hangs or raises an alarm."""
+    for seed in range(20):
+        violation = run_storm(draw_storm(seed, "votes"), cluster=True).violation
+        assert violation is None, f"everstep sim storm --votes --seeds {seed}: {violation}"
+
+
+def test_no_wrong_number_is_ever_used_and_no_healthy_slot_isolated() -> None:
+    for seed in range(30):
+        violation = run_storm(draw_storm(seed, "flips"), cluster=True).violation
+        assert violation is None, f"everstep sim storm --flips --seeds {seed}: {violation}"
+
+
+def test_without_votes_wrong_numbers_are_used() -> None:
+    """The checkers see what votes prevent."""
+    spec = draw_storm(0, "flips")
+    blind = replace(spec, rules=replace(spec.rules, vote_every=0))
+    assert "exactly once" in (run_storm(blind, cluster=True).violation or "")
 
 
 def test_sixty_storms_with_sharded_states_break_nothing() -> None:

@@ -24,6 +24,11 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
 MOST_SHARDS = 64  # of a worker: they are on one node
+_NO_VOTES = {
+    "replicas": "needs a second replica to compute microbatches again; give replicas = 2 or more.",
+    "accumulate": 'compares bits, and accumulate = "fp32" does not ask for the same bits; use "strict".',
+    "shards": "does not work with shards yet; give shards = 1, or leave it out.",
+}
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay")
 HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
 
@@ -179,6 +184,25 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySpec:
+    """Replicas compute a share of each other's microbatches again and compare the bits."""
+
+    votes: Literal["off", "sampled", "every"] = "sampled"  # every: all microbatches of every step
+    cost: float = 0.01  # sampled: at most this part of a step is spent on it
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cost <= 1:
+            raise UserError(f"verify.cost is {self.cost}; it is a part of a step, above 0 and at most 1.")
+
+    def period(self, microbatches: int) -> tuple[int, int]:
+        """Steps between two votes, and how many of a replica's microbatches are computed again in each."""
+        if self.votes == "off":
+            return 0, 0
+        share = microbatches * (1.0 if self.votes == "every" else self.cost)
+        return (1, int(share)) if share >= 1 else (math.ceil(1 / share), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
     """How often the weights are evaluated, and on what. The last step's always are."""
 
@@ -202,6 +226,7 @@ class Job:
     optimizer: OptimizerSpec = OptimizerSpec()
     checkpoint: CheckpointSpec | None = None  # None: a stage that is lost whole starts the run over
     evaluation: EvaluationSpec | None = None  # None: there is none
+    verify: VerifySpec = VerifySpec()
     steps: int = 100  # optimizer steps
     replicas: int = 1  # data-parallel copies
     max_replicas: int = 0  # on a cluster, the most that the planner may give by itself; 0: `replicas`
@@ -277,6 +302,20 @@ class Job:
                 "sequence_parallel = true splits the sequence over the shards of a worker, and shards is 1; "
                 "give 2 shards or more, or leave sequence_parallel out."
             )
+
+        if self.verify.votes == "every":
+            for name, value in (("replicas", self.replicas == 1), ("accumulate", self.accumulate == "fp32")):
+                if value:
+                    raise UserError(f'verify.votes = "every" {_NO_VOTES[name]}')
+            if self.shards > 1:
+                raise UserError(f'verify.votes = "every" {_NO_VOTES["shards"]}')
+
+    @property
+    def vote_period(self) -> tuple[int, int]:
+        """As `VerifySpec.period`; (0, 0) where no two workers compute the same bits."""
+        if self.replicas == 1 or self.shards > 1 or self.accumulate == "fp32":
+            return 0, 0
+        return self.verify.period(self.microbatches)
 
     @property
     def microbatches_in_step(self) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 from everstep.errors import PeerError, UserError
 from everstep.net.arena import Location
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.parcels import Parcel, ParcelKind, Part, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind, Part, RunHashes, StateTransfer, StepHashes
 
 # Of one message, whatever carries it.
 MAX_TENSORS = 4096
@@ -203,6 +203,8 @@ VALUES: dict[ParcelKind | FrameKind, Any] = {
     ParcelKind.COPY: tuple[float | None, Part | None],  # sum of squares, and of whom
     ParcelKind.NEWS: float,  # sum of squares
     ParcelKind.FEED: float | None,  # scale; None: a skipped step
+    ParcelKind.HASHES: StepHashes,
+    ParcelKind.ANSWER: RunHashes,
     FrameKind.STATE: StateTransfer,
     FrameKind.LANE: OpenLane | LaneBroke | Unmappable,
 }  # other messages have none

@@ -202,6 +202,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         say=line.say if leader is None else partial(leader.report, 0),
         cut=Cut(program.model.shard_plan, shard, job.shards),
     )
+    control.state.votes.computes = plane.identity.computes
     loop = WorkerLoop(
         control,
         lambda: program.build(sender.worker.stage, device=device, empty=plane.empty, shards=shards),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from everstep.protocol.ops import Microbatch, OpLists, Worker
 from everstep.protocol.parcels import Scores
@@ -82,6 +82,7 @@ class StepSealed(Event):
     losses: tuple[tuple[Microbatch, float], ...] = ()
     sum_of_squares: float = 0.0
     scores: Scores = ()  # of an evaluation that this step carried
+    voted: bool = False  # peers have computed a share of it again, with the same bits
 
 
 @message(
@@ -96,6 +97,60 @@ class UpdateInvalidated(Event):
     step: int
     norm: float
     attempt: int  # of the step after it, so that a late report is known as such
+
+
+INPUTS = ("input", "input as sent", "gradient in", "gradient in as sent")  # what a vote is computed from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteRun:
+    """One computation of what two workers differ in. `whole`: the hash of all of it; `hashes`: of those parts
+    of it that are not the same in all computations, by name, and of its inputs.
+    """
+
+    worker: Worker
+    incarnation: int
+    whole: str
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+
+@message(
+    by=WORKER,
+    fences=(EPOCH,),
+    since=3,
+    says="worker {worker} of {task} computed other bits than worker {host} in step {step}",
+)
+class VoteDiffered(Event):
+    """A worker has computed a peer's microbatch again, or compared its state with the peer's, and the bits
+    differ. It waits for a verdict: the step cannot be sealed before.
+
+    `runs`: in order, what host, checker and a third worker, if there is one, computed from the same inputs;
+    the first run of the host is the one that its sum holds. `truth`: the hash that a run from a kept state
+    gave for the same step since.
+    """
+
+    worker: Worker
+    host: Worker
+    epoch: int
+    step: int
+    microbatch: Microbatch | None  # None: states differ
+    runs: tuple[VoteRun, ...]
+    truth: str = ""
+
+
+@message(since=3, says="task {task} continues: {because}")
+class VotesSettled(Event):
+    """No worker has to go because of a vote. `go_on`: whether there are to be further votes."""
+
+    because: str
+    go_on: bool
+
+
+@message(since=3, says="task {task} goes back to a verified state: {because}")
+class StateDoubted(Event):
+    """Steps after the last one that was voted on may hold wrong numbers: they are done again."""
+
+    because: str
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has copied its state")

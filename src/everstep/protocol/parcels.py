@@ -11,6 +11,7 @@ reduce group was formed: parts of different rounds are never added up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ class ParcelKind(StrEnum):
     FEED = "J"  # the whole sum and its scale, for a worker that is joining; sharded: the working weights
     WEIGHTS = "W"  # sharded: the working weights of chunk `owner` after the step
     FILL = "K"  # sharded: the optimizer state of chunk `owner` after the step, for a new holder
+    HASHES = "D"  # of what `sender` has computed in a step that is voted on
+    REPLAY = "Q"  # `sender` asks `owner` to compute `microbatch` again, from these inputs
+    ANSWER = "V"  # the hashes of what `sender` has computed for a REPLAY of `owner`
 
 
 class Parcel(NamedTuple):
@@ -70,6 +74,22 @@ class Part(NamedTuple):
     executed: int  # ops this worker ran for the step, to show that nothing was run twice
     weights: tuple[float, ...]  # of the microbatches, in their order
     scores: Scores = ()
+
+
+class StepHashes(NamedTuple):
+    """Of HASHES: what its sender has computed in a step, and with what. Names are those of the engine."""
+
+    incarnation: int  # of the sender
+    computes: str  # what its bits depend on besides the job
+    state: Mapping[str, str]  # weights and optimizer state before the step
+    made: Mapping[str, Mapping[str, str]]  # by microbatch
+
+
+class RunHashes(NamedTuple):
+    """Of ANSWER: what its sender has found, run by run."""
+
+    incarnation: int  # of the sender
+    runs: tuple[Mapping[str, str], ...]
 
 
 class StateTransfer(NamedTuple):

@@ -82,6 +82,7 @@ class EpochFacts:
     until: int | None = None
     saves: bool = False
     recorded: int = 0
+    votes_from: int | None = 0
     book: Mapping[Worker, tuple[str, int]] = field(default_factory=dict)  # where each worker is reached
 
 
@@ -209,6 +210,7 @@ def resume(facts: EpochFacts, own: OwnOrders) -> Resume:
         until=facts.until,
         saves=facts.saves,
         recorded=facts.recorded,
+        votes_from=facts.votes_from,
     )
 
 
@@ -236,6 +238,7 @@ class Resume:
     until: int | None = None
     saves: bool = False  # the state of the step `until` is saved as a checkpoint
     recorded: int = 0  # the coordinator knows that this step and all before it are sealed
+    votes_from: int | None = 0  # from this step on peers check each other, in steps that the task's rules say
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:
@@ -271,6 +274,28 @@ class Compute:
     input: Parcel | None
     output: Parcel | None
     ghost: bool = False
+    hashed: bool = False  # a peer computes it again. Answer, of its last op: the hashes by name
+
+
+@dataclass(frozen=True, slots=True)
+class HashState:
+    """Answer: the hashes of weights and optimizer state as they are before this step's update, by name."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Compute F, I and W of a microbatch that another worker hosts, `runs` times, and add nothing to any sum.
+    `replay`: the inputs are in this parcel. Answer: of each run the hashes of what was made, by name.
+    """
+
+    step: int
+    microbatch: Microbatch
+    activation: Parcel | None = None
+    gradient: Parcel | None = None
+    replay: Parcel | None = None
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +450,8 @@ class Finished:
 
 WorkItem = (
     Compute
+    | HashState
+    | Recompute
     | Contribute
     | SumChunk
     | AssembleSum

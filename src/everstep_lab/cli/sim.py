@@ -47,6 +47,12 @@ def storm_command(
     groups: Annotated[
         bool, typer.Option("--groups", help="As --cluster, with workers of two or three processes (shards).")
     ] = False,
+    votes: Annotated[
+        bool, typer.Option("--votes", help="As --cluster, with replicas that check each other's numbers.")
+    ] = False,
+    flips: Annotated[
+        bool, typer.Option("--flips", help="No other faults: one worker computes or holds a wrong number.")
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -70,6 +76,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --sharded --cluster
 
+        everstep sim storm --seeds 0:500 --flips
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -78,7 +86,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, groups=groups)
+    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=[groups, votes, flips])
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -177,13 +185,16 @@ def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> s
     return f"everstep sim storm --seeds {seed}{kept}{flags} --transcript"
 
 
-def _kind(*, cluster: bool, moves: bool, sharded: bool, groups: bool) -> StormKind:
-    if groups:
-        if moves or sharded:
+def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> StormKind:
+    """`alone`: groups, votes, flips, each of which draws its storm by itself."""
+    if any(alone):
+        chosen: StormKind = ("groups", "votes", "flips")[alone.index(True)]
+        if moves or sharded or sum(alone) > 1:
             raise UserError(
-                "--groups draws sharded states and copies by itself: leave out --moves and --sharded."
+                f"--{chosen} draws sharded states and copies by itself: leave out --moves, --sharded and the "
+                "like."
             )
-        return "groups"
+        return chosen
     if sharded:
         return "sharded-moves" if moves else "sharded-cluster" if cluster else "sharded"
     return "moves" if moves else "cluster" if cluster else ""

@@ -132,8 +132,13 @@ class ClusterWorld:
         for incident in coordinator.log.open_ones():
             raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
         alarms = [incident.what for incident in coordinator.log.incidents]
-        if not self.spec.faults and alarms:
+        if not self.spec.faults and alarms and self.spec.flip is None:
             raise Violation(f"no false alarm: {alarms[0]} in a calm run")
+        isolated = [f"slot {s} of {n.name}" for n in coordinator.nodes.values() for s in n.isolated_slots]
+        if self.spec.flip is None and isolated:
+            raise Violation(f"no false alarm: {isolated[0]} is isolated, and no number was wrong")
+        if self.spec.flip is not None and self.spec.faults == () and len(isolated) > 1:
+            raise Violation(f"no healthy slot is isolated: {', '.join(isolated)} are, for one wrong number")
         again = self.head.replayed(self.head.acted)
         assert isinstance(again, Coordinator)
         self.scene.checkers.journal_replayed(digest(coordinator), digest(again))

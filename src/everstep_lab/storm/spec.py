@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.core.worker.rules import TaskRules
-from everstep.protocol.ops import Kind
+from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
 from everstep_lab.draw import Draw
 from everstep_lab.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
-StormKind = Literal["", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups"]
+StormKind = Literal[
+    "", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups", "votes", "flips"
+]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
 FOR_GOOD_US = 3_600_000_000
@@ -44,6 +46,18 @@ class Weather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A worker's machine flips a bit: in what it makes of a microbatch, or in its state (None)."""
+
+    worker: Worker
+    step: int
+    microbatch: Microbatch | None
+
+    def strikes(self, step: int, microbatch: Microbatch | None, incarnation: int) -> bool:
+        return incarnation == 1 and (step, microbatch) == (self.step, self.microbatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     seed: int
     rules: TaskRules
@@ -57,6 +71,7 @@ class Spec:
     faults: tuple[StormFault, ...] = ()
     moves: tuple[int, ...] = ()  # when another shape is asked for, in us
     shards: int = 1  # processes per worker
+    flip: Flip | None = None
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -76,6 +91,8 @@ class Spec:
             *([f"optimizer states in {r.chunks} chunks per stage"] if r.chunks else []),
             *([f"workers of {self.shards} processes"] if self.shards > 1 else []),
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
+            *([f"votes every {r.vote_every} steps, on {r.votes} microbatches"] if r.vote_every else []),
+            *([f"{self.flip}"] if self.flip else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
@@ -120,6 +137,10 @@ def draw_storm(seed: int, kind: StormKind = "") -> Spec:
         spec = with_moves(spec)
     if around == "groups":
         spec = with_groups(spec)
+    if around == "votes":
+        spec = with_votes(spec)
+    if around == "flips":
+        spec = with_flip(spec)
     return with_sharded_states(spec) if sharded else spec
 
 
@@ -178,6 +199,27 @@ def with_sharded_states(spec: Spec) -> Spec:
     """The same storm for a task whose replicas share the optimizer states of their stage."""
     rules = spec.rules
     return replace(spec, rules=replace(rules, tied=None, chunks=CHUNKS_PER_REPLICA * rules.replicas))
+
+
+def with_votes(spec: Spec) -> Spec:
+    """The same storm for a task whose replicas check each other; in one of three seeds with sharded ones."""
+    draw = Draw(spec.seed, "votes")
+    votes = draw.between(1, spec.rules.microbatches)
+    spec = replace(spec, rules=replace(spec.rules, vote_every=draw.choice((1, 1, 2, 3)), votes=votes))
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
+
+
+def with_flip(spec: Spec) -> Spec:
+    """A calm storm in which every contribution is checked, and one of them, or one state, is wrong."""
+    draw = Draw(spec.seed, "flips")
+    rules = spec.rules
+    replicas, microbatches = max(2, rules.replicas), rules.microbatches
+    # Without norms that matter: an update that is undone breaks a step, in which nothing is checked.
+    rules = replace(rules, replicas=replicas, vote_every=1, votes=microbatches, clip=None)
+    worker = Worker(draw.below(rules.replicas), draw.below(rules.stages))
+    own = Microbatch(worker.replica, draw.below(rules.microbatches))
+    flip = Flip(worker=worker, step=draw.between(1, rules.steps), microbatch=draw.choice((own, own, None)))
+    return replace(spec, rules=rules, faults=(), flip=flip)
 
 
 def with_groups(spec: Spec) -> Spec:

@@ -58,6 +58,7 @@ class VirtualWorker:
         self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
         self.payloads: dict[Parcel, Any] = {}
         self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
+        self.made: dict[tuple[int, Any], tuple[bool, ...]] = {}  # what a voted microbatch was computed from
         self.gradients = Cell([])  # of the step it is in
         self.summed = 0  # sharded: the step whose gradients these are
         self.released = 0  # the step whose gradients may be written over
@@ -74,6 +75,8 @@ class VirtualWorker:
         self.lost_shard = 0  # the one whose end ended it
         self.task: work.WorkItem | None = None
         self.began_us = 0  # when the task was begun
+        self.flip = scene.spec.flip if scene.spec.flip and scene.spec.flip.worker == self.me else None
+        self.is_flipped = self.flip is not None
         self.alive = True
         self.hung = False
         self.asleep = False  # in the kernel, where no signal reaches it
@@ -101,14 +104,20 @@ class VirtualWorker:
         """Run a task to its end; its answer."""
         return _DO[type(task)](self, task)
 
-    def _compute(self, task: work.Compute) -> None:
+    def _compute(self, task: work.Compute) -> dict[str, str] | None:
         working = self.chunks.weights if self.chunks.count else self.working
         op, right = task.op, working == self.truth.states[task.step - 1]
+        flipped = self.flip is not None and self.flip.strikes(task.step, op.microbatch, self.incarnation)
+        if task.hashed:
+            given = () if task.input is None else (self.payloads[task.input],)
+            self.made[task.step, op.microbatch] = (*self.made.pop((task.step, op.microbatch), ()), *given)
+        right = right and not flipped
         key = (task.step, op.microbatch)
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
             if kind is Kind.W:
-                self._gradients(task.step).value.append((op.microbatch, inputs.pop(key)))
+                right = right and inputs.pop(key)
+                self._gradients(task.step).value.append((op.microbatch, right))
                 continue
             right = right and (task.input is None or payloads[task.input])
             if kind is Kind.I:
@@ -116,6 +125,30 @@ class VirtualWorker:
             inputs[key] = right
         if task.output is not None:
             payloads[task.output] = right
+        if not task.hashed or op.kind not in (Kind.W, Kind.B):
+            return None
+        return _made(working, self.made.pop((task.step, op.microbatch)), flipped)
+
+    def _hash_state(self, task: work.HashState) -> dict[str, str]:
+        if self.flip is not None and self.flip.strikes(task.step, None, self.incarnation):
+            self.flip = None
+            self.state = self.working = VirtualState(self.state.step, self.state.chain ^ 1)
+        return {"weights": str(self.chunks.weights if self.chunks.count else self.state)}
+
+    def _recompute(self, task: work.Recompute) -> list[dict[str, str]]:
+        """A flip is planted in what one worker makes of a microbatch the first time."""
+        working = self.chunks.weights if self.chunks.count else self.working
+        given = self._inputs(task.step, task.microbatch, task.replay)
+        return [_made(working, given, False)] * task.runs
+
+    def _inputs(self, step: int, microbatch: Any, replay: Parcel | None) -> tuple[bool, ...]:
+        if replay is not None:
+            found: tuple[bool, ...] = self.payloads[replay]
+            return found
+        name, stage = self.worker_state.mail.name, self.me.stage
+        kinds = (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)
+        names = [name(kind, step, stage, microbatch) for kind in kinds]
+        return tuple(self.payloads[each] for each in names if each in self.payloads)
 
     def _contribute(self, task: work.Contribute) -> tuple[Any, ...]:
         weights = {
@@ -251,11 +284,13 @@ class VirtualWorker:
         return True
 
     def _shelve(self, task: work.StoreCopy) -> None:
-        self.checkers.state_saved(self.me, task.state_step, self.state)
+        if not self.is_flipped:  # what is written of a wrong state must never be read
+            self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
 
     def _save(self, task: work.SaveCheckpoint) -> None:
-        self.checkers.state_saved(self.me, task.state_step, self.state)
+        if not self.is_flipped:  # what is written of a wrong state must never be read
+            self.checkers.state_saved(self.me, task.state_step, self.state)
         self.chunks.saved(task.state_step, task.chunks)
         self.disk.begin(task.state_step, self.me.stage)
 
@@ -293,6 +328,8 @@ class VirtualWorker:
                 return self.payloads[parcel]
             case ParcelKind.PART:
                 return self._gradients(parcel.step)
+            case ParcelKind.REPLAY if parcel.microbatch is not None:
+                return self._inputs(parcel.step, parcel.microbatch, None)
             case ParcelKind.WEIGHTS | ParcelKind.FILL:
                 return self.chunks.weights_of(parcel)
             case ParcelKind.SUM if self.chunks.count:
@@ -332,6 +369,7 @@ class VirtualWorker:
 
     def discard(self, command: work.DiscardWork) -> None:
         first = command.from_step
+        self.made.clear()
         for store in (self.sums, self.chunks.sums):
             for step in [s for s in store if first is None or s >= first]:
                 del store[step]
@@ -349,6 +387,10 @@ class VirtualWorker:
         return f"{self.worker_state.next()}{' paused' if self.worker_state.paused else ''}"
 
 
+def _made(working: Any, given: tuple[bool, ...], flipped: bool) -> dict[str, str]:
+    return {"output": f"{working} {given} {flipped}"}
+
+
 def what_arrives(payload: Any) -> Any:
     """The contents of a message at the moment its last byte leaves the sender's buffer."""
     if type(payload) is not Cell:
@@ -359,6 +401,8 @@ def what_arrives(payload: Any) -> Any:
 
 _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
     work.Compute: VirtualWorker._compute,
+    work.HashState: VirtualWorker._hash_state,
+    work.Recompute: VirtualWorker._recompute,
     work.Contribute: VirtualWorker._contribute,
     work.SumChunk: VirtualWorker._sum_chunk,
     work.AssembleSum: VirtualWorker._assemble,

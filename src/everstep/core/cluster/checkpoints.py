@@ -12,6 +12,7 @@ that an incident says why it is not.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
@@ -85,10 +86,14 @@ class Checkpoints:
         return self.commit(task, now)
 
     def commit(self, task: Task, now: Moment) -> Actions:
-        """A checkpoint counts once all its parts are there and its step is on record."""
+        """A checkpoint counts once all its parts are there and its step is on record; where peers vote, once
+        they have compared the states that it was written from.
+        """
         actions: Actions = []
-        written, recorded = task.checkpoints.parts, _recorded(task)
+        written, recorded, recovery = task.checkpoints.parts, _recorded(task), task.recovery
         for step in sorted(step for step in written if step <= recorded):
+            if recovery is not None and not recovery.is_state_verified(step):
+                continue
             parts = written[step].whole(task.shape.stages)
             seats = [seat for seat in task.seats.values() if seat.incarnation]
             if parts is not None and seats:
@@ -140,6 +145,17 @@ class Checkpoints:
             del known.broken[min(known.broken)]
         self._later.vacated.append(task)
         return self._discard(task, report.step, node, now)
+
+    def doubt(self, task: Task, because: str, now: Moment) -> Actions:
+        """A worker had wrong numbers: what is written and not committed may hold them."""
+        known, actions = task.checkpoints, list[Any]()
+        for step, written in list(known.parts.items()):
+            known.broken[step] = written.attempt
+            del known.parts[step]
+            node = min((seat.node for seat in task.seats.values()), default=None)
+            if node is not None:
+                actions += self._discard(task, step, node, now)
+        return actions
 
     def node_lost(self, task: Task, node: str, now: Moment) -> None:
         """The commits it had in hand have no answer."""

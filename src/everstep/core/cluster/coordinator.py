@@ -421,6 +421,8 @@ class Coordinator:
                 return self._failures.raised(task, event, now)
             case ev.WorkerExited():
                 return self._failures.exited(task, event, now)
+            case ev.VoteDiffered():
+                return self._failures.differed(task, event, now)
             case ev.LedgerReported() | ev.WorkerResumed() | ev.UpdateInvalidated():
                 task.failures.overdue.drop(event.worker)
         return self._training.inform(task, event, now)

@@ -18,6 +18,7 @@ from everstep.core.faults import detector, remedies
 from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
+from everstep.core.faults.votes import Finding, VoteVerdict, judge_votes
 from everstep.core.task.states import Member
 from everstep.errors import InternalError
 from everstep.protocol import events as ev
@@ -28,6 +29,7 @@ from everstep.protocol.ops import Worker
 
 SHOWN_WITNESSES = 8
 ALL_WORKERS = "all workers"  # what is retried when they all wait
+STATES_DIFFER = "states differ"  # what is retried when no third worker can say which is right
 
 
 class Failures:
@@ -180,6 +182,113 @@ class Failures:
         situation = remedies.Situation(judgement=judgement, is_alive=True, retries=retries)
         return self._treat(task, None, incident, situation, now)
 
+    # -------------------------------------------------------------- wrong numbers
+
+    def differed(self, task: Task, event: ev.VoteDiffered, now: Moment) -> Actions:
+        """Two workers have computed different bits; the checker waits for what is done about it."""
+        recovery = task.recovery
+        if task.state is not TaskState.RUNNING or recovery is None or recovery.is_late(event):
+            return []
+        verdict = judge_votes(event)
+        match verdict.finding:
+            case Finding.WRONG_NUMBERS:
+                return self._wrong(task, event, verdict, ErrorKind.WRONG_NUMBERS, now)
+            case Finding.DAMAGED_INPUT if verdict.worker == event.host:
+                return self._wrong(task, event, verdict, ErrorKind.DAMAGED_TENSOR, now)
+            case Finding.NOT_DETERMINISTIC:
+                kind = ErrorKind.NOT_DETERMINISTIC
+            case Finding.DAMAGED_INPUT:
+                kind = ErrorKind.DAMAGED_TENSOR
+            case Finding.UNDECIDED:
+                kind = ErrorKind.WRONG_NUMBERS
+        return self._nobody_goes(task, event, verdict, kind, now)
+
+    def _wrong(
+        self, task: Task, event: ev.VoteDiffered, verdict: VoteVerdict, kind: ErrorKind, now: Moment
+    ) -> Actions:
+        """This worker goes; its state is taken from the others. Recorded steps since the last vote may hold
+        what it had computed: they are done again.
+        """
+        worker, recovery = verdict.worker, task.recovery
+        assert worker is not None
+        assert recovery is not None
+        seat = task.seats.get(worker)
+        process = next(run.incarnation for run in event.runs if run.worker == worker)
+        if seat is None or seat.incarnation != process:  # it is gone since, and its slot is another worker's
+            return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=True), now)
+        incident = self._incidents.suspect(task, worker, "votes", verdict.because, now)
+        incident.node, incident.step = seat.node, event.step
+        self._write_votes(incident, event, verdict, now)
+        doubtful = recovery.recorded - recovery.verified
+        spread = task.shape.stages > 1 and verdict.has_spread
+        judgement = known(kind, verdict.because)
+        self._incidents.judge(incident, judgement, now)
+        recent = remedies.recent(task.failures.times.get(worker, []), now.at, self._policy.patience)
+        facts = {"is_alive": True, "failures": len(recent) + 1, "slots": seat.slots}
+        can_leave = self._roster.can_do_without(seat.node, seat.slots)
+        situation = self._situation(task, worker, judgement, can_leave_slots=can_leave, **facts)
+        actions = self._treat(task, worker, incident, situation, now)
+        used = "its contribution to this step is not used"
+        if doubtful:
+            first, last = recovery.verified + 1, recovery.recorded
+            steps = f"step {last}" if first == last else f"steps {first} to {last}"
+            used += f"; {steps} used others of it that no peer computed again, and are done again"
+        if spread:
+            used += "; other stages have used its outputs, so all go back to a kept state"
+        self._incidents.tell(incident, "votes", (used,), now)
+        if event.truth:  # the states it had are gone: all were loaded again since
+            return actions
+        return actions + self._training.doubted(task, verdict.because, now, back=bool(doubtful) or spread)
+
+    def _nobody_goes(
+        self, task: Task, event: ev.VoteDiffered, verdict: VoteVerdict, kind: ErrorKind, now: Moment
+    ) -> Actions:
+        """Nondeterministic code, or two workers of which neither can be said to be wrong."""
+        what = f"{verdict.finding}: workers {event.host} and {event.worker} differ"
+        incident = self._incidents.new(task=task, what=what, now=now, step=event.step)
+        incident.workers = [event.host, event.worker]
+        incident.stops_training = False
+        self._incidents.tell(incident, "votes", (verdict.because,), now)
+        self._write_votes(incident, event, verdict, now)
+        self._incidents.judge(incident, known(kind, verdict.because), now)
+        states_differ = event.microbatch is None and verdict.finding is Finding.UNDECIDED and not event.truth
+        if states_differ and self._count_retry(task, STATES_DIFFER, now) == 1:
+            because = "one of two states is wrong; when the steps are done again, they tell which"
+            self._incidents.treat(incident, "go back to a kept state", because, now)
+            actions = self._training.doubted(task, verdict.because, now, back=True)
+            return actions + self._incidents.close(incident, "the task goes back to a kept state", now)
+        if verdict.finding is Finding.DAMAGED_INPUT:
+            self._incidents.treat(incident, "none needed", "it was used for a check only", now)
+            actions = self._incidents.close(incident, "the check is not repeated", now)
+            return actions + self._training.inform(
+                task, ev.VotesSettled(because=verdict.because, go_on=True), now
+            )
+        if verdict.finding is Finding.NOT_DETERMINISTIC:
+            parts = ", ".join(verdict.parts[:3])
+            because = (
+                f"make the code of {parts or 'the model'} give the same bits twice; then submit it again"
+            )
+            self._incidents.treat(incident, "stop the votes and continue", because, now)
+        else:
+            nodes = sorted({task.seats[w].node for w in (event.host, event.worker) if w in task.seats})
+            because = f"`everstep check` on {' and '.join(nodes)} may tell which is wrong; the votes stop"
+            self._incidents.treat(incident, "none: an operator can help", because, now)
+        return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=False), now)
+
+    def _write_votes(
+        self, incident: Incident, event: ev.VoteDiffered, verdict: VoteVerdict, now: Moment
+    ) -> None:
+        """The numbers: who computed what, in order."""
+        found: dict[Worker, list[str]] = {}
+        for run in event.runs:
+            found.setdefault(run.worker, []).append(run.whole)
+        texts = [f"worker {worker} found {', '.join(runs)}" for worker, runs in found.items()]
+        if event.truth:
+            texts.append(f"computed again from a kept state: {event.truth}")
+        if verdict.parts:
+            texts.append(f"parts that differ: {', '.join(verdict.parts)}")
+        self._incidents.tell(incident, "votes", texts, now)
+
     # -------------------------------------------------------------- links and nodes
 
     def mended(self, task: Task, event: msg.LinkMended, now: Moment) -> Actions:
@@ -210,12 +319,21 @@ class Failures:
         incident.node, incident.stops_training = node.name, False
         self._incidents.tell(incident, "kernel", (text, *self._roster.at_slots(node.name, slots)), now)
         self._incidents.judge(incident, judgement, now)
-        actions: Actions = []
-        if self._roster.can_do_without(node.name):
-            situation = remedies.Situation(judgement=judgement, node=node.name, can_leave_node=True)
-            choice = remedies.choose(situation, self._policy.patience)
+        situation = remedies.Situation(
+            judgement=judgement,
+            node=node.name,
+            can_leave_node=self._roster.can_do_without(node.name),
+            slots=slots,
+            can_leave_slots=self._roster.can_do_without(node.name, slots),
+        )
+        choice = remedies.choose(situation, self._policy.patience)
+        if choice.effect is Effect.ISOLATE_SLOT:
             self._incidents.treat(incident, choice.what, choice.because, now)
-            actions += self._nodes.isolate(node, judgement.because, now)
+            actions = self._nodes.isolate_slots(node, slots, judgement.because, now)
+            return actions + self._incidents.close(incident, "the slot is isolated", now)
+        if choice.effect is Effect.ISOLATE:
+            self._incidents.treat(incident, choice.what, choice.because, now)
+            actions = self._nodes.isolate(node, judgement.because, now)
             return actions + self._incidents.close(incident, "the node is isolated", now)
         return self._incidents.close(incident, "no other node can take its workers: nothing is done", now)
 
@@ -229,9 +347,12 @@ class Failures:
     def _situation(
         self, task: Task, worker: Worker, judgement: Judgement, **facts: Any
     ) -> remedies.Situation:
-        node = task.seats[worker].node
+        seat = task.seats[worker]
         return remedies.Situation(
-            judgement=judgement, node=node, can_leave_node=self._roster.can_do_without(node), **facts
+            judgement=judgement,
+            node=seat.node,
+            can_leave_node=self._roster.can_do_without(seat.node),
+            **facts,
         )
 
     def _treat(
@@ -255,7 +376,7 @@ class Failures:
                 return self._restart_all(task, incident, choice.because, now)
             case Effect.RESTART if worker is not None:
                 return self._restart(task, worker, situation, choice, now)
-            case Effect.ISOLATE if worker is not None:
+            case Effect.ISOLATE | Effect.ISOLATE_SLOT if worker is not None:
                 return self._isolate(task, worker, situation, choice, now)
         raise InternalError(f"{choice.what} is no remedy for {situation.judgement.kind}")
 
@@ -296,4 +417,7 @@ class Failures:
             self._roster.unseat(task, worker)
             actions += self._staffing.grant(task, now)
         because = "; ".join(filter(None, (situation.judgement.because, choice.refusals)))
+        if choice.effect is Effect.ISOLATE_SLOT:
+            node = self._roster.nodes[situation.node]
+            return actions + self._nodes.isolate_slots(node, situation.slots, because, now)
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)

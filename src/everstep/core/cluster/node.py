@@ -31,6 +31,8 @@ class Node:
     memory_open: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     isolations: list[float] = field(default_factory=list)
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
+    isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
+    slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot
     memory_port: int = 0
     protocol: int = PROTOCOL  # the version that its agent speaks
     back_at: float | None = None  # promised, of a node that takes no workers now
@@ -56,6 +58,11 @@ class Node:
         if self.state is NodeState.UP:
             return self.liveness_since >= self.admin_since
         return self.liveness is not NodeLiveness.HEARD
+
+    @property
+    def unusable(self) -> set[int]:
+        """The slots that get no workers."""
+        return self.lost_slots | self.isolated_slots.keys()
 
     @property
     def reachable(self) -> bool:

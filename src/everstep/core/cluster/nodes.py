@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import inf
 
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
@@ -62,6 +63,7 @@ class Nodes:
                 node.name, node.lost_slots, "its agent was started anew", now
             )
             node.lost_slots = set()
+            node.isolated_slots = {s: at for s, at in node.isolated_slots.items() if s < node.slots}
             node.opened, node.memory_open = set(), set()
             left, node.leaves_at, node.drain_at = node.leaves_at is not None, None, None
             if left and node.admin is NodeAdmin.DRAINING and not node.admin_because.startswith(DRAINED_BY):
@@ -157,6 +159,35 @@ class Nodes:
         self._later.slots_changed(f"node {node.name} is isolated")
         return actions
 
+    def isolate_slots(self, node: Node, slots: tuple[int, ...], because: str, now: Moment) -> Actions:
+        """These slots get no workers for a time, and those that they have move; the others keep working."""
+        patience = self._policy.patience
+        for slot in slots:
+            times = remedies.recent(node.slot_isolations.get(slot, []), now.at, patience)
+            node.slot_isolations[slot] = [*times, now.at]
+            node.isolated_slots[slot] = now.at
+        self._roster.node_changed(node)
+        self._later.slots_changed(f"slot {', '.join(map(str, slots))} of node {node.name} is isolated")
+        actions: Actions = []
+        for task, worker in self._roster.on_node(node.name):
+            if not set(slots).isdisjoint(task.seats[worker].slots):
+                actions += self._staffing.ask_to_go(task, worker, f"its slot is isolated: {because}", now)
+        return actions
+
+    def _slots_back(self, node: Node, now: Moment) -> None:
+        """Those whose time is over; one that was isolated again and again waits for an operator."""
+        patience = self._policy.patience
+        over = [slot for slot in node.isolated_slots if self._slot_due(node, slot, patience) <= now.at]
+        for slot in over:
+            del node.isolated_slots[slot]
+        if over:
+            self._roster.node_changed(node)
+            self._later.slots_changed(f"slots of node {node.name} are back from isolation")
+
+    def _slot_due(self, node: Node, slot: int, patience: msg.Patience) -> float:
+        is_lemon = len(node.slot_isolations.get(slot, ())) >= patience.isolations_before_lemon
+        return inf if is_lemon else node.isolated_slots[slot] + patience.isolation_s
+
     def announced(
         self, node: Node, leaves_in_s: float, by: str, now: Moment, *, at_once: bool = False
     ) -> Actions:
@@ -195,6 +226,11 @@ class Nodes:
             node.leaves_at = node.drain_at = None
             self._roster.node_changed(node)
             self._later.slots_changed(f"node {node.name} stays")
+        if node.isolated_slots:
+            node.isolated_slots.clear()
+            node.slot_isolations.clear()
+            self._roster.node_changed(node)
+            self._later.slots_changed(f"slots of node {node.name} were readmitted")
         if node.admin is NodeAdmin.UP:
             return []
         node.isolations.clear()
@@ -219,6 +255,7 @@ class Nodes:
                 node.back_at = None
                 self._roster.node_changed(node)
                 self._later.slots_changed(f"node {node.name} is not back as promised")
+            self._slots_back(node, now)
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
                 actions += self._set_admin(node, NodeAdmin.UP, "its time of isolation is over", now)
@@ -235,6 +272,8 @@ class Nodes:
                 dues += [] if ends_at is None else [ends_at]
             if node.admin is NodeAdmin.ISOLATED:
                 dues.append(node.admin_since + self._policy.patience.isolation_s)
+            slot_dues = (self._slot_due(node, s, self._policy.patience) for s in node.isolated_slots)
+            dues += [at for at in slot_dues if at < inf]
             dues += [at for at in (node.back_at, node.drain_at) if at is not None]
         return dues
 

@@ -72,7 +72,7 @@ class Roster:
         self._num_free -= len(self._free.pop(name, ()))
         if node.state is NodeState.UP:
             taken = {slot for _, seat in self._seats_at(name) for slot in seat.slots}
-            free = [slot for slot in range(node.slots) if slot not in taken and slot not in node.lost_slots]
+            free = [slot for slot in range(node.slots) if slot not in taken | node.unusable]
             if free:
                 self._free[name] = free
                 self._num_free += len(free)
@@ -132,15 +132,24 @@ class Roster:
         }
         return [f"the device is slot {slot} of {node}: {seats.get(slot, 'free')}" for slot in slots]
 
-    def can_do_without(self, name: str) -> bool:
-        """Would every task with workers on this node still have, or find, a worker for each stage?"""
+    def can_do_without(self, name: str, slots: tuple[int, ...] | None = None) -> bool:
+        """Would every task with workers on this node, or on these slots of it, still have, or find, a worker
+        for each stage?
+        """
         needed = []
         for task in self.tasks_on_node(name):
-            here = Counter(worker.stage for worker in self.seats_on(task, name))
+            here = Counter(
+                worker.stage
+                for worker, seat in self.seats_on(task, name).items()
+                if slots is None or not set(slots).isdisjoint(seat.slots)
+            )
             replicas = self._seats(task).replicas
             needed += [task.shape.shards] * sum(
                 replicas[stage] <= here[stage] for stage in range(task.shape.stages)
             )
+        if slots is not None:
+            left = ([s for s in free if node != name or s not in slots] for node, free in self._free.items())
+            return _have_room(map(len, left), needed)
         free = [len(slots) for node, slots in self._free.items() if node != name] if needed else []
         return _have_room(free, needed) and any(
             n.name != name and n.state is NodeState.UP for n in self.nodes.values()
@@ -248,7 +257,7 @@ class Roster:
                 taken.update(seat.slots)
             self._validate_seats(task)
         for node in self.nodes.values():
-            taken = owned.get(node.name, set()) | node.lost_slots
+            taken = owned.get(node.name, set()) | node.unusable
             up = node.state is NodeState.UP
             free = [slot for slot in range(node.slots) if slot not in taken] if up else []
             assert self._free.get(node.name, []) == free, f"free slots of {node.name}"
@@ -398,6 +407,7 @@ def _is_timed(node: Node) -> bool:
     return (
         node.liveness is NodeLiveness.SILENT
         or node.admin is NodeAdmin.ISOLATED
+        or bool(node.isolated_slots)
         or node.back_at is not None
         or node.drain_at is not None
     )

@@ -127,6 +127,11 @@ class Training:
         actions = self.count_copies(task, now) if given_up else []
         return actions + self.inform(task, event, now)
 
+    def doubted(self, task: Task, because: str, now: Moment, *, back: bool) -> Actions:
+        """A worker had wrong numbers. `back`: they may be in steps that are recorded."""
+        actions = self._checkpoints.doubt(task, because, now)
+        return actions + (self.inform(task, ev.StateDoubted(because=because), now) if back else [])
+
     def slots_changed(self, because: str) -> None:
         self._later.slots_changed(because)
 

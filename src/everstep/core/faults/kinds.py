@@ -40,8 +40,10 @@ class ErrorKind(StrEnum):
     STORAGE = "storage error"
     NODE_TAKEN = "node taken away"
     UNKILLABLE = "unkillable process"
+    WRONG_NUMBERS = "wrong numbers"
     LOST_CONNECTION = "lost connection"
     ECC_CONTAINED = "contained ecc error"
+    DAMAGED_TENSOR = "damaged tensor"
     ILLEGAL_MEMORY_ACCESS = "illegal memory access"
     DEVICE_ASSERT = "device-side assert"
     CUDA = "cuda error"
@@ -71,6 +73,7 @@ class ErrorKind(StrEnum):
     SLOW_WORKER = "slow worker"
     SLOW_LINK = "slow link"
     NOT_FINITE = "non-finite gradient"
+    NOT_DETERMINISTIC = "nondeterministic code"
 
 
 class KindRow(NamedTuple):
@@ -91,10 +94,12 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.NIC: KindRow(SEV1, "a network adapter has failed"),
     E.STORAGE: KindRow(SEV1, "a disk of the node cannot be read or written"),
     E.UNKILLABLE: KindRow(SEV1, "a process outlives SIGKILL: a device or a mount hangs"),
+    E.WRONG_NUMBERS: KindRow(SEV1, "a worker computes, or holds, other bits than its peers"),
     E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler reclaims the node"),
     E.LOST_CONNECTION: KindRow(SEV1, "the node does not answer"),
     # SEV2: the worker
     E.ECC_CONTAINED: KindRow(SEV2, "an ECC error that affects one process only"),
+    E.DAMAGED_TENSOR: KindRow(SEV2, "a tensor is not what its sender had sent"),
     E.ILLEGAL_MEMORY_ACCESS: KindRow(SEV2, "a kernel on the GPU read or wrote outside its memory"),
     E.DEVICE_ASSERT: KindRow(SEV2, "an assertion on the GPU failed, usually an index out of range"),
     E.CUDA: KindRow(SEV2, "a CUDA call or kernel failed"),
@@ -125,6 +130,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.SLOW_WORKER: KindRow(SEV3, "a worker takes longer for the same work than before, or than its peers"),
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
     E.NOT_FINITE: KindRow(SEV3, "gradients are infinite or not numbers, so steps are skipped"),
+    E.NOT_DETERMINISTIC: KindRow(SEV3, "the model's code computes other bits from run to run"),
 }
 
 # What a job's own input does not cause, also if several workers raise it at the same op. A missing driver is

@@ -28,6 +28,7 @@ class Effect(StrEnum):
     RESEND = "resend"  # a new epoch: whatever may be lost is sent again
     RESTART = "restart"  # another process in the same slot
     RESTART_ALL = "restart all"  # every worker of the task, from the newest state that is kept
+    ISOLATE_SLOT = "isolate slot"  # the same, of one slot of the node: the evidence names it
     ISOLATE = "isolate"  # the node gets no workers for a time, and those it has move
     REPLACE = "replace"  # workers that went with their node are started elsewhere
     REBALANCE = "rebalance"  # its peers run some of its microbatches
@@ -44,6 +45,8 @@ class Situation:
     failures: int = 0  # processes that this place has lost on its node
     node: str = ""
     can_leave_node: bool = False  # other nodes can take what runs on this one
+    slots: tuple[int, ...] = ()  # of the node, that the evidence names
+    can_leave_slots: bool = False  # other slots can take what runs on these
     alone: str = ""  # why no other worker can run its microbatches; empty: one can
 
 
@@ -90,6 +93,10 @@ def _isolate(at: Situation, patience: Patience) -> str:
     return "" if at.can_leave_node else "no other node can take its workers"
 
 
+def _isolate_slot(at: Situation, patience: Patience) -> str:
+    return "" if at.can_leave_slots else "no other slot can take its workers"
+
+
 def _rebalance(at: Situation, patience: Patience) -> str:
     return at.alone
 
@@ -101,7 +108,9 @@ def _never(at: Situation, patience: Patience) -> str:
 _SLOW_WORKER, _SLOW_LINK = frozenset({ErrorKind.SLOW_WORKER}), frozenset({ErrorKind.SLOW_LINK})
 _GONE = frozenset({ErrorKind.LOST_CONNECTION})
 _USED_UP = frozenset({ErrorKind.HOST_OUT_OF_MEMORY, ErrorKind.RESOURCE_LIMIT, ErrorKind.DISK_FULL})
-_FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE
+_CODE = frozenset({ErrorKind.NOT_DETERMINISTIC})
+_OF_SLOT = frozenset({ErrorKind.WRONG_NUMBERS, ErrorKind.ECC, ErrorKind.GPU_LOST})
+_FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE - _CODE
 
 REMEDIES = (
     RemedyRule(
@@ -146,6 +155,14 @@ REMEDIES = (
         helps="what they wait for is lost with them",
     ),
     RemedyRule(
+        name="isolate the slot",
+        severity=SEV1,
+        kinds=_OF_SLOT,
+        effect=Effect.ISOLATE_SLOT,
+        refuses=_isolate_slot,
+        helps="the evidence names it: the other slots of the node keep working",
+    ),
+    RemedyRule(
         name="isolate the node",
         severity=SEV1,
         kinds=_FAULTS,
@@ -170,6 +187,14 @@ REMEDIES = (
         helps="its processes are out of reach",
     ),
     RemedyRule(
+        name="stop the votes and continue",
+        severity=SEV3,
+        kinds=_CODE,
+        effect=Effect.NOTHING,
+        refuses=_never,
+        helps="no machine is to blame: a worker that takes over computes other bits, too",
+    ),
+    RemedyRule(
         name="none: an operator can help",
         severity=SEV1,
         kinds=_SLOW_WORKER | _SLOW_LINK,
@@ -185,6 +210,8 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
     refusals: list[str] = []
     for rule in REMEDIES:
         if at.judgement.kind not in rule.kinds or rule.severity > at.judgement.severity:
+            continue
+        if rule.effect is Effect.ISOLATE_SLOT and not at.slots:
             continue
         refusal = rule.refuses(at, patience)
         if refusal:
@@ -210,8 +237,9 @@ def includes(name: str, choice: RemedyChoice) -> bool:
 
 
 def first_remedy(severity: Severity, kind: ErrorKind = ErrorKind.OTHER) -> str:
-    """What is tried first for a fault of this severity."""
-    return next(rule.name for rule in REMEDIES if kind in rule.kinds and rule.severity <= severity)
+    """What is tried first for a fault of this severity, where the evidence names no slot."""
+    fitting = (rule for rule in REMEDIES if kind in rule.kinds and rule.severity <= severity)
+    return next(rule.name for rule in fitting if rule.effect is not Effect.ISOLATE_SLOT)
 
 
 def name_of(effect: Effect) -> str:

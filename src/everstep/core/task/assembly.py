@@ -19,6 +19,7 @@ class Assembly:
     on_disk: int  # the step of the newest checkpoint; 0: none, the task starts from its seed
     in_memory: int | None  # the newest step whose whole state is in the memory of nodes
     ordered_in: int = 0  # the last epoch in which everyone was ordered to load a state
+    is_doubted: bool = False  # what the workers have may be wrong: once they pause, a kept state is loaded
 
     def nearest(self) -> tuple[int, str]:
         """The newest step whose state is kept, and where."""

@@ -197,13 +197,15 @@ class _StepView:
 
     def kept_outputs(self) -> int:
         """What no live worker has made, and a live one has received and not used yet."""
+        held = {
+            parcel for ledger in self.ledgers.values() for parcel in ledger.holding
+        }  # some twice, for votes
         return sum(
             parcel.step == self.step
             and not self.complete[parcel.stage]
             and (Kind.F if parcel.what is ParcelKind.ACTIVATION else Kind.I)
             not in self._kinds(parcel.microbatch, parcel.maker)
-            for ledger in self.ledgers.values()
-            for parcel in ledger.holding
+            for parcel in held
             if parcel.microbatch is not None
         )
 

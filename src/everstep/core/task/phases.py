@@ -96,6 +96,8 @@ class Phases:
 
     def _plan_rest(self, phase: Gathering) -> list[Action]:
         """Every ledger is here: have the scheduler order what is owed."""
+        if self.assembly.is_doubted:
+            return self.assemble()
         ledgers = self._places.settle_entering(phase.ledgers)
         if {worker.stage for worker in ledgers} != set(range(self.groups.shape.stages)):
             return self.assemble()
@@ -154,9 +156,19 @@ class Phases:
 
     def assemble(self) -> list[Action]:
         """A stage has no worker left: everyone goes back to the newest state that is kept."""
+        self.assembly.is_doubted = False
         self._places.send_all_back()
         self._assemble_nearest(wait_for_all=False)
         return self.fill_stages() + self.restore_if_assembled()
+
+    def go_back(self, because: str, *, verified: int) -> list[Action]:
+        """What was computed after this step may be wrong. A state on disk is of a step that was voted on; one
+        in memory may be of any. All workers pause before they load it.
+        """
+        if self.assembly.in_memory is not None and self.assembly.in_memory > verified:
+            self.assembly.in_memory = None
+        self.assembly.is_doubted = True
+        return self.interrupt(because)
 
     def _assemble_nearest(self, *, wait_for_all: bool) -> None:
         step, where = self.assembly.nearest()

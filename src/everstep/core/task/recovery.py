@@ -89,7 +89,7 @@ class Recovery:
             granted=frozenset(shape.workers()) if granted is None else granted,
             incarnation=lived.incarnation,
         )
-        self._book = StepBook(shape=shape, steps=steps, recorded=restore, closes=closes)
+        self._book = StepBook(shape=shape, steps=steps, recorded=restore, closes=closes, verified=restore)
         self._phases = Phases(
             Assembling(restore=restore, wait_for_all=True),
             Groups(shape=shape, epoch=lived.epoch, attempts=((0, lived.attempt),)),
@@ -175,6 +175,14 @@ class Recovery:
     def recorded(self) -> int:
         """The last step that every stage has sealed."""
         return self._book.recorded
+
+    @property
+    def verified(self) -> int:
+        """The last recorded step in which peers computed a share again, with the same bits."""
+        return self._book.verified
+
+    def is_state_verified(self, step: int) -> bool:
+        return self._book.is_state_verified(step)
 
     @property
     def checkpoint(self) -> int:
@@ -362,6 +370,23 @@ class Recovery:
         self, event: ev.ProfileChanged | ev.TrainingStalled | ev.CopiesLost, now: float
     ) -> list[Action]:
         return self._phases.interrupt_if_running(event.because)
+
+    @on
+    def _votes_settled(self, event: ev.VotesSettled, now: float) -> list[Action]:
+        """A worker waits for the verdict: the new epoch breaks the step, and with it the vote."""
+        self._book.votes = self._book.votes and event.go_on
+        return self._phases.interrupt_if_running(event.because)
+
+    @on
+    def _vote_differed(self, event: ev.VoteDiffered, now: float) -> list[Action]:
+        """Judged by who knows the machines; what follows comes as another event."""
+        return []
+
+    @on
+    def _state_doubted(self, event: ev.StateDoubted, now: float) -> list[Action]:
+        if isinstance(self.phase, Assembling | Restoring):
+            return []
+        return self._phases.go_back(event.because, verified=self.verified)
 
     @on
     def _stop_requested(self, event: ev.StopRequested, now: float) -> list[Action]:

@@ -27,6 +27,7 @@ def restore_orders(
         restore=phase.restore,
         until=book.until,
         saves=book.saves,
+        votes_from=phase.restore + 1 if book.votes else None,
     )
     first = phase.restore + 1
     orders = {w: OwnOrders(step=first, steady=plan.steady.text(w)) for w in places.members()}
@@ -49,6 +50,7 @@ def resume_orders(
         saves=book.saves,
         shares=book.all_shares(),
         recorded=book.recorded,
+        votes_from=phase.owed.high + 1 if book.votes else None,
     )
     feeds, fills = places.feeds(), _fills(phase, groups)
     awaited = {} if groups.shape.chunks else _awaited(phase.owed, rewind)

@@ -25,6 +25,9 @@ class StepBook:
     saves: bool = False  # its last state is a checkpoint
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
+    verified: int = 0  # the last recorded step that was voted on at every stage, or the state it began with
+    is_voting: bool = False  # such a step was seen
+    votes: bool = True  # there are to be votes, where the task's rules say so
 
     @property
     def last_step(self) -> int:
@@ -33,6 +36,10 @@ class StepBook:
     @property
     def is_full(self) -> bool:
         return self.recorded >= self.last_step
+
+    def is_state_verified(self, step: int) -> bool:
+        """Of a recorded step: have states been compared after its update? They are in the next step."""
+        return not self.is_voting or step < self.recorded or self.is_full
 
     @property
     def must_stop(self) -> bool:
@@ -65,7 +72,7 @@ class StepBook:
 
     def go_back_to(self, step: int) -> None:
         """The state of this step is restored: later steps are not recorded any more."""
-        self.recorded = step
+        self.recorded = self.verified = step
         self.sealed.clear()
 
     def void_from(self, step: int) -> None:
@@ -99,6 +106,8 @@ class StepBook:
 
     def _record(self, stages: dict[int, StepSealed], *, epoch: int, attempt: int) -> RecordStep:
         self.recorded += 1
+        if all(sealed.voted for sealed in stages.values()):
+            self.verified, self.is_voting = self.recorded, True
         total = self.shape.replicas * self.shape.microbatches
         once = all(sealed.microbatches == total for sealed in stages.values())
         squares = [sealed.sum_of_squares for sealed in stages.values()]

@@ -37,6 +37,7 @@ class Announcements:
             losses=state.everyone.losses,
             sum_of_squares=sum_of_squares,
             scores=state.everyone.scores,
+            voted=state.is_verified,
         )
         self._recent = {**_last(self._recent, state.step, _KEPT), state.step: sealed}
         self._unrecorded = {**_last(self._unrecorded, state.step, _KEPT_FOR_RECORD), state.step: sealed}

@@ -8,14 +8,15 @@ from __future__ import annotations
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState
+from everstep.core.worker.votes import Votes
 from everstep.protocol.ops import Kind, Op
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import Compute, DropStashes, ReleaseSum, Wait, WorkItem
 
 
 class OpenSteps:
-    def __init__(self, mail: Mailbox, rules: TaskRules) -> None:
-        self.mail, self.rules = mail, rules
+    def __init__(self, mail: Mailbox, rules: TaskRules, votes: Votes) -> None:
+        self.mail, self.rules, self.votes = mail, rules, votes
         self.now = StepState(step=1, round=0)
         self.before: StepState | None = None
         self.closed: int | None = None  # the last one; a peer may not know yet that it is sealed
@@ -100,7 +101,8 @@ class OpenSteps:
             makes = None if is_first else self.mail.name(ParcelKind.GRADIENT, step, op.stage - 1, microbatch)
         if needs is not None and needs not in self.mail.box:
             return Wait(str(needs))
-        return Compute(op, step, needs, makes, ghost=(step, microbatch) in self.mail.order.ghosts)
+        ghost = (step, microbatch) in self.mail.order.ghosts
+        return Compute(op, step, needs, makes, ghost, self.votes.is_hashed(microbatch, step, op.stage))
 
     def computed(self, task: Compute) -> None:
         done = self.now.todo.pop()
@@ -110,6 +112,7 @@ class OpenSteps:
             self.mail.use(task.input)
         if task.output is not None:
             self.mail.post(task.output)
+            self.votes.post(task.output)
         if task.ghost:
             self.drop_ghosts()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ class TaskRules:
     checkpoint_every: int = 0
     chunks: int = 0  # sharded: of each stage's optimizer state
     copy_every: int = 0  # steps between two copies of the state in memory that outlives the worker
+    vote_every: int = 0  # steps between two votes on what is computed; 0: there are none
+    votes: int = 1  # in such a step: of each replica's microbatches, how many are computed again
+    seed: int = 0
 
     @property
     def total_microbatches(self) -> int:
@@ -48,6 +52,29 @@ class TaskRules:
         if last_norm is None or not math.isfinite(last_norm):
             return False
         return self.clip is None or last_norm < self.eager_below * self.clip
+
+    def is_voted(self, step: int, number: int | None = None) -> bool:
+        """Are microbatches of a step computed again by peers, and this one of each replica among them? Every
+        few steps, and where the state is saved: what is saved shall be verified.
+        """
+        if not self.vote_every or (self.closes and step >= self.steps):
+            return False
+        if step % self.vote_every and not self._is_saved(step):
+            return False
+        first = self.draw(step, "microbatch") % self.microbatches
+        return number is None or (number - first) % self.microbatches < self.votes
+
+    def is_compared(self, step: int) -> bool:
+        """Are states compared, though no microbatch is computed again? What was saved is what is compared."""
+        return bool(self.vote_every) and step > 1 and self._is_saved(step - 1)
+
+    def _is_saved(self, step: int) -> bool:
+        return bool(self.checkpoint_every) and step % self.checkpoint_every == 0
+
+    def draw(self, step: int, what: str) -> int:
+        """A number that every worker finds, and that looks like chance."""
+        text = f"{self.seed} {step} {what}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
 
     def is_tied(self, stage: int) -> bool:
         return self.tied is not None and stage in self.tied

@@ -105,6 +105,7 @@ class StepState:
     saved_chunks: set[int] = field(default_factory=set)  # in a checkpoint, by this worker
     stored_chunks: set[int] = field(default_factory=set)  # in memory that outlives this worker
     is_stored: bool = False  # in memory that outlives this worker
+    is_verified: bool = False  # in votes of this epoch this worker found nothing; once sealed, no peer has
 
     # -------------------------------------------------------------- lifecycles
 

@@ -31,6 +31,7 @@ from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState, UpdateState
 from everstep.core.worker.updates import Updates
+from everstep.core.worker.votes import Votes
 from everstep.errors import InternalError
 from everstep.protocol.events import Event, RestoreFailed
 from everstep.protocol.ops import Kind, Worker
@@ -46,9 +47,11 @@ from everstep.protocol.work import (
     Contribute,
     DiscardWork,
     Finished,
+    HashState,
     Ledger,
     LoadFill,
     Paused,
+    Recompute,
     Restore,
     Resume,
     SaveCheckpoint,
@@ -71,7 +74,8 @@ class WorkerState:
         self.epoch = 0
         self.paused = True
         self.mail = Mailbox(me, incarnation=incarnation)
-        self.steps = OpenSteps(self.mail, rules)
+        self.votes = Votes(self.mail, rules)
+        self.steps = OpenSteps(self.mail, rules, self.votes)
         self.chunks = Chunks(self.mail, rules)
         self.reduction = Reduction(self.mail, rules, self.chunks)
         self.news = Announcements(self.mail, rules)
@@ -183,6 +187,7 @@ class WorkerState:
                 self.chunks.resend(self.steps.now, self.steps.before, peer)
             if peer.replica in self.feeder.feeds:
                 self.feeder.copy_again(peer.replica)
+        self.votes.link_reopened(peer)
         self.news.repeat()
 
     # -------------------------------------------------------------- what a worker does next
@@ -249,8 +254,12 @@ class WorkerState:
     def _next_of_reduce(self) -> WorkItem:
         """There is one buffer for sums: the step before must need its own no more."""
         item, before = self.reduction.next(self.steps.now), self.steps.before
+        is_settled = before is None or (before.is_sealed and before.is_final)
+        is_contributed = not isinstance(item, Contribute)
+        if is_settled and is_contributed and (vote := self.votes.next(self.steps.now)) is not None:
+            return vote
         if before is not None and isinstance(item, SumChunk | AssembleSum):
-            if not (before.is_sealed and before.is_final):
+            if not is_settled:
                 return Wait(f"the seal and norm of step {before.step}")
             self.steps.release_sum(before)
         return item
@@ -261,6 +270,12 @@ class WorkerState:
         match item:
             case Compute():
                 steps.computed(item)
+                if item.hashed:
+                    self.votes.computed(item, answer)
+            case HashState():
+                self.votes.hashed(item, answer)
+            case Recompute():
+                self.votes.recomputed(item, answer)
             case Contribute():
                 self.reduction.contributed(steps.now, *answer)
             case SumChunk():
@@ -315,6 +330,7 @@ class WorkerState:
             if self.now.holds_sum and any(op.kind is Kind.R for op in self.now.todo):
                 self.now.let_go_of_sum(self.me.stage)
         for state in steps.all:
+            state.is_verified = state.is_verified and state.is_sealed
             if state.round != self.mail.round(state.step):
                 state.restart_reduce(self.mail.round(state.step))
         self.mail.redirect()
@@ -348,6 +364,7 @@ class WorkerState:
         self.mail.drop_stale(0)
         self.news.forget_all()
         self.chunks.forget_all()
+        self.votes.forget_all()
         self.updates.last_norm = None
         self.feeder.stop_all()
         self._first = [Restore(restore)]

@@ -34,6 +34,7 @@ class Boundary:
     tree: Any
     graded: tuple[int, ...]
     shapes: Shapes = ()  # of tensors of which only a shard's slice is here
+    hash: str = ""  # of the tensors, as its sender has made them; for votes
 
     @staticmethod
     def of(value: Value) -> Boundary:
@@ -43,11 +44,12 @@ class Boundary:
 
     @staticmethod
     def arrived(tensors: tuple[Tensor, ...], facts: Any) -> Boundary:
-        return Boundary(tensors, facts["tree"], tuple(facts["graded"]), _shapes(facts))
+        hash = str(facts.get("hash", ""))
+        return Boundary(tensors, facts["tree"], tuple(facts["graded"]), _shapes(facts), hash)
 
     @property
     def facts(self) -> Any:
-        return {"tree": self.tree, "graded": self.graded, **_told(self.shapes)}
+        return {"tree": self.tree, "graded": self.graded, **_told(self.shapes, self.hash)}
 
     def moved(self, keep: Callable[[Tensor], Tensor]) -> Boundary:
         return replace(self, tensors=tuple(map(keep, self.tensors)))
@@ -61,21 +63,23 @@ class Gradients:
     of: tuple[int, ...]  # which tensors of the boundary; one that was not used has none
     weight: float
     shapes: Shapes = ()
+    hash: str = ""
 
     @staticmethod
     def arrived(tensors: tuple[Tensor, ...], facts: Any) -> Gradients:
-        return Gradients(tensors, tuple(facts["of"]), float(facts["weight"]), _shapes(facts))
+        hash = str(facts.get("hash", ""))
+        return Gradients(tensors, tuple(facts["of"]), float(facts["weight"]), _shapes(facts), hash)
 
     @property
     def facts(self) -> Any:
-        return {"of": self.of, "weight": self.weight, **_told(self.shapes)}
+        return {"of": self.of, "weight": self.weight, **_told(self.shapes, self.hash)}
 
     def moved(self, keep: Callable[[Tensor], Tensor]) -> Gradients:
         return replace(self, tensors=tuple(map(keep, self.tensors)))
 
 
-def _told(shapes: Shapes) -> dict[str, Shapes]:
-    return {"shapes": shapes} if shapes else {}
+def _told(shapes: Shapes, hash: str) -> dict[str, Any]:
+    return ({"shapes": shapes} if shapes else {}) | ({"hash": hash} if hash else {})
 
 
 def _shapes(facts: Any) -> Shapes:

@@ -65,6 +65,9 @@ class Program:
             chunks=job.chunks,
             checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
             copy_every=job.memory_interval,
+            vote_every=job.vote_period[0],
+            votes=job.vote_period[1],
+            seed=job.seed,
         )
 
     def build(

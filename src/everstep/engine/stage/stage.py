@@ -28,7 +28,7 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.layers.linear import Queue, contributions_of
+from everstep.engine.layers.linear import LinearGrad, Queue, contributions_of
 from everstep.engine.layers.model import Model, Slot, end, refusing_changed_buffers, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
@@ -293,8 +293,16 @@ class Stage:
         stash.queue, stash.others, stash.outputs = ops.queue, ops.others, None
         return None if self.is_first else Gradients(tuple(found.values()), tuple(found), weight)
 
-    def weight_grad(self, step: int, microbatch: int, begins: Begins | None = None) -> None:
-        """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it."""
+    def weight_grad(
+        self,
+        step: int,
+        microbatch: int,
+        begins: Begins | None = None,
+        seen: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it. `seen` is
+        told the gradient of each parameter.
+        """
         stash = self._stashes.get((step, microbatch))
         if stash is None or stash.open:
             raise InternalError(f"step {step}, microbatch {microbatch}: weight gradient before the input's.")
@@ -311,10 +319,21 @@ class Stage:
                 }
                 refuse_unequal(whole, self.shards)
                 self._whole_are_equal = True
-            add_gradients(self.sums, self._index, stash, begins)
+            add_gradients(self.sums, self._index, stash, begins, None if seen is None else self._named(seen))
         if self.recordings is not None:
             self.recordings.late = stash.recorded if self.sums.is_strict else None
         del self._stashes[step, microbatch]
+
+    def contributions(self, step: int, microbatch: int, seen: Callable[[str, Tensor], None]) -> None:
+        """What W would add, parameter by parameter; the sums stay as they are."""
+        stash, told = self._stashes[step, microbatch], self._named(seen)
+        with torch.no_grad():
+            for parameter, product in contributions_of(stash.queue, stash.others):
+                told(self._index[parameter], product())
+
+    def _named(self, seen: Callable[[str, Tensor], None]) -> Callable[[int, Tensor], None]:
+        names = list(self.slots)
+        return lambda slot, made: seen(names[slot], made)
 
     def drop(self, step: int, microbatch: int) -> None:
         """Let go of a microbatch before its W, so that it leaves no trace in the gradients."""
@@ -368,6 +387,15 @@ class Stage:
     def held(self) -> list[tuple[int, int]]:
         """The (step, microbatch) that have had F and not yet W."""
         return list(self._stashes)
+
+    def held_for_weights(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """An activation and a gradient that W will use, to plant a fault in."""
+        stash = self._stashes[step, microbatch]
+        linear = [entry for entry in stash.queue if isinstance(entry, LinearGrad) and entry.input is not None]
+        if linear:
+            return linear[0].input, linear[0].grad  # type: ignore[return-value]
+        grads = [gradient for _, gradient in stash.others]
+        return grads[0], grads[0]
 
     def stash_bytes(self) -> int:
         """Of microbatches under way: exact after I, after F as first measured. Of recordings: all."""

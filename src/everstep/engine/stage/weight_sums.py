@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -13,15 +14,28 @@ from everstep.engine.sums.sums import GradientSums
 
 Finished = Callable[[int], None]  # a slot gets nothing more of this microbatch
 Begins = Callable[[set[int]], Finished]  # is given the slots that get something
+Seen = Callable[[int, Tensor], None]  # a slot, and what is added to it
 
 
 def add_gradients(
-    sums: GradientSums, index: Mapping[Tensor, int], stash: Stash, begins: Begins | None = None
+    sums: GradientSums,
+    index: Mapping[Tensor, int],
+    stash: Stash,
+    begins: Begins | None = None,
+    seen: Seen | None = None,
 ) -> None:
-    """`index`: the slot of each parameter. `begins`: of one who wants to know when each slot is done."""
+    """`index`: the slot of each parameter. `begins`: of one who wants to know when each slot is done. `seen`:
+    of one who wants to see what is added.
+    """
+    if seen is not None and not sums.is_strict:  # sums that add a product while it is computed
+        for parameter, product in contributions_of(stash.queue, stash.others):
+            seen(index[parameter], product())
     done = _nothing if begins is None else _counted(index, stash, begins, once=sums.is_strict)
     if sums.is_strict:
         for parameter, product in contributions_of(stash.queue, stash.others):
+            if seen is not None:
+                product = partial(_seen, made := product())
+                seen(index[parameter], made)
             sums.add(index[parameter], product)
             done(index[parameter])
         sums.added()
@@ -33,6 +47,10 @@ def add_gradients(
     for parameter, gradient in stash.others:
         sums.shaped[index[parameter]].add_(gradient)
         done(index[parameter])
+
+
+def _seen(made: Tensor) -> Tensor:
+    return made
 
 
 def _nothing(slot: int) -> None:

@@ -71,6 +71,14 @@ class WorkerSigns:
                 self.show(busy=True, doing=f"dies at {op}")
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    def flips(self, step: int, op: str) -> list[PlantedFault]:
+        """The bits that are flipped in this op: once, unless the fault says until when."""
+        found = [fault for fault in self.faults if fault.flips(step, op)]
+        for fault in found:
+            if fault.until is None:
+                self.faults.remove(fault)
+        return found
+
     def slower(self, step: int) -> list[float]:
         return [fault.factor for fault in self.faults if fault.slows(step)]
 

@@ -156,11 +156,31 @@ class StepTensors:
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             boundary = self.boundaries[command.parcel]
             return Envelope(beside=boundary.facts), boundary.tensors
+        if command.parcel.what is ParcelKind.REPLAY:
+            return self._inputs(command.parcel)
         payload = self.outgoing(command.parcel, members)
         envelope = Envelope(command.value, payload.facts)
         if command.parcel.what is ParcelKind.PART:
             return self.ahead.rest(command.parcel, envelope, payload.tensors, self._places(payload))
         return envelope, payload.tensors
+
+    def _inputs(self, replay: Parcel) -> Message:
+        """What this worker has computed a microbatch from, for one who is to compute it again."""
+        facts, tensors = {}, []
+        for kind in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
+            found = self.boundaries.get(replay._replace(what=kind, sender=-1, owner=-1))
+            if found is not None:
+                facts[kind.value] = [len(found.tensors), found.facts]
+                tensors += found.tensors
+        return Envelope(beside=facts), tuple(tensors)
+
+    def replayed(self, replay: Parcel) -> tuple[Boundary | None, Gradients | None]:
+        tensors, facts = self.payloads[replay]
+        count, said = facts.get(ParcelKind.ACTIVATION.value, (0, None))
+        given = None if said is None else Boundary.arrived(tensors[:count], said | {"hash": ""})
+        _, said = facts.get(ParcelKind.GRADIENT.value, (0, None))
+        gradient = None if said is None else Gradients.arrived(tensors[count:], said | {"hash": ""})
+        return given, gradient
 
     def stretches(self, parcel: Parcel, members: tuple[int, ...]) -> list[slice]:
         """Of the stage's sums, what a PART is of."""

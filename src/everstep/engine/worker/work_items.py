@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,6 +19,7 @@ from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.joining import WorkerLife
 from everstep.engine.datasets.loading import Loader
+from everstep.engine.fingerprint import partial_hash, settled
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.prepare.fitting import allocated
 from everstep.engine.shards.collectives import summed
@@ -26,11 +28,13 @@ from everstep.engine.stage.stage import Stage
 from everstep.engine.stage.weight_sums import Begins, Finished
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater, StateSlice
+from everstep.engine.telemetry import bit_flips
 from everstep.engine.telemetry.op_times import Began, OpTimes
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
 from everstep.engine.worker.ports import Ports, StateParts
 from everstep.engine.worker.step_tensors import StepTensors
+from everstep.engine.worker.voted_ops import Hashes, VotedOps
 from everstep.layout.box import whole
 from everstep.net import host_memory
 from everstep.net.envelope import Envelope
@@ -75,6 +79,7 @@ class WorkItems:
         self._data_waited_s = 0.0
         self._sent_before: dict[Address, FlowProgress] = {}
         self._sender = StateSender(plane.links)
+        self._voted = VotedOps()
         self._build = build
         self.stage, made = build()
         self.tensors = StepTensors(
@@ -104,6 +109,10 @@ class WorkItems:
         match task:
             case work.Compute():
                 return self._compute(task)
+            case work.HashState():
+                return self._hash_state(task.step)
+            case work.Recompute():
+                return self._recompute(task)
             case work.Contribute():
                 self.signs.maybe_die(task.step, "R", "before")
                 return self._losses(task.step), self._weights(task.step), self._scores(task.step)
@@ -156,7 +165,7 @@ class WorkItems:
                 self.signs.show(busy=True, doing=SAVING)
                 sharded.store(task, self.ports, self.control.directions)
 
-    def _compute(self, task: work.Compute) -> None:
+    def _compute(self, task: work.Compute) -> Hashes | None:
         op = task.op
         microbatch = op.microbatch
         assert microbatch is not None
@@ -173,19 +182,54 @@ class WorkItems:
                 self.signs.show(busy=True, doing=f"evaluating beside {op}")
                 self.stage.evaluate(task.step, number, given)
                 self.signs.show(busy=True, doing=str(op))
+        flips = self.signs.flips(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
+        if op.kind is Kind.F and flips:
+            given = bit_flips.before_forward(flips, self.stage, self.updater, given)
         began = self.times.begin()
         output: Boundary | Gradients | None = None
+        hash, hashes, at = "", None, (self.stage, task.step, number)
         if op.kind is Kind.F:
             output = self.stage.forward(task.step, number, given)
+            if task.hashed:
+                hash = self._voted.forward(*at, given, output)
         elif op.kind is not Kind.W:
             output = self.stage.input_grad(task.step, number, given)
+            if task.hashed:
+                hash = self._voted.input_grad(*at, given, output)
         if op.kind in (Kind.W, Kind.B):
-            self.stage.weight_grad(task.step, number, self.ahead.during(task))
+            if flips:
+                bit_flips.before_weight_grad(flips, self.stage, task.step, number)
+            seen = self._voted.contributes(task.step, number) if task.hashed else None
+            self.stage.weight_grad(task.step, number, self.ahead.during(task), seen)
+            hashes = self._voted.finish(task.step, number) if task.hashed else None
         if task.output is not None:
             assert output is not None
+            output = replace(output, hash=hash)
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.plane.kept)
         self._time(op.kind, began, str(op))
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
+        return hashes
+
+    def _recompute(self, task: work.Recompute) -> list[Hashes]:
+        """What another worker hosts, from the same inputs."""
+        number, device = self.number(task.microbatch), self.stage.device
+        self.signs.show(busy=True, doing=f"checking {task.microbatch}")
+        if task.replay is not None:
+            given, gradient = self.tensors.replayed(task.replay)
+        else:
+            given = None if task.activation is None else self.tensors.boundaries[task.activation]
+            gradient = None if task.gradient is None else self.tensors.boundaries[task.gradient]
+        given, gradient = (None if x is None else together(x, None, device) for x in (given, gradient))
+        return [self._voted.again(self.stage, task.step, number, given, gradient) for _ in range(task.runs)]
+
+    def _hash_state(self, step: int) -> Hashes:
+        """What a checkpoint would hold, and the weights that the layers compute with."""
+        self.signs.show(busy=True, doing=f"checking the state before step {step}")
+        stage = self.stage
+        state = {} if self.sharded is not None else self.updater.state()
+        if stage.working is not stage.masters:
+            state |= {f"working/{name}": view for name, view in stage.views(stage.working).items()}
+        return settled({name: partial_hash([tensor]) for name, tensor in state.items()})
 
     def _load_data(self, step: int, number: int, op: str) -> None:
         """Data first, and under its own name: a slow loader is not a slow op."""
