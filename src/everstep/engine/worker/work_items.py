@@ -212,14 +212,15 @@ class WorkItems:
 
     def _recompute(self, task: work.Recompute) -> list[Hashes]:
         """What another worker hosts, from the same inputs."""
-        number, device = self.number(task.microbatch), self.stage.device
+        number = self.number(task.microbatch)
+        given: Any
+        gradient: Any
         self.signs.show(busy=True, doing=f"checking {task.microbatch}")
         if task.replay is not None:
             given, gradient = self.tensors.replayed(task.replay)
         else:
             given = None if task.activation is None else self.tensors.boundaries[task.activation]
             gradient = None if task.gradient is None else self.tensors.boundaries[task.gradient]
-        given, gradient = (None if x is None else together(x, None, device) for x in (given, gradient))
         return [self._voted.again(self.stage, task.step, number, given, gradient) for _ in range(task.runs)]
 
     def _hash_state(self, step: int) -> Hashes:
