@@ -166,7 +166,8 @@ class StepTensors:
 
     def _inputs(self, replay: Parcel) -> Message:
         """What this worker has computed a microbatch from, for one who is to compute it again."""
-        facts, tensors = {}, []
+        facts: dict[str, Any] = {}
+        tensors: list[Tensor] = []
         for kind in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             found = self.boundaries.get(replay._replace(what=kind, sender=-1, owner=-1))
             if found is not None:
