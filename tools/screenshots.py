@@ -21,8 +21,8 @@ from harness.cluster import Cluster, small_job
 
 VIEWS = ("cluster", "task", "incident")
 LOOKS = {
-    "wide-light": (1440, 900, False),
-    "wide-dark": (1440, 900, True),
+    "wide-light": (1280, 900, False),
+    "wide-dark": (1280, 900, True),
     "phone-light": (390, 844, False),
     "phone-dark": (390, 844, True),
 }

@@ -14,7 +14,7 @@ import pytest
 import everstep
 from tools.pages import ROOT
 
-BUILD = "import sys, setuptools.build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+BUILD = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 DATA = ("py.typed", "server/web/index.html", "server/web/app.js", "launch/slurm/everstep.sbatch")
 
 

@@ -213,8 +213,8 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
         async with browser() as chromium, chromium.page() as page:
             await page.open(address)
             await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=20)
-            assert await page.value("location.hash") == "", "the token leaves the address at once"
-            await page.click("#cluster-tasks tbody a")
+            await page.until(f"location.hash === '#/task/{TASK}'")  # not the token, and not a fleet of one
+            assert await page.value("document.querySelector('nav a').offsetParent") is None, "no cluster here"
             assert await page.value("document.getElementById('hurt-kill').disabled")
             await page.click("#places tbody td")
             await page.until("document.querySelector('#places td').getAttribute('aria-pressed') === 'true'")

@@ -142,7 +142,8 @@ def _why_best(best: Decision, name: str) -> str:
     gain = best.options[name].task.weight * (option.throughput - today.rerouted)
     if gain <= 0:
         return "its slots earn more in other tasks"
-    return f"it has earned back its cost after {span((option.cost + option.way_back) / gain)} of {over}"
+    paid = span((option.cost + option.way_back) / gain)
+    return f"pays for itself after {paid}; expected to hold for {over}"
 
 
 def _why_not(best: Decision, other: Decision, name: str) -> str:

@@ -147,6 +147,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "workers": len(task.seats),
         "places": task.shape.replicas * task.shape.stages,
         "asked": _asked(task),
+        "working": 0 if recovery is None else sum(isinstance(p, Member) for p in recovery.places.values()),
         "step": recovery.recorded if recovery is not None else 0,
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,

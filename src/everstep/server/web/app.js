@@ -22,7 +22,7 @@ const views = {
 headings(document.getElementById("cluster-tasks"), TASK_COLUMNS.slice(0, -1));
 headings(document.getElementById("all-tasks"), TASK_COLUMNS);
 headings(document.getElementById("all-incidents"), INCIDENT_COLUMNS);
-let open = "cluster", awaited = false, away = null;
+let open = "cluster", awaited = false, away = null, landed = /^#\/./.test(location.hash);
 
 // ------------------------------------------------------------------ hearing
 
@@ -48,6 +48,7 @@ function hear(row) {
     store.renewed = true;
   }
   for (const task of row.tasks ?? []) store.tasks.set(task.task, task);
+  land();
   for (const [task, rows] of Object.entries(row.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
   store.news.push(...(row.news ?? []));
   store.heard += (row.news ?? []).length;
@@ -56,6 +57,15 @@ function hear(row) {
   if (row.kind === "changes" && !document.hidden) store.shown.push(...(row.news ?? []).map((news) => news.at));
   store.incidents = row.incidents;
   paintSoon();
+}
+
+// The page of one run has no cluster: it opens at its task. So does that of a cluster that has one task then.
+function land() {
+  const follows = store.may.has("follow");
+  document.body.classList.toggle("one-run", follows);
+  if (landed || (follows && !store.tasks.size)) return;
+  landed = true;
+  if (store.tasks.size === 1 && !/^#\/./.test(location.hash)) location.replace(`#/task/${encodeURIComponent([...store.tasks.keys()][0])}`);
 }
 
 function paintSoon() {
@@ -116,7 +126,7 @@ function taskTable(id, full) {
       [index, () => element("span", { class: "letter", colour: taskColour(index) }, taskLetter(index))],
       [task.task, () => element("a", { href: `#/task/${encodeURIComponent(task.task)}` }, task.task)],
       [task.state, () => stateBadge(task.state)],
-      [`${task.workers}/${task.places}`, null, { class: task.workers < task.places && task.state === "running" ? "num short" : "num" }],
+      [`${task.working}/${task.asked}`, null, { class: task.working < task.asked && task.state === "running" ? "num short" : "num" }],
       [`${task.step}/${task.steps}`, () => element("span", {}, element("progress", { max: task.steps, value: task.step, "aria-label": `steps of ${task.task}` }), ` ${task.step}/${task.steps}`)],
       [short(task.loss, 5), null, { class: "num" }],
       [task.step_seconds ? task.step_seconds.toFixed(3) : "–", null, { class: "num" }],

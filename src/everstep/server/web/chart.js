@@ -3,7 +3,7 @@
 
 import { clock, colour, duration, short, sized } from "./words.js";
 
-const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 30; // below: marks of epochs, then the words of the axis
 
 export function drawChart(canvas, rows, key, { fromZero = false, compare = null } = {}) {
   const width = canvas.clientWidth, height = 170;
@@ -63,7 +63,7 @@ export function drawPast(canvas, rows, now) {
   const width = canvas.clientWidth, height = 110;
   const brush = sized(canvas, width, height);
   const first = rows[0][0], span = Math.max(10, now - first);
-  const high = Math.max(1e-9, ...rows.map(([, , full]) => full)) * 1.08;
+  const high = Math.max(1e-9, ...rows.flatMap(([, value, full]) => [value, full]));
   const x = (at) => LEFT + ((at - first) / span) * (width - LEFT - RIGHT);
   const y = (value) => TOP + (1 - value / high) * (height - TOP - BOTTOM);
   const path = (index) => {
@@ -75,6 +75,23 @@ export function drawPast(canvas, rows, now) {
     });
     brush.lineTo(x(now), y(rows.at(-1)[index]));
   };
+  brush.fillStyle = colour("--quiet");
+  brush.strokeStyle = colour("--line");
+  brush.font = "11px system-ui, sans-serif";
+  brush.textBaseline = "middle";
+  brush.textAlign = "right";
+  for (const value of [0, high / 2, high]) {
+    const at = Math.round(y(value)) + 0.5;
+    brush.beginPath(); brush.moveTo(LEFT, at); brush.lineTo(width - RIGHT, at); brush.stroke();
+    brush.fillText(short(value, 3), LEFT - 6, at);
+  }
+  brush.fillText("now", width - RIGHT, height - 9);
+  brush.textAlign = "left";
+  brush.fillText(`${clock(first)}, ${duration(span)} ago`, LEFT, height - 9);
+  brush.save(); // the lines stay within the axes, also where a clock is ahead
+  brush.beginPath();
+  brush.rect(LEFT, TOP - 2, width - LEFT - RIGHT, height - TOP - BOTTOM + 4);
+  brush.clip();
   path(2);
   brush.strokeStyle = colour("--quiet");
   brush.setLineDash([4, 4]);
@@ -91,15 +108,5 @@ export function drawPast(canvas, rows, now) {
   brush.fillStyle = colour("--accent");
   brush.fill();
   brush.globalAlpha = 1;
-  brush.strokeStyle = colour("--line");
-  brush.beginPath(); brush.moveTo(LEFT, y(0) + 0.5); brush.lineTo(width - RIGHT, y(0) + 0.5); brush.stroke();
-  brush.fillStyle = colour("--quiet");
-  brush.font = "11px system-ui, sans-serif";
-  brush.textBaseline = "middle";
-  brush.textAlign = "right";
-  brush.fillText("0", LEFT - 6, y(0));
-  brush.fillText(short(rows.at(-1)[2], 3), LEFT - 6, y(rows.at(-1)[2]));
-  brush.fillText("now", width - RIGHT, height - 9);
-  brush.textAlign = "left";
-  brush.fillText(`${clock(first)}, ${duration(span)} ago`, LEFT, height - 9);
+  brush.restore();
 }

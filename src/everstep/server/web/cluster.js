@@ -10,6 +10,7 @@ const FORESEE_MS = 10000;
 const EXPLAIN_MS = 2000; // an answer of the planner is shown soon after the event that it is about
 const UNWELL_SHOWN = 16;
 const GAP = 4;
+const ROUTINE = new Set(["CommitCheckpoint"]); // one line for all of them, so that deaths and drains stay in sight
 
 export class ClusterView {
   constructor(store, act) {
@@ -92,8 +93,8 @@ export class ClusterView {
     }
     const said = MOST_SEVERE_FIRST.filter((state) => states[state]).map((state) => (states[state] === 1 ? `${first[state]} is ${state}` : `${states[state]} nodes are ${state}`));
     const tasks = [...this.store.tasks.values()], open = this.store.incidents.open.length;
-    const short = tasks.filter((task) => task.state === "running" && task.workers < task.places);
-    for (const task of short.slice(0, 3)) said.push(`${task.task} runs on ${task.workers} of ${task.places} workers`);
+    const short = tasks.filter((task) => task.state === "running" && task.working < task.asked);
+    for (const task of short.slice(0, 3)) said.push(working(task));
     if (short.length > 3) said.push(`${short.length - 3} more tasks run with fewer workers`);
     const stuck = tasks.filter((task) => ["failed", "waiting", "stalled"].includes(task.state));
     for (const task of stuck.slice(0, 2)) said.push(`${task.task} ${task.state === "failed" ? "failed" : `is ${task.state}`}: ${task.because}`);
@@ -323,10 +324,12 @@ export class ClusterView {
     if (!fresh) return;
     this.listed = this.store.heard;
     for (const row of this.store.news.slice(-Math.min(fresh, this.store.news.length))) {
-      const last = this.lines[0];
-      if (last && last.row.kind === row.kind && last.row.order === row.order && last.row.because === row.because) {
+      const routine = this.lines.find((line) => ROUTINE.has(row.order) && line.row.order === row.order && line.row.task === row.task);
+      const last = routine ?? this.lines[0];
+      if (routine || (last && last.row.kind === row.kind && last.row.order === row.order && last.row.because === row.because)) {
         last.times++;
         last.item.children[0].textContent = clock(row.at);
+        if (routine) last.row = row;
         last.item.children[1].textContent = decision(last.row, last.times);
         continue;
       }
@@ -337,6 +340,14 @@ export class ClusterView {
     }
     document.getElementById("no-news").hidden = this.lines.length > 0;
   }
+}
+
+// As the grid of the task says it: a worker that is being replaced does not work yet.
+function working(task) {
+  if (!task.working) return `${task.task} is starting`;
+  const coming = Math.max(0, task.workers - task.working);
+  const rest = coming ? `, ${coming} ${coming === 1 ? "is" : "are"} being replaced and peers do the work` : "";
+  return `${task.task} runs on ${task.working} of ${task.asked} workers${rest}`;
 }
 
 function fitted(brush, text, space) {

@@ -113,7 +113,7 @@ export class TaskView {
     figures(document.getElementById("task-figures"), [
       [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
       [task.step_seconds ? duration(task.step_seconds) : "–", "per step"],
-      [`${task.workers} / ${task.places}`, "workers", task.workers < task.places && !OVER.includes(task.state) ? "warn" : ""],
+      [`${OVER.includes(task.state) ? 0 : task.working} / ${task.asked}`, "workers", task.working < task.asked && !OVER.includes(task.state) ? "warn" : ""],
       [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
       [task.saved.protected ? `step ${task.saved.protected}` : "–", "protected up to", task.saved.failing ? "warn" : ""],

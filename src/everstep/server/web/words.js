@@ -95,13 +95,20 @@ export function figures(place, list) {
   });
 }
 
+// A click anywhere in a row opens what its link opens, unless text is being selected.
+export function openRow(event) {
+  const link = event.currentTarget.querySelector("a[href]");
+  if (!link || event.target.closest("a, button, input") || getSelection().toString()) return;
+  event.currentTarget.ownerDocument.location.hash = link.getAttribute("href");
+}
+
 // A table's rows by key: a row stays the same element while its cells change, so focus and selection stay too.
 // `cells` gives for each item a list of [what it says, how it is made]; rebuilt only where it says another thing.
 export function fillTable(body, items, key, cells) {
   const before = new Map([...body.children].map((row) => [row.dataset.key, row]));
   const rows = items.map((item, index) => {
     const name = String(key(item));
-    const row = before.get(name) ?? element("tr", { "data-key": name });
+    const row = before.get(name) ?? element("tr", { "data-key": name, onclick: openRow });
     row.said ??= [];
     cells(item, index).forEach(([says, make, attributes = {}], column) => {
       const text = String(says);
