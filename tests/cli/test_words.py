@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from everstep.cli import cluster, main, worker_output
 from everstep.cli.client import Client
+from everstep.node.agent import _plain
+from everstep.ranks import report
 
 TASK: dict[str, Any] = {
     "task": "three",
@@ -128,6 +133,29 @@ def test_commands_point_to_each_other(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "a script for torchrun is started by everstep run --nproc N." in capfd.readouterr().err
     assert main.run(["train", str(script)]) == 2
     assert capfd.readouterr().err.rstrip().endswith("; everstep run runs scripts.")
+    job = tmp_path / "job.toml"
+    job.write_text('basee = "x"\n[model]\npreset = "gpt-tiny"\n')
+    assert main.run(["train", str(job)]) == 2
+    assert "base," not in capfd.readouterr().err, "a key that users do not set is not offered"
     with contextlib.suppress(SystemExit):
         assert main.run(["drain"]) == 2
     assert "Try everstep drain --help." in capfd.readouterr().err
+
+
+def test_an_agent_without_a_coordinator_says_why_in_plain_words() -> None:
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 7391)")
+    key = aiohttp.client_reqrep.ConnectionKey("127.0.0.1", 7391, False, True, None, None, None)
+    assert _plain(aiohttp.ClientConnectorError(key, refused)) == "connection refused"
+    assert _plain(TimeoutError()) == "TimeoutError"
+
+
+def test_the_last_line_of_a_script_counts_in_good_english() -> None:
+    launch = SimpleNamespace(log_dir=Path("runs"), run_id="a")
+    lines = [
+        report.summary(launch, SimpleNamespace(seconds=55.3, restarts=n, incidents=[None] * n))  # type: ignore[arg-type]
+        for n in (1, 2)
+    ]
+    assert lines == [
+        "everstep: 55.3 s, 1 restart, 1 incident; logs in runs/a",
+        "everstep: 55.3 s, 2 restarts, 2 incidents; logs in runs/a",
+    ]

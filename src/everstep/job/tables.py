@@ -82,7 +82,10 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: list[str]) -> No
     for key in given:
         if key not in known:
             table = f"[{where}]" if where else "a job"
-            raise UserError(f"{_name(where, key)} is not a key of {table}; {closest_key(key, known)}")
+            mine = [
+                name for name in known if name != "base"
+            ]  # the folder of a job file is not for users to set
+            raise UserError(f"{_name(where, key)} is not a key of {table}; {closest_key(key, mine)}")
 
 
 def one_of(where: str, **given: str | None) -> None:

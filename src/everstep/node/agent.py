@@ -279,7 +279,7 @@ class Agent:
                     if address:
                         await self._connected(session, address)
                 except Exception as error:  # the main loop: whatever it is, the workers train on
-                    reason = str(error) or type(error).__name__
+                    reason = _plain(error)
                 if address:
                     self._tell_trouble(address, reason)
                 if self._welcomed and time.monotonic() - began > RETRY_MOST_S:
@@ -490,6 +490,13 @@ class _Loop:
 
     def unwatch(self, fd: int) -> None:
         self._loop.remove_reader(fd)
+
+
+def _plain(error: Exception) -> str:
+    """Why a line could not be opened, or broke, in a few words."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno).lower()
+    return str(error) or type(error).__name__
 
 
 # ------------------------------------------------------------------

@@ -29,7 +29,8 @@ def line(action: words.Action, at_s: float) -> str:
 
 
 def summary(launch: ScriptLaunch, ran: Ran) -> str:
-    parts = [f"{ran.seconds:.1f} s", f"{ran.restarts} restarts", f"{len(ran.incidents)} incidents"]
+    counts = {"restart": ran.restarts, "incident": len(ran.incidents)}
+    parts = [f"{ran.seconds:.1f} s", *(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items())]
     return f"everstep: {', '.join(parts)}; logs in {launch.log_dir / launch.run_id}"
 
 
