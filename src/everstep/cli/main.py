@@ -41,6 +41,7 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "stacks": "everstep.cli.inside:stacks_command",
     "collect": "everstep.cli.inside:collect_command",
     "report": "everstep.cli.report:report_command",
+    "history": "everstep.cli.report:history_command",
     "audit": "everstep.cli.access:audit_command",
     "explain": "everstep.cli.explain:explain_command",
     "diagnose": "everstep.cli.diagnose:diagnose_command",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -79,6 +81,48 @@ def report_command(
     for node in document["nodes"]:
         times = f"isolated {node['isolations']} times"
         console.print(f"node {node['node']} is {node['state']}, {times}: {node['because']}")
+    return 0
+
+
+def history_command(
+    text: Annotated[str, typer.Argument(help="Words to look for: a task, a node, an owner, an error.")] = "",
+    since: Annotated[str, typer.Option(help="How far back: 12h, 7d.")] = "30d",
+    last: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many of the newest.")] = 50,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
+    as_json: AsJson = False,
+) -> int:
+    """List tasks that have ended and incidents that are closed, also long ago.
+
+    everstep explain NUMBER shows one of the incidents in full.
+
+    [bold]Examples[/bold]
+
+      everstep history
+
+      everstep history node-7 --since 90d
+
+      everstep history "ECC error" --json
+    """
+    query = f"text={quote(text)}&since_s={int(duration(since, '--since'))}&last={last}"
+    rows: list[dict[str, Any]] = Client(address=address, token=token, ca=ca).get(f"/v1/history?{query}")
+    if as_json:
+        render.emit({"history": rows})
+        return 0
+    table = Table("time", "what", "about", "took", "result", box=None, pad_edge=False)
+    for row in rows:
+        when = f"{datetime.fromtimestamp(row['at']):%Y-%m-%d %H:%M}"
+        if row["kind"] == "task":
+            good = "" if row["goodput"] is None else f", goodput {row['goodput']:.1%}"
+            took = _time(row["at"] - row["submitted_at"])
+            done = f"{row['state']} at step {row['step']}{good}: {row['because']}"
+            table.add_row(when, "task", f"{row['task']} ({row['owner']})", took, done)
+        else:
+            about = " ".join(filter(None, (row["task"], *row["workers"][:2], row["node"])))
+            took = _time(row["closed_at"] - row["opened_at"])
+            table.add_row(when, f"incident {row['number']}", about, took, row["what"])
+    Console(highlight=False).print(table)
     return 0
 
 

@@ -28,6 +28,7 @@ from everstep.protocol.incidents import IncidentLog
 
 HOUR_S = 3600.0
 KEPT_HOURS = 24 * 35
+MOST_OVER = 2000  # tasks that have ended
 LEAST_USUAL, KEPT_USUAL = 5, 31  # undisturbed steps whose median is the usual time of one
 PRODUCTIVE, STEPS = "productive", "steps"
 
@@ -242,9 +243,10 @@ class Accounts:
 
     def forget(self, now: float) -> None:
         oldest = now - KEPT_HOURS * HOUR_S
-        over = [name for name, one in self.tasks.items() if one.state in OVER and one.until < oldest]
-        for name in over:
-            del self.tasks[name]
+        over = sorted((one.until, name) for name, one in self.tasks.items() if one.state in OVER)
+        for number, (until, name) in enumerate(over):
+            if until < oldest or number < len(over) - MOST_OVER:
+                del self.tasks[name]
 
 
 _FAULT = frozenset({Cause.DECIDE, Cause.RESUME, Cause.RESTORE})

@@ -85,6 +85,7 @@ CALLS = (
     _call("GET", "/v1/plans", "plans", READERS, "read plans"),
     _call("GET", "/v1/digest", "digest", READERS, "read the digest"),
     _call("GET", "/v1/audit", "audit", READERS, "read who did what"),
+    _call("GET", "/v1/history", "history", READERS, "read the history"),
     _call("GET", "/v1/owners", "owners", READERS, "read owners"),
     _call("GET", "/v1/report", "report", READERS, "read the report"),
     _call("GET", "/v1/events/{number}", "event", READERS, "read events"),

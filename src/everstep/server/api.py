@@ -31,6 +31,7 @@ from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import gantt, report, requests, views
 from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
+from everstep.server.archive import Archive
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
@@ -83,12 +84,13 @@ class Api:
         *,
         credentials: Credentials,
         quotas: Quotas | None = None,
+        archive: Archive | None = None,
         hosts: frozenset[str] = frozenset(),
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; any if there are credentials."""
         self.served, self.record, self.strangers = served, served.record, StrangerLimit()
         self.access = AccessControl(credentials, hosts)
-        self._quotas = quotas or Quotas(None)
+        self._quotas, self._archive = quotas or Quotas(None), archive
         self._calls: dict[web.AbstractResource | None, dict[str, ApiCall]] = {}
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
@@ -185,6 +187,17 @@ class Api:
         since_s = requests.whole(request.query.get("since_s", str(7 * 86_400)), "since_s")
         return web.json_response(report.document(self.record, since_s, time.time()))
 
+    async def _history(self, request: web.Request) -> web.Response:
+        """`?text=T&since_s=N&last=N`: incidents and tasks that are over, the newest first."""
+        if self._archive is None:
+            return _refuse(404, "this coordinator keeps no archive.")
+        since = time.time() - requests.whole(request.query.get("since_s", str(30 * 86_400)), "since_s")
+        text, last = request.query.get("text", "")[:200], requests.last(request) or 1000
+        found = await asyncio.to_thread(
+            lambda: self._archive.search(text=text, since=since, last=min(last, 10_000))  # type: ignore[union-attr]
+        )
+        return web.json_response(found)
+
     async def _owners(self, request: web.Request) -> web.Response:
         """Who has how many workers and tasks, and how many each may have."""
         tasks = self.record.machine.tasks.values()
@@ -216,6 +229,10 @@ class Api:
             return web.json_response(views.incident(self.record, one))
         forgotten = self.record.machine.log.forgotten
         if text.isdecimal() and 0 < int(text[:18]) <= forgotten.last:
+            if self._archive is not None:
+                archived = await asyncio.to_thread(self._archive.incident, int(text[:18]))
+                if archived is not None:
+                    return web.json_response(archived)
             return _refuse(
                 404, f"incident {text} is closed and no longer kept: the last {MOST_CLOSED} closed ones are."
             )

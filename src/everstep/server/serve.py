@@ -17,6 +17,7 @@ from everstep.net.sockets import allow_many_files
 from everstep.protocol.messages import Patience, PolicySet
 from everstep.server.access import Credentials
 from everstep.server.api import Api
+from everstep.server.archive import Archive
 from everstep.server.certificates import server_context
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 from everstep.server.quotas import Quotas
@@ -115,12 +116,14 @@ async def serve(
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
-    listeners = _listeners(daemon.record, settings)
+    archive = Archive(daemon.record, settings.folder)
+    listeners = [archive, *_listeners(daemon.record, settings)]
     daemon.record.listeners |= {listener.hear for listener in listeners}
     api = Api(
         daemon,
         credentials=settings.callers(),
         quotas=Quotas(settings.quotas),
+        archive=archive,
         hosts=frozenset({settings.host}),
     )
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)

@@ -1,0 +1,127 @@
+"""What is over, for as long as its file lasts: closed incidents and ended tasks, one JSON line each.
+
+The coordinator forgets old incidents and tasks, so that it stays small; here they can still be found. The
+file is in the coordinator's folder and begins again at `MOST_BYTES`; before that is archive.jsonl.1. It
+is derived from the journal: what a crash left out is added when the coordinator leads again, as far as the
+journal still has it. A full disk costs lines, not the coordinator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from everstep.core.cluster.task import OVER, Task
+from everstep.log import warn
+from everstep.server import views
+from everstep.server.record import ClusterRecord
+
+MOST_BYTES = 64 << 20
+
+
+class Archive:
+    def __init__(self, record: ClusterRecord, folder: Path) -> None:
+        self._record, self._path = record, folder / "archive.jsonl"
+        self._is_complete = False
+        self._failed = False
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """A listener of the record."""
+        if not self._record.leads:
+            self._is_complete = False
+            return
+        if not self._is_complete:
+            self._is_complete = True
+            self._complete()  # and with it what is heard now
+            return
+        match news["kind"]:
+            case "IncidentClosed":
+                self._keep([i for i in self._closed() if i["number"] == news["incident"]])
+            case "TaskEnded" if (task := self._record.machine.tasks.get(news["task"])) is not None:
+                if task.state in OVER:
+                    self._keep([self._task(task)])
+
+    def close(self) -> None: ...
+
+    def search(self, *, text: str, since: float, last: int) -> list[dict[str, Any]]:
+        """The newest first. `text`: in any of its words, whatever the case."""
+        found = [
+            row
+            for row in self._rows(text.lower().encode())
+            if row["at"] >= since and text.lower() in json.dumps(row).lower()
+        ]
+        return list(reversed(found[-last:]))
+
+    def incident(self, number: int) -> dict[str, Any] | None:
+        found = (row for row in self._rows(b'"number": %d,' % number) if row.get("number") == number)
+        return next(found, None)
+
+    # -------------------------------------------------------------- rows
+
+    def _closed(self) -> list[dict[str, Any]]:
+        incidents = self._record.machine.log.incidents
+        rows = (views.incident(self._record, one) for one in incidents if one.resumed_at is not None)
+        return [{"kind": "incident", "at": row["closed_at"], **row} for row in rows]
+
+    def _task(self, task: Task) -> dict[str, Any]:
+        row = views.task_row(self._record, task)
+        account = self._record.accounts.tasks.get(task.name)
+        kept = ("task", "owner", "state", "because", "shape", "step", "steps", "loss", "goodput")
+        return {
+            "kind": "task",
+            "at": task.ended_at + self._record.ahead_s,
+            "submitted_at": task.submitted_at + self._record.ahead_s,
+            **{key: row[key] for key in kept},
+            "lost_s": {} if account is None else {k: round(v, 3) for k, v in account.lost().items() if v},
+        }
+
+    def _complete(self) -> None:
+        """Add what the file lacks. By number and by name and time: both count up."""
+        numbers, tasks = set(), set()
+        for row in self._rows(b""):
+            numbers.add(row.get("number"))
+            tasks.add((row.get("task"), round(row["at"])))
+        over = [task for task in self._record.machine.tasks.values() if task.state in OVER]
+        rows = [row for row in self._closed() if row["number"] not in numbers]
+        rows += [row for row in map(self._task, over) if (row["task"], round(row["at"])) not in tasks]
+        self._keep(sorted(rows, key=lambda row: row["at"]))
+
+    def _keep(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                size = file.tell()
+                try:
+                    file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+                    file.flush()
+                except OSError:
+                    os.ftruncate(file.fileno(), size)
+                    raise
+                size = file.tell()
+            if size > MOST_BYTES:
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                warn(f"coordinator: {self._path} cannot be written: {error.strerror}")
+
+    def _rows(self, part: bytes) -> Iterator[dict[str, Any]]:
+        """In the order they were written; those whose line has this part in it."""
+        for path in (self._path.with_name(f"{self._path.name}.1"), self._path):
+            try:
+                with path.open("rb") as file:
+                    for line in file:
+                        if part in line.lower():
+                            try:
+                                row = json.loads(line)
+                            except ValueError:  # half a line, by a crash
+                                continue
+                            yield row
+            except OSError:
+                continue

@@ -1,0 +1,94 @@
+"""Records that last: what is over can be found after the coordinator has forgotten it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from everstep.cli import main
+from everstep.cli.client import Client
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.faults.detector import Heartbeats
+from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
+from everstep.server import archive as module
+from everstep.server.archive import Archive
+from everstep.server.record import ClusterRecord
+from tests.server.served import agent, served
+from tests.server.test_api import JOB
+
+
+def record_of(*numbers: int, leads: bool = True) -> ClusterRecord:
+    record, machine = ClusterRecord(), Coordinator()
+    record.begin(machine, Heartbeats(patience_s=1.0), 0, None)
+    for number in numbers:
+        one = machine.log.new(task="t", workers=[Worker(0, 0)], what="killed", step=number, now=float(number))
+        one.close(number + 0.5, "training resumed")
+    record.leads = leads
+    return record
+
+
+def closed(number: int) -> dict[str, object]:
+    return {"at": 1.0, "kind": "IncidentClosed", "incident": number, "because": ""}
+
+
+def test_what_a_crash_left_out_is_added_and_nothing_twice(tmp_path: Path) -> None:
+    first = Archive(record_of(1, 2), tmp_path)
+    first.hear(closed(2))  # it leads, and its first word completes the file
+    again = Archive(record_of(1, 2, 3), tmp_path)
+    again.hear({"at": 1.0, "kind": "Dispatch"})
+    again.hear({"at": 1.0, "kind": "Dispatch"})
+    rows = again.search(text="", since=0.0, last=100)
+    assert sorted(row["number"] for row in rows) == [1, 2, 3]
+    found = again.incident(3)
+    assert found is not None
+    assert found["what"] == "killed"
+    assert again.incident(4) is None
+
+
+def test_a_coordinator_that_reads_its_journal_adds_nothing(tmp_path: Path) -> None:
+    quiet = Archive(record_of(1, leads=False), tmp_path)
+    quiet.hear(closed(1))
+    assert not (tmp_path / "archive.jsonl").exists()
+
+
+def test_the_file_begins_again_and_half_a_line_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    Archive(record_of(1), tmp_path).hear(closed(9))
+    Archive(record_of(1, 2), tmp_path).hear(closed(9))
+    assert (tmp_path / "archive.jsonl.1").exists()
+    (tmp_path / "archive.jsonl").write_text('{"kind": "inci')
+    rows = Archive(record_of(), tmp_path).search(text="KILLED", since=0.0, last=10)
+    assert [row["number"] for row in rows] == [2]
+
+
+def test_a_task_that_has_ended_is_found_by_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def play(address: str) -> None:
+        async with agent(address, "n7") as one:
+            client = Client(address=address)
+            await asyncio.to_thread(client.post, "/v1/tasks", {"name": "llama", "job": JOB})
+            order = await one.until(msg.StartProcess)
+            await asyncio.to_thread(client.post, "/v1/tasks/llama/cancel")
+            exited = ev.WorkerExited(worker=order.worker, incarnation=1, reason="ended")
+            await one.say(1, msg.TaskEvent(task="llama", event=exited))
+            await one.acknowledged(1)
+
+    with served(tmp_path) as address:
+        asyncio.run(play(address))
+        words = ["history", "--address", address]
+        while True:
+            assert main.run([*words, "LLAMA", "--json"]) == 0
+            if rows := json.loads(capfd.readouterr().out)["history"]:
+                break
+        assert (rows[0]["kind"], rows[0]["task"], rows[0]["state"]) == ("task", "llama", "cancelled")
+        assert rows[0]["because"].startswith("an operator cancelled it")
+        assert main.run([*words, "nothing-like-it", "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["history"] == []
+        assert main.run(words) == 0
+        assert "llama (an operator)" in capfd.readouterr().out
