@@ -104,6 +104,13 @@ def test_early_stop_counts_evaluations_without_progress() -> None:
         everstep.EarlyStop(metric="f1").on_eval(1, {"loss": 1.0})
 
 
+def test_early_stop_counts_what_earlier_starts_have_found() -> None:
+    """Its patience began again with every start."""
+    stop = everstep.EarlyStop(patience=2)
+    stop.on_start({"steps": 9, "resumed_from": 4, "evaluations": {4: {"loss": 2.5}, 2: {"loss": 2.0}}})
+    assert stop.on_eval(6, {"loss": 2.1}) == "loss has not improved on 2 (step 2) for 2 evaluations"
+
+
 def test_files(tmp_path: Path) -> None:
     callbacks = [everstep.CsvLog(tmp_path / "a" / "log.csv"), everstep.JsonlLog(tmp_path / "log.jsonl")]
     told = watcher(callbacks)

@@ -106,8 +106,11 @@ class CallbackWatcher:
 
     def _begin(self, task: LocalTask) -> None:
         self._task = task
-        self._history.begin(task.outcome.resumed_from)
-        self._tell("on_start", {"steps": self._job.steps, "resumed_from": task.outcome.resumed_from})
+        resumed_from = task.outcome.resumed_from
+        self._history.begin(resumed_from)
+        evaluations = {step: v for step, v in self._history.evaluations.items() if step <= resumed_from}
+        facts = {"steps": self._job.steps, "resumed_from": resumed_from, "evaluations": evaluations}
+        self._tell("on_start", facts)
 
     def _row(self, row: StepRow) -> dict[str, Any]:
         document = row.document()

@@ -32,6 +32,12 @@ class EarlyStop:
         self._sign = -1.0 if larger_is_better else 1.0
         self._best, self._best_step, self._since = math.inf, 0, 0
 
+    def on_start(self, run: Mapping[str, Any]) -> None:
+        """What earlier starts have found counts."""
+        for step, values in sorted(run["evaluations"].items()):
+            if self.metric in values:
+                self.on_eval(step, values)
+
     def on_eval(self, step: int, values: Mapping[str, float]) -> str | None:
         if self.metric not in values:
             raise UserError(f"EarlyStop looks at {self.metric!r}; the evaluation has {', '.join(values)}.")
