@@ -21,10 +21,10 @@ FLOORS = [
     "engine",
     "store",
     "convert",
+    "ranks",
     "node",
     "server",
     "launch",
-    "ranks",
     "cli",
 ]
 PURE = {"protocol", "core", "schedule", "plan", "layout", "diagnose", "fabric", "drive"}

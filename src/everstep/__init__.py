@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from everstep.launch.local.api import Result, train
     from everstep.launch.local.lightning import fit
     from everstep.launch.local.loggers import CsvLog, EarlyStop, JsonlLog, MlflowLog, WandbLog
+    from everstep.ranks.line import progress
+    from everstep.ranks.snapshots import restore, snapshot
 
 __all__ = [
     "CsvLog",
@@ -36,7 +38,10 @@ __all__ = [
     "hf",
     "in_worker",
     "load",
+    "progress",
+    "restore",
     "rows",
+    "snapshot",
     "stream",
     "table",
     "token_loss",
@@ -65,6 +70,9 @@ _HOMES = {
     "table": "everstep.engine.datasets.table",
     "stream": "everstep.engine.datasets.stream",
     "load": "everstep.convert.export",
+    "progress": "everstep.ranks.line",
+    "snapshot": "everstep.ranks.snapshots",
+    "restore": "everstep.ranks.snapshots",
     "export": "everstep.convert.export",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",

@@ -54,6 +54,8 @@ BEFORE = {
     ("cookbook.md", 3): "",
     ("cookbook.md", 4): "",
     ("own-model.md", 0): "",
+    ("own-script.md", 0): "import everstep, torch\nsteps, model = 2, torch.nn.Linear(2, 2)\n"
+    "optimizer = torch.optim.AdamW(model.parameters())\n",
     ("planner.md", 0): "",
     ("schedules.md", 0): "",
     (

@@ -21,6 +21,7 @@ from everstep.ranks import report as rank_report
 from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, rank_environment
 from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+from everstep.ranks.rank_main import PARENT
 from everstep.ranks.run import Ran, Ranks, ScriptLaunch
 from everstep.ranks.words import RestartPolicy
 
@@ -89,7 +90,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(is_so: Callable[[], Any], limit_s: float = 60) -> None:
+def wait_until(is_so: Callable[[], Any], limit_s: float = 240) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, "waited in vain"
@@ -121,6 +122,7 @@ def test_a_rank_finds_every_variable_that_torchrun_sets() -> None:
         rank=1,
         ranks=2,
         life=3,
+        restarts=3,
         max_restarts=4,
         run_id="x",
         master_address="a",
@@ -360,17 +362,28 @@ def test_a_module_that_cannot_be_preloaded_ends_the_run(run: Run, capfd: pytest.
 # ------------------------------------------------------------------ the end
 
 
+def test_a_rank_whose_keeper_died_before_it_could_ask_to_die_with_it_ends(tmp_path: Path) -> None:
+    """The kernel tells of a death that comes after the question, not of one that came before."""
+    (tmp_path / "script.py").write_text("open('ran', 'w')")
+    command = [sys.executable, "-m", "everstep.ranks.rank_main", "script.py"]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, PARENT: str(gone.pid)})
+    assert ended.returncode == -signal.SIGKILL
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C, and the worst case: the supervisor is killed and can do nothing any more."""
     script = tmp_path / "script.py"
-    script.write_text(HEAD + "open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    script.write_text(HEAD + "open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)")
     command = [sys.executable, "-m", "everstep.cli.main", "run", "--nproc", "2", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         files = [tmp_path / "0", tmp_path / "1"]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         process.send_signal(sent)
-        assert process.wait(timeout=20) == code
+        assert process.wait(timeout=120) == code
         pids = [int(file.read_text()) for file in files]
         wait_until(lambda: not any(lives(pid) for pid in pids))
         assert process.stderr is not None

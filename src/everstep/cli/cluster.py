@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from everstep.cli import render
+from everstep.cli import render, scripts
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
@@ -35,14 +36,83 @@ _COLOURS = {
     "ending": "yellow",
     "paused": "yellow",
 }
+_SCRIPTS = "Scripts of others (with --script)"
 _OVER = ("finished", "failed", "cancelled")
 
 
 def submit_command(
-    job_file: Annotated[
-        Path, typer.Argument(metavar="JOB.TOML", help="The job file; docs/job-file.md lists its keys.")
-    ],
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB.TOML | -- ARGS]",
+            help="The job file (docs/job-file.md lists its keys), or the arguments of --script.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of the task.", show_default="the name of the file")] = "",
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="SCRIPT", rich_help_panel=_SCRIPTS, help="Any script that torchrun can start, not a job."
+        ),
+    ] = "",
+    module: Annotated[
+        bool, typer.Option("--module", "-m", rich_help_panel=_SCRIPTS, help="--script names a module.")
+    ] = False,
+    nproc: Annotated[
+        str,
+        typer.Option(
+            "--nproc-per-node",
+            "--nproc_per_node",
+            metavar="N",
+            rich_help_panel=_SCRIPTS,
+            help="Ranks per node; each takes a slot.",
+        ),
+    ] = "1",
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes", "--nnodes", metavar="MIN:MAX", rich_help_panel=_SCRIPTS, help="Number of nodes."
+        ),
+    ] = "1",
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            "--max_restarts",
+            rich_help_panel=_SCRIPTS,
+            help="Maximum restarts after failures of ranks. Lost nodes do not count.",
+        ),
+    ] = 3,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=_SCRIPTS,
+            help="Restart when no rank has made progress for this long.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", rich_help_panel=_SCRIPTS, help="Time from SIGTERM to SIGKILL.")
+    ] = 5.0,
+    preload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            rich_help_panel=_SCRIPTS,
+            help="Import this module once per node and fork ranks from there; usually torch. Repeatable.",
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", rich_help_panel=_SCRIPTS, help="Directory for a file per rank."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", rich_help_panel=_SCRIPTS, help="Variable for all ranks. Repeatable."
+        ),
+    ] = None,
     weight: Annotated[float, typer.Option(help="Priority relative to other tasks.")] = 1.0,
     kill: Annotated[list[str] | None, KILL] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the task ends.")] = False,
@@ -51,18 +121,47 @@ def submit_command(
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Submit a job to the cluster. Its paths must be valid on every node.
+    """Submit a job, or any torchrun-style script, to the cluster. Its paths must be valid on every node.
 
     [bold]Examples[/bold]
 
       everstep submit examples/job.toml
 
       everstep submit job.toml --name llama-8b --weight 2 --wait
-    """
-    from everstep.job.job import load_job
 
-    job, client = load_job(job_file), Client(address=address, token=token, ca=ca)
-    body: dict[str, Any] = {"name": name or job_file.stem, "job": job.to_dict(), "weight": weight}
+      everstep submit --script train.py --nproc-per-node 8 --nodes 2:4 -- --lr 1e-4
+    """
+    client = Client(address=address, token=token, ca=ca)
+    body: dict[str, Any] = {"weight": weight}
+    if script:
+        if kill:
+            raise UserError("--kill is for jobs of Everstep's own engine; remove it or --script.")
+        scripts.at_least("--max-restarts", max_restarts, 0)
+        scripts.at_least("--hang-after", hang_after, 1)
+        scripts.at_least("--grace", grace, 0)
+        least, most = scripts.nodes_range(nodes, "--nodes")
+        if not module and not Path(script).is_file():
+            raise UserError(f"script {script!r} is not a file.")
+        body["name"] = name or re.sub(r"[^A-Za-z0-9._-]", "-", script if module else Path(script).stem)
+        body["ranks"] = scripts.table(
+            [*(["-m", script] if module else [script]), *(given or [])],
+            ranks=scripts.count(nproc, "--nproc-per-node"),
+            least=least,
+            most=most,
+            max_restarts=max_restarts,
+            hang_after_s=hang_after,
+            grace_s=grace,
+            preload=preload,
+            logs=None if log_dir is None else str(log_dir.resolve()),
+            environment=scripts.environment(env or []),
+        )
+    else:
+        from everstep.job.job import load_job
+
+        if not given or len(given) > 1:
+            raise UserError("give one job file, or --script and its arguments after --.")
+        job_file = Path(given[0])
+        body |= {"name": name or job_file.stem, "job": load_job(job_file).to_dict()}
     if kill:
         body["faults"] = kill
     answer = client.post("/v1/tasks", body)
@@ -395,8 +494,8 @@ def _tasks(tasks: Any) -> Table:
             *([task.get("owner", "")] if named else []),
             _state(task["state"]),
             f"{task['workers']}/{task['asked']}",
-            f"{task['step']}/{task['steps']}",
-            ProgressBar(total=task["steps"], completed=task["step"], width=16),
+            f"{task['step']}/{task['steps']}" if task["steps"] else str(task["step"] or "-"),
+            ProgressBar(total=task["steps"], completed=task["step"], width=16) if task["steps"] else "",
             _protected(task["saved"]),
             "-" if task["loss"] is None else f"{task['loss']:.5f}",
             "-" if not task["step_seconds"] else f"{task['step_seconds']:.3f}",

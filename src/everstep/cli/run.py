@@ -7,7 +7,6 @@ any script that torchrun can start; then a failure restarts all ranks.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everstep import log
-from everstep.cli import render
+from everstep.cli import render, scripts
 from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
 from everstep.errors import EverstepError, UserError
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from everstep.job.job import Job
     from everstep.launch.local.page import RunPage
     from everstep.launch.local.run import Watcher
-    from everstep.ranks.words import RestartPolicy
 
 _OWN, _ANY = "Scripts that call everstep.train", "Any script (with --nproc)"
 
@@ -72,6 +70,39 @@ def run_command(
             metavar="N",
             rich_help_panel=_ANY,
             help="Number of ranks to start: a number, gpu or cpu.",
+        ),
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nnodes",
+            metavar="MIN:MAX",
+            rich_help_panel=_ANY,
+            help="Number of nodes. Start the same command on each of them.",
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str,
+        typer.Option(
+            "--rdzv-endpoint",
+            "--rdzv_endpoint",
+            metavar="HOST:PORT",
+            rich_help_panel=_ANY,
+            help="With --nnodes: where the nodes meet. The coordinator runs there.",
+        ),
+    ] = "",
+    rdzv_id: Annotated[
+        str,
+        typer.Option("--rdzv-id", "--rdzv_id", rich_help_panel=_ANY, help="With --nnodes: name of the run."),
+    ] = "",
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank",
+            "--node_rank",
+            min=0,
+            rich_help_panel=_ANY,
+            help="With --nnodes: number of this node; node 0 runs the coordinator.",
         ),
     ] = None,
     module: Annotated[
@@ -145,15 +176,23 @@ def run_command(
       everstep run --nproc 2 --hang-after 60 examples/torchrun_style.py --steps 50
 
       everstep run --nproc gpu --max-restarts 10 --preload torch train.py
+
+      everstep run --nproc 8 --nnodes 2:4 --rdzv-endpoint head:29400 train.py
     """
     log.start()
     if nproc is None:
-        given = {"--module": module, "--hang-after": hang_after, "--preload": preload, "--log-dir": log_dir}
+        given = {
+            "--module": module,
+            "--nnodes": nnodes,
+            "--hang-after": hang_after,
+            "--preload": preload,
+            "--log-dir": log_dir,
+        }
         for name, value in given.items():
             if value:
                 raise UserError(f"{name} is for scripts that torchrun can start; give --nproc too.")
         overrides = {"replicas": replicas, "stages": stages, "batch": batch}
-        options = ScriptRun(
+        options = HealedRun(
             overrides={name: value for name, value in overrides.items() if value is not None},
             kill=kill or [],
             every=every,
@@ -168,67 +207,38 @@ def run_command(
             raise UserError(f"{name} is for scripts that call everstep.train; remove it or --nproc.")
     if not module and not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
-    _check("--max-restarts", max_restarts, least=0)
-    _check("--hang-after", hang_after, least=1)
-    _check("--grace", grace, least=0)
+    scripts.at_least("--max-restarts", max_restarts, 0)
+    scripts.at_least("--hang-after", hang_after, 1)
+    scripts.at_least("--grace", grace, 0)
     if not 0 <= rdzv_port < 2**16:
         raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
-    from everstep.ranks.words import RestartPolicy
-
-    ranks = _count(nproc)
-    given_grace = {} if grace is None else {"grace_s": grace}
-    policy = RestartPolicy(ranks=ranks, max_restarts=max_restarts, hang_after_s=hang_after, **given_grace)
     command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
-    return _supervise(command, policy, rdzv_port, log_dir or Path("runs"), preload or [], as_json)
-
-
-def _supervise(
-    command: list[str], policy: RestartPolicy, port: int, log_dir: Path, preload: list[str], as_json: bool
-) -> int:
-    from everstep.ranks import report as rank_report
-    from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
-    from everstep.ranks.run import Ranks, ScriptLaunch
-
-    launch = ScriptLaunch(
+    least, most = scripts.nodes_range(nnodes or "1", "--nnodes")
+    run = scripts.ScriptRun(
         command=command,
-        policy=policy,
-        run_id=rank_report.run_id(),
-        log_dir=log_dir.resolve(),
-        master_port=port,
-        output=sys.stderr.buffer if as_json else sys.stdout.buffer,
+        ranks=scripts.count(nproc, "--nproc"),
+        least=least,
+        most=most,
+        max_restarts=max_restarts,
+        hang_after_s=hang_after,
+        grace_s=5.0 if grace is None else grace,
+        preload=preload or [],
+        log_dir=log_dir or Path("runs"),
     )
-    starter: RankStarter = ForkingStarter(preload).open() if preload else PlainStarter()
-    run = Ranks(launch, starter, lambda action, at_s: render.note(rank_report.line(action, at_s)))
-    ran = run.run()
-    if as_json:
-        render.emit(rank_report.document(launch, ran))
-    render.note(rank_report.summary(launch, ran))
-    return ran.code
-
-
-def _count(nproc: str) -> int:
-    """A number of ranks, as torchrun reads it."""
-    if nproc in ("gpu", "auto"):
-        import torch
-
-        if found := torch.cuda.device_count():
-            return found
-        if nproc == "gpu":
-            raise UserError("--nproc is gpu, but torch finds no GPU; give a number.")
-    if nproc in ("cpu", "auto"):
-        return len(os.sched_getaffinity(0))
-    if not nproc.isdecimal() or int(nproc) < 1:
-        raise UserError(f"--nproc is {nproc!r}; give a number from 1, gpu or cpu.")
-    return int(nproc)
-
-
-def _check(name: str, value: float | None, *, least: float) -> None:
-    if value is not None and not value >= least:
-        raise UserError(f"{name} is {value:g}; give at least {least:g}.")
+    if most == 1:
+        return scripts.run_here(run, port=rdzv_port, as_json=as_json)
+    if not rdzv_endpoint:
+        raise UserError("--nnodes needs --rdzv-endpoint; give HOST:PORT of one of the nodes.")
+    at = scripts.Rendezvous(
+        endpoint=scripts.endpoint(rdzv_endpoint, "--rdzv-endpoint", 29400),
+        run_id=rdzv_id or "run",
+        node_rank=node_rank,
+    )
+    return scripts.run_on_nodes(run, at, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRun:
+class HealedRun:
     """What the command line says about a script that calls everstep.train."""
 
     overrides: dict[str, int]
@@ -259,7 +269,7 @@ def _from_script(error: Exception, script: str) -> TracebackType | None:
     return frame or error.__traceback__
 
 
-def _heal(script: Path, arguments: list[str], options: ScriptRun) -> int:
+def _heal(script: Path, arguments: list[str], options: HealedRun) -> int:
     """A script that calls everstep.train."""
     as_json = options.as_json
     if not script.is_file():

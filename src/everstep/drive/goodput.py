@@ -22,6 +22,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from everstep.core.cluster.lives import Living, Locating, Settling
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.task.states import Gathering, Member, Over, Planning, Running
 from everstep.protocol.incidents import IncidentLog
@@ -115,7 +116,7 @@ class TaskAccount:
             self._add(hour, Cause.REDO, seconds)
         else:
             self._divide(hour, seconds, clean=clean, full=full)
-            self._add(hour, STEPS, 1.0)
+            self._add(hour, STEPS, float(step - self.last) if self.last else 1.0)  # scripts tell some steps
             self.last = step
         self.disturbed, self.notice_s = False, 0.0
 
@@ -274,6 +275,8 @@ def _of_phase(phase: object, name: str, log: IncidentLog, *, begun: bool) -> Cau
         return Cause.DECIDE
     if isinstance(phase, Over):
         return Cause.END
+    if isinstance(phase, Living | Settling | Locating):
+        return None
     if not isinstance(phase, Running):
         return Cause.RESTORE if begun else Cause.START
     stopped = any(one.task == name and one.stops_training for one in log.open_ones())

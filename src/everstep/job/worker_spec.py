@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.messages import Sender
+from everstep.protocol.messages import RankRules, Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,9 @@ class WorkerSpec:
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     script: tuple[str, ...] = ()  # the user's, with its arguments; empty: the job names model and data
     fabric: Mapping[str, Any] | None = None  # for `node.steer`: the paths that its connections take
+    ranks: RankRules | None = None  # of a script task: this process keeps its ranks
+    order: int = 0  # of this node among those of a script task
+    logs: str = ""  # of a script task: the folder for files per rank
 
     @property
     def beacon_path(self) -> Path | None:

@@ -84,6 +84,7 @@ class AgentSettings:
     fabric: FabricSettings | None = None  # workers follow its plan
     notice: Path | None = None  # a file that says when this machine will be taken away
     cloud: str = ""  # the provider whose notices are asked for
+    order: int = 0  # of this node among those of a script task; the first one has rank 0
     grace_s: float = 25.0  # for its workers to leave with their state safe, once the agent is told to end
     limits: DetectorLimits = field(default_factory=DetectorLimits)
 
@@ -137,6 +138,7 @@ class Agent:
             slots=self.settings.slots,
             logs=self.settings.words,
             fabric=self.settings.fabric,
+            order=self.settings.order,
         )
         self.workers = WorkerProcesses(
             node,

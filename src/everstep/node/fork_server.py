@@ -43,6 +43,17 @@ ALLOCATOR = {
 }
 
 
+OUTER_THREADS = "EVERSTEP_OUTER_THREADS"  # OMP_NUM_THREADS as the agent has it
+
+
+def outer_environment() -> dict[str, str]:
+    """In a worker: the environment of its agent, for processes that are not workers."""
+    kept = {name: value for name, value in os.environ.items() if ALLOCATOR.get(name) != value}
+    threads = kept.pop(OUTER_THREADS, "")
+    del kept["OMP_NUM_THREADS"]
+    return kept | ({"OMP_NUM_THREADS": threads} if threads else {})
+
+
 class ForkedProcess(NamedTuple):
     pid: int
     pidfd: int
@@ -72,7 +83,11 @@ class ForkServer:
     def start(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), *self._preload]
-        env = {**ALLOCATOR, **os.environ, "OMP_NUM_THREADS": str(self._threads)}
+        threads = {
+            OUTER_THREADS: os.environ.get("OMP_NUM_THREADS", ""),
+            "OMP_NUM_THREADS": str(self._threads),
+        }
+        env = {**ALLOCATOR, **os.environ, **threads}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         self._process = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

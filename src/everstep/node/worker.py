@@ -47,6 +47,7 @@ from everstep.net import nccl
 from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
+from everstep.node.fork_server import outer_environment
 from everstep.node.lifeline import Lifeline
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.stacks import answer_to_signal
@@ -57,6 +58,8 @@ from everstep.protocol.messages import (
     EndWorker,
     FromWorker,
     PartWritten,
+    RankOrder,
+    RankRules,
     SaveFailed,
     Sender,
     ShardEnded,
@@ -66,6 +69,7 @@ from everstep.protocol.messages import (
     WorkerOrder,
     WorkerReport,
 )
+from everstep.ranks import keeper
 from everstep.store.state_keeper import StateKeeper
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
@@ -75,6 +79,8 @@ def main(given: Mapping[str, Any]) -> int:
     """Run the worker that a `WorkerSpec` describes; the process's exit code."""
     spec = WorkerSpec.from_dict(given)
     allow_many_files()  # a connection each way with every peer
+    if spec.ranks is not None:
+        return _keep_ranks(spec, spec.ranks)
     try:
         job = Job.from_dict(spec.job)
     except UserError as error:  # the job was submitted to another version
@@ -104,6 +110,35 @@ def main(given: Mapping[str, Any]) -> int:
         warn(traceback.format_exc())
         return 1
     return 0
+
+
+def _keep_ranks(spec: WorkerSpec, rules: RankRules) -> int:
+    """In a script task the worker is all ranks of this node: they are processes of their own."""
+    if spec.lifeline is not None:
+        Lifeline(spec.lifeline).hold()  # until the end
+    line, inbox = _call_agent(spec), keeper.Inbox()
+    line.listen(inbox)
+    environment = {**outer_environment(), **rules.environment}
+    if spec.devices:
+        there = tuple(slot_devices.SlotDevice(*device) for device in spec.devices)
+        chosen = dict.fromkeys(there[slot % len(there)].uuid for slot in spec.slots)
+        environment[slot_devices.VISIBLE] = ",".join(chosen)
+    settings = keeper.KeeperSettings(
+        sender=spec.sender,
+        rules=rules,
+        host=spec.host,
+        logs=Path(spec.logs),
+        environment=environment,
+        order=spec.order,
+        secret=spec.secret,
+    )
+    try:
+        return keeper.keep(settings, line.say, inbox)
+    except BaseException as error:
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        line.say(raised(spec.sender, text, where="keeping ranks", traceback=traceback.format_exc(limit=50)))
+        warn(traceback.format_exc())
+        return 1
 
 
 def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
@@ -376,11 +411,11 @@ class AgentLine:
         with self._lock:
             self._socket.sendall(data)
 
-    def listen(self, inbox: queue.SimpleQueue[Any]) -> None:
+    def listen(self, inbox: queue.SimpleQueue[Any] | keeper.Inbox) -> None:
         threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
 
-    def _listen(self, inbox: queue.SimpleQueue[Any]) -> None:
-        unpacker = Unpacker(WorkerOrder)
+    def _listen(self, inbox: queue.SimpleQueue[Any] | keeper.Inbox) -> None:
+        unpacker = Unpacker(WorkerOrder | RankOrder)
         try:
             while data := self._socket.recv(1 << 16):
                 for order in unpacker.feed(data):

@@ -16,7 +16,7 @@ from typing import Protocol
 from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.errors import PeerError
 from everstep.protocol.codec import Unpacker, pack
-from everstep.protocol.messages import FromWorker, Sender, WorkerHello, WorkerOrder
+from everstep.protocol.messages import FromWorker, RankOrder, Sender, WorkerHello, WorkerOrder
 from everstep.protocol.table import PROTOCOL
 
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
@@ -69,7 +69,7 @@ class WorkerLines:
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
 
-    def send(self, sender: Sender, order: WorkerOrder) -> None:
+    def send(self, sender: Sender, order: WorkerOrder | RankOrder) -> None:
         """To a process that has called; one that dies meanwhile is noticed elsewhere."""
         line = self._lines.get(sender)
         if line is not None:

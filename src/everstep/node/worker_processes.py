@@ -37,7 +37,7 @@ from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.protocol import messages as msg
-from everstep.protocol.messages import PlantFaults, Sender, TaskNeeds
+from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 
@@ -85,6 +85,7 @@ class NodeSettings:
     logs: Path | None = None  # for what workers print, if their job names no folder
     detect: bool = True
     fabric: FabricSettings | None = None
+    order: int = 0  # of this node among those of a script task
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class TaskHere:
     faults: tuple[str, ...]
     replicas: int
     needs: TaskNeeds
+    ranks: RankRules | None = None
 
     @staticmethod
     def of(order: msg.OpenTask) -> TaskHere:
@@ -104,7 +106,9 @@ class TaskHere:
         if shape is None or needs is None:  # from a coordinator, or a journal, of the version before
             job = Job.from_dict(order.job)
             shape, needs = job.task_shape(), job.needs()
-        return TaskHere(order.job, order.secret, order.script, order.faults, shape.replicas, needs)
+        return TaskHere(
+            order.job, order.secret, order.script, order.faults, shape.replicas, needs, order.ranks
+        )
 
 
 class WorkerProcesses:
@@ -291,8 +295,12 @@ class WorkerProcesses:
 
     def _forked(self, sender: Sender, server: ForkServer) -> WorkerProcess:
         """Beside the loop: a fork server may be loading torch, or be stopped; so may nvidia-smi."""
-        computes_on_gpu = self.tasks[sender.task].needs.device == "cuda"
-        devices = self.devices.for_slots(self.settings.slots) if computes_on_gpu else ()
+        here, order = self.tasks[sender.task], self.machine.processes[sender].order
+        devices: tuple[SlotDevice, ...] = ()
+        if here.needs.device == "cuda":
+            devices = self.devices.for_slots(self.settings.slots)
+        elif here.ranks is not None and len(order.more_slots) + 1 < self.settings.slots:
+            devices = self.devices.find()  # others may use the rest of them
         if not server.warm:
             server.warm_up()
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
@@ -342,6 +350,9 @@ class WorkerProcesses:
             faults=tuple(f for f in here.faults if first and parse_fault(f).worker == sender.worker),
             script=here.script,
             fabric=None if settings.fabric is None else settings.fabric.of(sender, order.slot),
+            ranks=here.ranks,
+            order=settings.order,
+            logs="" if here.ranks is None else here.ranks.logs or str(self.logs.folder / sender.task),
         )
 
     def _knows(self, sender: Sender, pid: int) -> bool:

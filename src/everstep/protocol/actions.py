@@ -137,3 +137,31 @@ class FailTask(Action):
     """The task cannot continue."""
 
     because: str
+
+
+# ------------------------------------------------------------------ of script tasks
+
+
+@message(says="stop worker {worker}")
+class StopWorker(Action):
+    """End this worker's process at once."""
+
+    worker: Worker
+    because: str
+
+
+@message(says="life {life} has failed: {what}")
+class LifeFailed(Action):
+    """The ranks of a script task end because of this. What it means for the node is judged by the cluster."""
+
+    life: int
+    worker: Worker | None  # None: no rank is named
+    rank: int | None
+    what: str
+    source: str
+    text: str  # from which the fault is judged
+    ago_s: float
+    evidence: tuple[str, ...]
+    remedy: str
+    is_over: bool  # there is no other life
+    because: str

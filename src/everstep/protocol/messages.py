@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from everstep.protocol.actions import ComputePlan, Notice, RecordStep
+from everstep.protocol.actions import Action, ComputePlan, Notice, RecordStep
 from everstep.protocol.events import Event
 from everstep.protocol.incidents import OpsTook
 from everstep.protocol.ops import Worker
@@ -72,6 +72,26 @@ class Order:
     """What the coordinator orders an agent to do."""
 
     __slots__ = ()
+
+
+class RankReport(TaskReport):
+    """About the ranks that one node runs for a script task: said by their keeper, the process that starts and
+    watches them. It holds a worker's place, so a node's ranks are one worker of the task.
+    """
+
+    __slots__ = ()
+    worker: Worker
+    incarnation: int
+    life: int
+
+
+class RankOrder(Order, Action):
+    """To the keeper of a node's ranks, as the task's recovery decides it; its agent passes it on."""
+
+    __slots__ = ()
+    worker: Worker
+    incarnation: int
+    life: int
 
 
 class ClusterAction:
@@ -311,6 +331,236 @@ class SlotFreed(NodeReport):
     slot: int
 
 
+# ------------------------------------------------------------------ script tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRules:
+    """A script task: what its ranks run, on how many nodes, and when they are started again."""
+
+    command: tuple[str, ...]  # a script and its arguments, or -m and a module, or a program
+    run_id: str
+    folder: str  # where ranks are started; a relative path of the command is seen from here
+    ranks: int = 1  # per node
+    least: int = 1  # nodes
+    most: int = 1
+    is_program: bool = False  # the command is no Python
+    max_restarts: int = 3  # after failures; a node that is lost or comes does not count
+    hang_after_s: float | None = None
+    grace_s: float = 5.0  # from SIGTERM to SIGKILL
+    join_s: float = 5.0  # with enough nodes to begin, so long for more that are on their way
+    preload: tuple[str, ...] = ()
+    port: int = 0  # of the store; 0: a free one for each life
+    logs: str = ""  # folder of files per rank; empty: the agent chooses
+    role: str = "default"  # ROLE_NAME
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPosition:
+    """Where a rank is, for who looks for the one that the others wait for."""
+
+    rank: int
+    at: str  # train.py:17 in load
+    is_inside_torch: bool
+    entered: Mapping[str, int] = field(default_factory=dict)  # by process group: its last collective
+    doing: str = ""  # torch's all_reduce
+    step: int | None = None  # as it said last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFile:
+    """What one rank has put into its node's memory of a state of the script."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFile:
+    """One file of a state, and the nodes that have it."""
+
+    name: str
+    file: SnapshotFile
+    holders: tuple[tuple[str, int], ...]  # their addresses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSnapshot:
+    """A state of the script that the ranks of a life begin with."""
+
+    step: int
+    files: tuple[KeptFile, ...]
+
+
+@message(by=WORKER, says="no rank of {task} runs on {node}; {worker} can begin a life")
+class RanksIdle(RankReport, WorkerReport):
+    """A node has no rank of this task: it is ready, or all that ran in `life` have ended. `address`: where
+    the store of the next life would be, if it were on this node.
+    """
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    address: tuple[str, int]
+    codes: Mapping[int, int] = field(default_factory=dict)  # by rank; negative: a signal
+    order: int = 0  # of this node among those of the task: ranks are numbered along it
+    memory: tuple[str, int] | None = None  # where other nodes read the states that are kept here
+
+
+@message(by=WORKER, says="the ranks of {task} on {node} have started, life {life}")
+class RanksStarted(RankReport, WorkerReport):
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    pids: Mapping[int, int] = field(default_factory=dict)  # by rank
+
+
+@message(by=WORKER, says="rank {rank} of {task}: {what}")
+class RankFailed(RankReport, WorkerReport):
+    """A rank has raised, or ended with a code that is not 0, or is stopped: the first sign of it."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    rank: int
+    what: str  # rank 3 raised OSError: no disk at train.py:17 in load
+    source: str  # exception, exit or progress
+    text: str  # from which the fault is judged
+    code: int = 1
+    ago_s: float = 0.0  # since it happened
+    evidence: tuple[str, ...] = ()
+    traceback: str = ""
+    program_error: str = ""  # by which Python says that the program is wrong; empty: it does not
+    lost_snapshot: int | None = None  # the state of this step could not be read
+
+
+@message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make no progress for {still_s:.1f} s")
+class RanksStill(RankReport, WorkerReport):
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    still_s: float
+
+
+@message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make progress again")
+class RanksMoved(RankReport, WorkerReport):
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+
+
+@message(by=WORKER, says="where the ranks of {task} on {node} are")
+class RanksLocated(RankReport, WorkerReport):
+    """The answer to `LocateRanks`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    positions: tuple[RankPosition, ...]
+
+
+@message(by=WORKER, fleeting=True, says="{task} is at step {step}, says rank {rank}")
+class RankProgressed(RankReport, WorkerReport):
+    """The script has called `everstep.progress`. At most about once per second and node."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    rank: int
+    step: int
+    tokens: int | None = None  # since the script began
+    is_saved: bool = False  # the script can continue from this step
+
+
+@message(by=WORKER, says="{node} has its part of the state of {task} after step {step}")
+class SnapshotTaken(RankReport, WorkerReport):
+    """All ranks of this node have handed over their part of a state (`everstep.snapshot`)."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    step: int
+    files: Mapping[str, SnapshotFile]  # by name; none where other ranks have all of it
+
+
+@message(by=WORKER, says="{node} has a copy of the state of {task} after step {step}")
+class SnapshotCopied(RankReport, WorkerReport):
+    """The answer to `CopySnapshot`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    step: int
+    owner: Worker
+    failed: str = ""
+
+
+@message(says="copy the state of {task} after step {step} to {node}")
+class CopySnapshot(RankOrder):
+    """Read the files of another node, so that two have them."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    step: int
+    owner: Worker
+    files: tuple[KeptFile, ...]
+    because: str
+
+
+@message(says="begin life {life} of {task} on {node}")
+class BeginLife(RankOrder):
+    """Start the ranks of this node."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    group: int  # GROUP_RANK
+    first_rank: int
+    num_groups: int
+    world: int
+    restarts: int  # after failures, so far
+    master: tuple[str, int]
+    hosts_store: bool
+    because: str
+    restore: KeptSnapshot | None = None  # what `everstep.restore` gives
+
+
+@message(says="end life {life} of {task} on {node}")
+class EndLife(RankOrder):
+    """SIGTERM to every rank, then SIGKILL to the group of what is left; `RanksIdle` follows."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    grace_s: float
+    because: str
+
+
+@message(says="locate the ranks of {task} on {node}")
+class LocateRanks(RankOrder):
+    """Collect stacks and records of collectives; `RanksLocated` follows."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    because: str
+
+
 # ------------------------------------------------------------------ what nodes are ordered
 
 
@@ -346,6 +596,7 @@ class OpenTask(Order):
     faults: tuple[str, ...] = ()
     shape: Shape | None = None  # None, also below: the coordinator or its journal is of the version before
     needs: TaskNeeds | None = None
+    ranks: RankRules | None = None  # of a script task; None: a managed one
 
 
 @message(says="start worker {worker} of {task} on {node}")
@@ -633,6 +884,7 @@ class TaskSubmitted(ClusterEvent):
     closes: bool = False  # after the last step follows one that only evaluates
     needs: TaskNeeds | None = None  # None: submitted to the version before
     owner: str = AN_OPERATOR
+    ranks: RankRules | None = None  # of a script task; None: a managed one
 
 
 @message(by=OPERATOR, says="{by} cancels task {task}")

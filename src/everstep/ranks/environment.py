@@ -20,16 +20,25 @@ FOR_DIAGNOSIS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One rank of one life. All ranks are on this machine."""
+    """One rank of one life. Without a word about its group, all ranks are on this machine."""
 
     rank: int
     ranks: int
     life: int
+    restarts: int = 0  # after failures, before this life
     max_restarts: int
     run_id: str
     master_address: str
     master_port: int
     folder: Path  # of this rank in this life
+    role: str = "default"
+    group: int = 0  # the ranks of a machine
+    num_groups: int = 1
+    first_rank: int = 0  # of its group
+
+    @property
+    def ranks_here(self) -> int:
+        return self.ranks // self.num_groups
 
 
 def rank_environment(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -41,17 +50,17 @@ def _identity(place: RankPlace) -> dict[str, str]:
     rank, ranks = str(place.rank), str(place.ranks)
     return {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": str(place.rank - place.first_rank),
         "ROLE_RANK": rank,
-        "GROUP_RANK": "0",
-        "ROLE_NAME": "default",
+        "GROUP_RANK": str(place.group),
+        "ROLE_NAME": place.role,
         "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": str(place.ranks_here),
         "ROLE_WORLD_SIZE": ranks,
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(place.num_groups),
         "MASTER_ADDR": place.master_address,
         "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(place.life),
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -64,6 +73,6 @@ def _unset(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
         **FOR_DIAGNOSIS,
         "TORCH_FR_DUMP_TEMP_FILE": str(place.folder / "collectives_rank_"),  # PyTorch adds it
     }
-    if place.ranks > 1:  # as torchrun: not every rank may take all cores
+    if place.ranks_here > 1:  # as torchrun: not every rank may take all cores
         wanted["OMP_NUM_THREADS"] = "1"
     return {name: value for name, value in wanted.items() if name not in inherited}

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError
+from everstep.ranks.rank_main import PARENT
 
+_COMMAND = (sys.executable, "-m", "everstep.ranks.fork_server")
 _LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their first use; as slow as torch itself
 
 
@@ -37,6 +39,7 @@ class RankStart:
     stdout: int
     stderr: int
     line: int
+    folder: str = ""  # where it is started; empty: here
 
 
 class RankProcess(Protocol):
@@ -66,7 +69,8 @@ class StartedProcess:
     def __init__(self, start: RankStart) -> None:
         self._popen = subprocess.Popen(
             [sys.executable, "-u", "-m", "everstep.ranks.rank_main", *start.command],
-            env=start.environment,
+            env={**start.environment, PARENT: str(os.getpid())},
+            cwd=start.folder or None,
             stdin=subprocess.DEVNULL,
             stdout=start.stdout,
             stderr=start.stderr,
@@ -130,7 +134,7 @@ class ForkingStarter:
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "everstep.ranks.fork_server", str(theirs.fileno()), *self._preload],
+                [*_COMMAND, str(theirs.fileno()), str(os.getpid()), *self._preload],
                 env=env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -139,9 +143,23 @@ class ForkingStarter:
         self._socket = ours
         return self
 
+    def warm_up(self) -> None:
+        """Wait until the modules are loaded; fails if one of them cannot be."""
+        assert self._socket is not None, "the fork server is not open"
+        answer = b""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"ping": True}).encode())
+            answer = self._socket.recv(64)
+        if not answer:
+            raise self._failed()
+
+    def _failed(self) -> EverstepError:
+        return EverstepError(f"--preload {', '.join(self._preload)} has failed; what it said is above.")
+
     def start(self, start: RankStart) -> RankProcess:
         assert self._socket is not None, "the fork server is not open"
-        request = {"command": list(start.command), "environment": start.environment, "cwd": os.getcwd()}
+        cwd = start.folder or os.getcwd()
+        request = {"command": list(start.command), "environment": start.environment, "cwd": cwd}
         pid, pidfd = self._ask(request, [start.stdout, start.stderr, start.line])
         return ForkedRank(pid, pidfd, self._socket)
 
@@ -159,8 +177,7 @@ class ForkingStarter:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             data, received, _, _ = socket.recv_fds(self._socket, 4096, 1)
         if not received:
-            names = ", ".join(self._preload)
-            raise EverstepError(f"--preload {names} has failed; what it said is above.")
+            raise self._failed()
         return json.loads(data)["pid"], received[0]
 
     def close(self) -> None:
@@ -178,34 +195,38 @@ def _serve(fd: int, preload: Sequence[str]) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(more)
     line = socket.socket(fileno=fd)
+    server = os.getpid()
     while True:
         data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
         if not data:
             return
         request = json.loads(data)
+        if "ping" in request:
+            line.send(b"{}")
+            continue
         if "reap" in request:
             os.waitpid(request["reap"], 0)
             continue
         pid = os.fork()
         if pid == 0:
             line.close()
-            _host_store(fds[0]) if "store" in request else _live(request, fds)
+            _host_store(fds[0], server) if "store" in request else _live(request, fds, server)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
         for each in (*fds, pidfd):
             os.close(each)
 
 
-def _host_store(fd: int) -> None:
+def _host_store(fd: int, server: int) -> None:
     from everstep.ranks import rank_main
     from everstep.ranks import store as rank_store
 
-    rank_main.die_with_parent()
+    rank_main.die_with_parent(server)
     rank_store.host(fd)
     os._exit(0)
 
 
-def _live(request: dict[str, Any], fds: list[int]) -> None:
+def _live(request: dict[str, Any], fds: list[int], server: int) -> None:
     """A rank's whole life, in the fork. Ends as a Python process does: threads, atexit, then the code."""
     from everstep.ranks import rank_main
 
@@ -218,7 +239,7 @@ def _live(request: dict[str, Any], fds: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.environ[rank_main.LINE] = str(line)
+    os.environ[rank_main.LINE], os.environ[rank_main.PARENT] = str(line), str(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "numpy" in sys.modules:  # its global generator was copied by the fork; `random` sees to itself
         sys.modules["numpy"].random.seed()
@@ -231,5 +252,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from everstep.ranks.rank_main import die_with_parent
 
-    die_with_parent()
-    _serve(int(sys.argv[1]), sys.argv[2:])
+    die_with_parent(int(sys.argv[2]))
+    _serve(int(sys.argv[1]), sys.argv[3:])

@@ -33,20 +33,24 @@ class HangDiagnosis:
             with contextlib.suppress(OSError):
                 rank.line.send(json.dumps(question).encode())
 
-    def answer(self, ranks: Mapping[int, RunningRank]) -> HangDiagnosed | None:
-        """None while ranks may still answer."""
+    def answered(self, ranks: Mapping[int, RunningRank]) -> dict[int, tuple[str, bytes]] | None:
+        """By rank, its stacks and its record of collectives; None while ranks may still answer."""
         there = {number: ranks[number] for number in self._asked.ranks if number in ranks}
         left_s = self.due - time.monotonic()
         is_answered = all(rank.has_answered for rank in there.values())
         if left_s > _WAIT_S - _LEAST_S or (left_s > 0 and not is_answered):
             return None
-        stacks = {number: rank.stacks() for number, rank in there.items()}
-        records = {
-            number: path.read_bytes()
-            for number, rank in there.items()
-            if rank.is_recorded and (path := rank.record_path(number)).is_file()
-        }
-        found = rank_suspects.suspect(stacks=stacks, records=records, finished=self._asked.finished)
+        return {number: (rank.stacks(), rank.record(number)) for number, rank in there.items()}
+
+    def answer(self, ranks: Mapping[int, RunningRank]) -> HangDiagnosed | None:
+        found_in = self.answered(ranks)
+        if found_in is None:
+            return None
+        found = rank_suspects.suspect(
+            stacks={number: stacks for number, (stacks, _) in found_in.items()},
+            records={number: record for number, (_, record) in found_in.items() if record},
+            finished=self._asked.finished,
+        )
         return HangDiagnosed(
             life=self._asked.life, suspects=found.ranks, because=found.because, evidence=found.evidence
         )

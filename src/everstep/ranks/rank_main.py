@@ -14,11 +14,9 @@ import ctypes
 import faulthandler
 import importlib.abc
 import io
-import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,51 +25,30 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import NoReturn
 
-LINE, STACKS = (
-    "EVERSTEP_RANK_LINE",
-    "EVERSTEP_RANK_STACKS",
-)  # of the environment, gone before the script starts
+from everstep.ranks import line as rank_line
+from everstep.ranks.line import KeeperLine
+
+LINE, STACKS = "EVERSTEP_RANK_LINE", "EVERSTEP_RANK_STACKS"  # gone before the script starts, as these:
+SNAPSHOTS, RESTORE = "EVERSTEP_RANK_SNAPSHOTS", "EVERSTEP_RANK_RESTORE"
+PARENT = "EVERSTEP_RANK_PARENT"  # the pid of the process that starts a rank, and with which it ends
 STACKS_SIGNAL = signal.SIGRTMIN + 7  # scripts have uses of their own for SIGUSR1 and SIGUSR2
-MAX_MESSAGE_BYTES = 1 << 16
+EXEC = "--exec"  # what follows is a program and no Python: it becomes this process
 _MAX_TRACEBACK = 10_000  # characters; its end is what matters, and a character may take 6 bytes as JSON
 _PR_SET_PDEATHSIG = 1
 
 
-class SupervisorLine:
-    """The rank's end of the socket to its supervisor. A child that the script forks says nothing on it."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._pid = os.getpid()
-        self._socket = None if fd is None else socket.socket(fileno=fd)
-        if fd is not None:
-            os.set_inheritable(fd, False)
-
-    def say(self, **message: Any) -> None:
-        if self._socket is None or os.getpid() != self._pid:
-            return
-        try:
-            self._socket.send(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
-        except OSError:
-            self._socket = None  # the supervisor has gone; what the script does is not changed by that
-
-    def answer_questions(self) -> None:
-        """One thread, for as long as the process lives: write what is asked for, say when it is written."""
-        while self._socket is not None:
-            try:
-                question = json.loads(self._socket.recv(MAX_MESSAGE_BYTES) or b"{}")
-            except (OSError, ValueError):
-                return
-            if "record" not in question:
-                return
-            self.say(kind="recorded", is_written=_write_record(question["record"]))
+def answer_questions(line: KeeperLine) -> None:
+    """One thread, for as long as the process lives: write what is asked for, say when it is written."""
+    while (question := line.question()) is not None and "record" in question:
+        line.say(kind="recorded", is_written=_write_record(question["record"]))
 
 
 class _TorchWatch(importlib.abc.MetaPathFinder):
     """Finds nothing; notices that the script is about to load torch."""
 
-    def __init__(self, line: SupervisorLine) -> None:
+    def __init__(self, line: KeeperLine) -> None:
         self._line = line
 
     def find_spec(
@@ -80,16 +57,20 @@ class _TorchWatch(importlib.abc.MetaPathFinder):
         if fullname == "torch":
             sys.meta_path.remove(self)
             self._line.say(kind="torch")
-            threading.Thread(target=self._line.answer_questions, name="everstep-line", daemon=True).start()
+            threading.Thread(
+                target=answer_questions, args=(self._line,), name="everstep-line", daemon=True
+            ).start()
         return None
 
 
 def main(arguments: list[str]) -> None:
+    if arguments[0] == EXEC:
+        run_program(arguments[1:])
     line = attach()
     run(arguments, line)
 
 
-def attach() -> SupervisorLine:
+def attach() -> KeeperLine:
     """What a supervisor relies on. To be called once, before anything of the script runs."""
     fd = os.environ.pop(LINE, None)
     stacks = os.environ.pop(STACKS, None)
@@ -98,23 +79,44 @@ def attach() -> SupervisorLine:
         with contextlib.suppress(OSError):  # a full disk
             file = open(stacks, "a")  # noqa: SIM115 - open as long as the process lives
             faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    die_with_parent()
-    line = SupervisorLine(None if fd is None else int(fd))
+    die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
+    snapshots, restore = os.environ.pop(SNAPSHOTS, ""), os.environ.pop(RESTORE, "")
+    line = rank_line.current = KeeperLine(None if fd is None else int(fd))
+    line.snapshots = Path(snapshots) if snapshots else None
+    line.restore_step = int(restore) if restore else None
     if "torch" in sys.modules:
         line.say(kind="torch")
-        threading.Thread(target=line.answer_questions, name="everstep-line", daemon=True).start()
+        threading.Thread(target=answer_questions, args=(line,), name="everstep-line", daemon=True).start()
     else:
         sys.meta_path.insert(0, _TorchWatch(line))
     line.say(kind="ready")
     return line
 
 
-def die_with_parent() -> None:
-    """The kernel sends SIGKILL when the process that started this one dies, however it dies."""
+def run_program(command: list[str]) -> NoReturn:
+    """It ends with its keeper, as every rank; more cannot be added to it."""
+    line = os.environ.pop(LINE, None)
+    for name in (STACKS, SNAPSHOTS, RESTORE):
+        os.environ.pop(name, None)
+    if line is not None:
+        os.set_inheritable(int(line), False)
+    die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel sends SIGKILL when the process that started this one dies, however it dies; also if it has
+    died already.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(arguments: list[str], line: SupervisorLine) -> None:
+def run(arguments: list[str], line: KeeperLine) -> None:
     """The script (or `-m module`), then the process's exit as Python's own would be."""
     try:
         if arguments[0] == "-m":
@@ -155,7 +157,7 @@ def _own_frames(found: TracebackType | None) -> TracebackType | None:
     return own or None
 
 
-def _report(line: SupervisorLine, error: BaseException, frames: TracebackType | None) -> None:
+def _report(line: KeeperLine, error: BaseException, frames: TracebackType | None) -> None:
     """Printed first: whoever reads the report may end this process."""
     raised_at = time.monotonic()
     sys.excepthook(type(error), error, frames)

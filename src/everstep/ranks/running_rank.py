@@ -43,6 +43,13 @@ class RunningRank:
         """A name that `everstep diagnose` understands."""
         return self.folder / f"collectives_rank_{number}.json"
 
+    def record(self, number: int) -> bytes:
+        """Of its collectives, if it has written one since it was asked."""
+        try:
+            return self.record_path(number).read_bytes() if self.is_recorded else b""
+        except OSError:
+            return b""
+
     def recorded_error(self) -> tuple[str, str] | None:
         """What torchelastic's @record has written: error and traceback."""
         message = (_json(self.folder / "error.json") or {}).get("message")

@@ -85,7 +85,7 @@ class StoreHost:
                 self._pidfd = self._fork(theirs.fileno())
                 return
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "everstep.ranks.store", str(theirs.fileno())],
+                [sys.executable, "-m", "everstep.ranks.store", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from everstep.ranks.rank_main import die_with_parent
 
-    die_with_parent()
+    die_with_parent(int(sys.argv[2]))
     with contextlib.suppress(KeyboardInterrupt):
         host(int(sys.argv[1]))
     os._exit(0)

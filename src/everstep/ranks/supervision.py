@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from everstep.core.faults.severity import Severity
+from everstep.core.faults.testimony import Witness, cause_of, names
 from everstep.ranks import testimony
 from everstep.ranks.stillness import Stillness
-from everstep.ranks.testimony import Witness
 from everstep.ranks.words import (
     Action,
     DiagnoseHang,
@@ -37,6 +37,8 @@ from everstep.ranks.words import (
     HangDiagnosed,
     Interrupted,
     RankExited,
+    RankHandedOver,
+    RankProgressed,
     RankRaised,
     RanksSeen,
     RestartPolicy,
@@ -129,6 +131,8 @@ class Supervision:
                 return self._rank_exited(event, now)
             case RanksSeen():
                 return self._ranks_seen(event, now)
+            case RankProgressed() | RankHandedOver():
+                return []
             case HangDiagnosed():
                 return self._hang_diagnosed(event, now)
             case ScriptTimePassed():
@@ -195,7 +199,7 @@ class Supervision:
                 return []
 
     def _conclude(self, witnesses: list[Witness], now: float) -> list[Action]:
-        cause = testimony.cause_of(witnesses)
+        cause = cause_of(witnesses)
         incident = testimony.incident_of(witnesses, number=len(self.incidents) + 1, life=self.life, now=now)
         self.incidents.append(incident)
         named = TellPerson(rank=cause.rank, because=f"{cause.what}. {incident.because}")
@@ -269,7 +273,7 @@ class Supervision:
         now: float,
     ) -> list[Action]:
         rank = suspects[0] if len(suspects) == 1 else None
-        what = f"hang at {testimony.names(suspects)}: {found.idle}" if suspects else f"hang: {found.idle}"
+        what = f"hang at {names(suspects)}: {found.idle}" if suspects else f"hang: {found.idle}"
         return self._conclude([testimony.of_stillness(rank, what, because, found.idle_since, evidence)], now)
 
     # -------------------------------------------------------------- ending, and what then
@@ -344,7 +348,7 @@ class Supervision:
             because = f"not gone {self.policy.grace_s:g} s after SIGTERM."
             return [SignalRanks(ranks=tuple(sorted(self._live)), signal="SIGKILL", because=because)]
         if ending.is_killed and now >= ending.kill_at + _BURIAL_S:
-            who = testimony.names(tuple(sorted(self._live)))
+            who = names(tuple(sorted(self._live)))
             self._live.clear()
             return self._end_run(ending.exit_code, f"Not even SIGKILL ends {who}: it hangs in the kernel.")
         if now < ending.terminate_at:
@@ -391,7 +395,7 @@ class Restarts:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._backoffs = 0
-        self._program_error: str | None = None  # of the attempt before
+        self._program_error = ""  # of the attempt before
 
     def refusal(self, cause: Witness, *, used: int) -> str | None:
         """Why there is no restart; None if there is one."""
@@ -401,7 +405,7 @@ class Restarts:
                 f"This is {cause.judgement.kind} (SEV1): the same machine would fail again, so it is not "
                 "restarted here; run it on another one."
             )
-        if cause.program_error is not None and cause.program_error == before:
+        if cause.program_error and cause.program_error == before:
             return (
                 "The same error twice at the same line: the script or its input is wrong, so it is not "
                 "restarted."

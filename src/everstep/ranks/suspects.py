@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_OURS = ("/everstep/launch/rank_", "<frozen runpy>", "/runpy.py")
+_OURS = ("/everstep/ranks/rank_main", "<frozen runpy>", "/runpy.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,30 @@ class HangDiagnosed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgressed:
+    """The script has called `everstep.progress`."""
+
+    rank: int
+    life: int
+    step: int
+    tokens: int | None = None
+    is_saved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHandedOver:
+    """The script has called `everstep.snapshot`: the rank's file, or why there is none."""
+
+    rank: int
+    life: int
+    step: int
+    name: str = ""  # empty: other ranks have all of it
+    size: int = 0
+    hash: str = ""
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptTimePassed:
     pass
 
@@ -93,7 +117,17 @@ class Interrupted:
     code: int
 
 
-Event = RunRequested | RankRaised | RankExited | RanksSeen | HangDiagnosed | ScriptTimePassed | Interrupted
+Event = (
+    RunRequested
+    | RankRaised
+    | RankExited
+    | RankProgressed
+    | RankHandedOver
+    | RanksSeen
+    | HangDiagnosed
+    | ScriptTimePassed
+    | Interrupted
+)
 
 
 # ------------------------------------------------------------------ actions

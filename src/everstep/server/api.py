@@ -395,7 +395,7 @@ class Api:
             case "cancel":
                 event = msg.CancelRequested(task=task.name, by=by)
             case "pause":
-                if not task.request.has_checkpoints:
+                if not task.request.has_checkpoints and not task.is_script:
                     raise UserError(
                         f"task {task.name} keeps no checkpoints, so it cannot be paused; cancel it."
                     )

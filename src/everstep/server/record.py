@@ -103,6 +103,8 @@ class ClusterRecord:
             self._keep_plan(one.event, one.number, at)
         rows = [action for action in one.actions if isinstance(action, msg.RecordRow)]
         steps = [(row.task, row.record.step) for row in rows if row.record.trains]
+        if isinstance(one.event, msg.FromNode) and isinstance(told := one.event.report, msg.RankProgressed):
+            steps.append((told.task, told.step))
         self.accounts.handled(self.machine.tasks, self.machine.log, steps, at)
         if any(isinstance(action, msg.TaskEnded) for action in one.actions):
             self._trim_steps()

@@ -17,19 +17,24 @@ from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.engine.telemetry.faults import check_fault, parse_fault
-from everstep.errors import UserError
+from everstep.errors import PeerError, UserError
 from everstep.job.job import MOST_WORKERS, Job
 from everstep.job.tables import shown
+from everstep.protocol.codec import decode
 from everstep.protocol.messages import (
     CheckpointFolder,
     DrainRequested,
     LeaveAnnounced,
+    RankRules,
     ReshapeRequested,
+    TaskNeeds,
     TaskSubmitted,
 )
+from everstep.protocol.shape import Shape
 from everstep.store.places import root_of
 
 MOST_WEIGHT = 1_000_000
+MOST_RESTARTS = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
 NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -37,14 +42,23 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) -> TaskSubmitted:
     """The task that a submission asks for. `known`: those whose names are taken."""
-    unknown = given.keys() - {"name", "job", "weight", "script", "faults"}
+    unknown = given.keys() - {"name", "job", "ranks", "weight", "script", "faults"}
     if unknown:
-        raise UserError(f"{shown(min(unknown))} is not a key of a submission; give name, job and weight.")
+        raise UserError(
+            f"{shown(min(unknown))} is not a key of a submission; give name, job or ranks, and weight."
+        )
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"name is {shown(name)}; give 1 to 63 letters, digits, dots and dashes.")
     if name in known:
         raise UserError(f"there is a task named {name!r} already; choose another name.")
+    weight = given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
+        raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
+    if "ranks" in given:
+        if "job" in given or "script" in given or "faults" in given:
+            raise UserError("ranks is a script task and job a managed one; give one of them.")
+        return _script_task(name, given["ranks"], float(weight), owner)
     if not isinstance(given.get("job"), dict):
         raise UserError("job is missing; give the job's table.")
     job = Job.from_dict(given["job"])
@@ -52,9 +66,6 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
     needs = job.needs()
     if needs.checkpoints is not None:
         _refuse_shared_folder(needs.checkpoints, known)
-    weight = given.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
-        raise UserError(f"weight is {shown(weight)}; give a number above 0, at most {MOST_WEIGHT:,}.")
     script = _script(given.get("script", []))
     return TaskSubmitted(
         task=name,
@@ -77,6 +88,42 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
     )
 
 
+def _script_task(name: str, given: Any, weight: float, owner: str) -> TaskSubmitted:
+    """Ranks of a script: a worker is all of them on one node."""
+    if not isinstance(given, dict):
+        raise UserError(f"ranks is {shown(given)}; give the table of a script task.")
+    try:
+        rules: RankRules = decode(RankRules, {"is": "RankRules", "run_id": name, **given})
+    except PeerError as error:
+        raise UserError(f"ranks is not the table of a script task: {error}") from None
+    if not rules.command or not all(rules.command[:1]):
+        raise UserError("ranks.command is empty; give the script and its arguments.")
+    numbers = {
+        "ranks": (rules.ranks, 1, MOST_WORKERS),
+        "least": (rules.least, 1, rules.most),
+        "most": (rules.most, rules.least, MOST_WORKERS),
+        "max_restarts": (rules.max_restarts, 0, MOST_RESTARTS),
+        "port": (rules.port, 0, 65535),
+        "grace_s": (rules.grace_s, 0, MOST_REPAIR_S),
+        "join_s": (rules.join_s, 0, MOST_REPAIR_S),
+        "hang_after_s": (1 if rules.hang_after_s is None else rules.hang_after_s, 1, MOST_REPAIR_S),
+    }
+    for field, (value, least, most) in numbers.items():
+        if not least <= value <= most:  # also false for what is not a number
+            raise UserError(f"ranks.{field} is {value}; give a number from {least} to {most}.")
+    return TaskSubmitted(
+        task=name,
+        job={},
+        shape=Shape(rules.most, 1, 1, shards=rules.ranks),
+        steps=0,
+        secret=secrets.token_hex(32),
+        weight=weight,
+        needs=TaskNeeds(),
+        ranks=rules,
+        owner=owner,
+    )
+
+
 def _refuse_shared_folder(wanted: CheckpointFolder, known: Mapping[str, Task]) -> None:
     """Two tasks in one folder would continue from each other's states and damage each other's checkpoints."""
     for task in known.values():
@@ -96,6 +143,8 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: s
     """Wrong requests are rejected here, so that a running task does not fail because of one. `slots`: of
     each node that is up.
     """
+    if task.is_script:
+        raise UserError(f"task {task.name} is a script: resize it; how its ranks share the work is its own.")
     if task.state in (TaskState.SEARCHING, TaskState.ENDING):
         raise UserError(f"task {task.name} is {task.state}; change its shape while it is running.")
     replicas, stages, shards = (given.get(key) for key in ("replicas", "stages", "shards"))
@@ -185,8 +234,9 @@ def _seconds(given: dict[str, Any], field: str, least: float, until: str) -> flo
 def workers(given: dict[str, Any], task: Task) -> int:
     """How many workers a task may have at most."""
     count = given.get("workers")
-    if type(count) is not int or not task.shape.stages <= count <= MOST_WORKERS:
-        raise UserError(f"workers is {shown(count)}; give at least {task.shape.stages}, one per stage.")
+    if type(count) is not int or not task.least <= count <= MOST_WORKERS:
+        least = "its least number of nodes" if task.is_script else "one per stage"
+        raise UserError(f"workers is {shown(count)}; give at least {task.least}, {least}.")
     return count
 
 

@@ -87,7 +87,7 @@ class TaskScalars:
         tasks = self._record.machine.tasks
         match news["kind"]:
             case "step":
-                self._of(news["task"]).step(news["row"], tasks[news["task"]].recovery, news["at"])
+                self._of(news["task"]).step(news["row"], tasks[news["task"]].managed, news["at"])
             case "evaluation":
                 self._of(news["task"]).evaluation(news["step"], news["values"], news["at"])
             case "IncidentClosed":

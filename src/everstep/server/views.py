@@ -152,6 +152,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
+        "script": _script(task),
         "saved": saved_row(task),
         "loss": None if last is None else finite(last.loss),
         "step_seconds": None if last is None else round(last.seconds, 6),
@@ -165,6 +166,35 @@ def _asked(task: Task) -> int:
     shape = task.shape if task.bounds.is_shape_kept else task.request.shape
     places = shape.replicas * shape.stages
     return places if task.bounds.workers is None else min(places, task.bounds.workers)
+
+
+def _script(task: Task) -> dict[str, Any] | None:
+    """What is known of a script's ranks; None: a managed task."""
+    rules, lives = task.request.ranks, task.lives
+    if rules is None:
+        return None
+    members = () if lives is None else lives.members
+    return {
+        "command": list(rules.command),
+        "ranks_per_node": rules.ranks,
+        "nodes": {"least": rules.least, "most": rules.most},
+        "life": 0 if lives is None else lives.epoch,
+        "restarts": 0 if lives is None else lives.failures,
+        "max_restarts": rules.max_restarts,
+        "world": len(members) * rules.ranks,
+        "tokens": 0 if lives is None else lives.tokens,
+        "saved_step": 0 if lives is None else lives.checkpoint,
+        "groups": [
+            {
+                "group": group,
+                "worker": str(worker),
+                "node": task.seats[worker].node,
+                "ranks": [group * rules.ranks, (group + 1) * rules.ranks - 1],
+            }
+            for group, worker in enumerate(members)
+            if worker in task.seats
+        ],
+    }
 
 
 def _evaluation(steps: StepRows) -> dict[str, Any] | None:
@@ -303,7 +333,10 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
             for r in one.remedies
         ],
         "finding": picture(one),
-        "timeline": [{"at": at(moment), "because": because} for moment, because in _timeline(one)],
+        "timeline": [
+            {"at": at(moment), "because": because}
+            for moment, because in _timeline(one, _is_script(record, one))
+        ],
     }
 
 
@@ -320,9 +353,20 @@ def link(record: ClusterRecord, one: CauseLink) -> dict[str, Any]:
     }
 
 
-def _timeline(one: Incident) -> list[tuple[float, str]]:
+def _is_script(record: ClusterRecord, one: Incident) -> bool:
+    task = record.machine.tasks.get(one.task)
+    return task is not None and task.is_script
+
+
+def _timeline(one: Incident, is_script: bool) -> list[tuple[float, str]]:
     """Events other than evidence, verdict and remedies."""
     found = []
+    if is_script:
+        if one.planned_at is not None:
+            found.append((one.planned_at, f"all ranks were ended; life {one.epoch} begins"))
+        if one.resumed_at is not None and one.planned_at is not None:
+            found.append((one.resumed_at, "the ranks of the new life have started"))
+        return found
     if one.planned_at is not None:
         found.append((one.planned_at, f"rescheduled the rest of step {one.step}, in epoch {one.epoch}"))
     if one.resumed_at is not None and one.stops_training:

@@ -363,10 +363,10 @@ class CoarseCluster:
 
     def _sealed(self, task: str) -> None:
         going, known = self.steps.going[task], self.machine.tasks.get(task)
-        if known is None or known.recovery is None:
+        if known is None or known.managed is None:
             return
         step, kind = going.step, going.kind
-        attempt = known.recovery.attempt_of(step)
+        attempt = known.managed.attempt_of(step)
         first: dict[int, tuple[Worker, Actor]] = {}
         for worker, actor in self.steps.members(task).items():
             first.setdefault(worker.stage, (worker, actor))

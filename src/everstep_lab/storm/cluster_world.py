@@ -84,7 +84,7 @@ class ClusterWorld:
     @property
     def recovery(self) -> Recovery:
         task = self.coordinator.tasks.get(TASK)
-        found = None if task is None else task.recovery
+        found = None if task is None else task.managed
         return RecoveryMachine(self.spec).recovery if found is None else found
 
     def begin(self) -> None:

@@ -14,6 +14,7 @@ from everstep.protocol.messages import (
     OpenMemory,
     OpenTask,
     Order,
+    RankOrder,
     Sender,
     ShardEnded,
     StartProcess,
@@ -140,7 +141,7 @@ class PassOn:
     """Send this to the process. If it has not called yet, or is dying, nothing happens."""
 
     sender: Sender
-    order: WorkerOrder
+    order: WorkerOrder | RankOrder
 
 
 @dataclass(frozen=True, slots=True)

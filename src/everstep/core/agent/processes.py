@@ -252,6 +252,13 @@ class NodeProcesses:
         return {p.order.worker: p for p in self.processes.values() if p.order.task == task and _alive(p)}
 
     @on_order
+    def _tell_keeper(
+        self, order: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot, now: float
+    ) -> Actions:
+        process = self.processes.get(Sender(order.task, order.worker, order.incarnation))
+        return [PassOn(process.sender, order)] if process is not None and _alive(process) else []
+
+    @on_order
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
         self.facts.pop(order.task, None)
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])

@@ -162,6 +162,8 @@ class Coordinator:
             dues += task.starts.due_at()
             if task.checkpoints.search_at is not None:
                 dues.append(task.checkpoints.search_at)
+            if task.lives is not None and (due := task.lives.due_at()) is not None:
+                dues.append(due)
         return min(dues, default=None)
 
     def unfinished(self) -> Actions:
@@ -190,7 +192,8 @@ class Coordinator:
         self.events += 1
         moment = Moment(now, self.events)
         self.log.event = self.events
-        actions = self._handle(event, moment) + self._tasks.settle(moment)
+        actions = self._handle(event, moment)
+        actions += self._failures.judge_lives(self._later, moment) + self._tasks.settle(moment)
         self._retention.handled(self.events)
         return actions
 
@@ -404,6 +407,33 @@ class Coordinator:
     def _times_reported(self, node: Node, task: Task, report: msg.TimesReported, now: Moment) -> Actions:
         """For the scheduler, which hears it before it comes here."""
         return []
+
+    @on_report
+    def _ranks_said(
+        self,
+        node: Node,
+        task: Task,
+        report: msg.RanksIdle
+        | msg.RanksStarted
+        | msg.RanksLocated
+        | msg.RankProgressed
+        | msg.SnapshotTaken
+        | msg.SnapshotCopied,
+        now: Moment,
+    ) -> Actions:
+        if isinstance(report, msg.RanksStarted):
+            task.failures.overdue.clear()
+        return self._training.inform(task, report, now) if task.is_script else []
+
+    @on_report
+    def _ranks_in_trouble(
+        self,
+        node: Node,
+        task: Task,
+        report: msg.RankFailed | msg.RanksStill | msg.RanksMoved,
+        now: Moment,
+    ) -> Actions:
+        return self._failures.ranks(task, report, now) if task.is_script else []
 
     @on_report
     def _worker_event(self, node: Node, task: Task, report: msg.TaskEvent, now: Moment) -> Actions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
@@ -14,13 +15,15 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.core.faults import detector, remedies
+from everstep.core.faults import detector, remedies, testimony
 from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
-from everstep.core.faults.severity import ErrorKind, Judgement, Severity, judge, known
+from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
+from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Finding, VoteVerdict, judge_votes
 from everstep.core.task.states import Member
 from everstep.errors import InternalError
+from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident, WorkerWaits, usual_sender
@@ -186,7 +189,7 @@ class Failures:
 
     def differed(self, task: Task, event: ev.VoteDiffered, now: Moment) -> Actions:
         """Two workers have computed different bits; the checker waits for what is done about it."""
-        recovery = task.recovery
+        recovery = task.managed
         if task.state is not TaskState.RUNNING or recovery is None or recovery.is_late(event):
             return []
         verdict = judge_votes(event)
@@ -209,7 +212,7 @@ class Failures:
         """This worker goes; its state is taken from the others. Recorded steps since the last vote may hold
         what it had computed: they are done again.
         """
-        worker, recovery = verdict.worker, task.recovery
+        worker, recovery = verdict.worker, task.managed
         assert worker is not None
         assert recovery is not None
         seat = task.seats.get(worker)
@@ -288,6 +291,58 @@ class Failures:
         if verdict.parts:
             texts.append(f"parts that differ: {', '.join(verdict.parts)}")
         self._incidents.tell(incident, "votes", texts, now)
+
+    # -------------------------------------------------------------- ranks of a script
+
+    def ranks(
+        self, task: Task, report: msg.RankFailed | msg.RanksStill | msg.RanksMoved, now: Moment
+    ) -> Actions:
+        """Ranks that fail or wait are witnesses against a node that is silent and has others of them."""
+        actions: Actions = []
+        if isinstance(report, msg.RanksMoved):
+            task.failures.overdue.drop(report.worker)
+        elif task.state is TaskState.RUNNING and not _is_cause(report):
+            task.failures.overdue.put(_waiting(report))
+            actions += self._nodes.witnessed(task, report.worker, now)
+        return actions + self._training.inform(task, report, now)
+
+    def judge_lives(self, later: FollowUps, now: Moment) -> Actions:
+        """What ended a life of a script: its incident, and what follows for the node of the rank."""
+        actions: Actions = []
+        while later.failed_lives:
+            task, failed = later.failed_lives.pop(0)
+            actions += self._life_failed(task, failed, now)
+        return actions
+
+    def _life_failed(self, task: Task, failed: act.LifeFailed, now: Moment) -> Actions:
+        worker, seat = failed.worker, None
+        if worker is None:
+            incident = self._incidents.new(task=task, what=failed.what, now=now, step=task.next_step)
+        else:
+            log, seat = self._incidents.of_task(task.name), task.seats.get(worker)
+            incident = log.suspected(worker, failed.what, task.next_step, now.at)
+        incident.what = failed.what
+        incident.evidence_at = min(incident.evidence_at, now.at - failed.ago_s)
+        self._incidents.tell(incident, failed.source, failed.evidence, now)
+        source: Source = failed.source if failed.source in ("exception", "exit", "progress") else "log"  # type: ignore[assignment]
+        judgement = judge(source, failed.text)
+        if judgement.kind not in HEARSAY:  # else the node that is the cause may not have fallen silent yet
+            task.failures.overdue.clear()
+        self._incidents.judge(incident, judgement, now)
+        if worker is None or seat is None or failed.is_over:
+            self._incidents.treat(incident, failed.remedy, failed.because, now)
+            return []
+        incident.node = seat.node
+        times, patience = task.failures.times, self._policy.patience
+        times[worker] = [*remedies.recent(times.get(worker, []), now.at, patience), now.at]
+        situation = self._situation(task, worker, judgement, failures=len(times[worker]))
+        choice = remedies.choose(situation, patience)
+        # The words of a script alone isolate no node, however often it says them.
+        if choice.effect is Effect.ISOLATE and judgement.kind in NEVER_OF_THE_INPUT:
+            self._incidents.treat(incident, choice.what, choice.because, now)
+            return self._nodes.isolate(self._roster.nodes[seat.node], judgement.because, now)
+        self._incidents.treat(incident, failed.remedy, "the ranks of a script begin together", now)
+        return []
 
     # -------------------------------------------------------------- links and nodes
 
@@ -421,3 +476,23 @@ class Failures:
             node = self._roster.nodes[situation.node]
             return actions + self._nodes.isolate_slots(node, situation.slots, because, now)
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)
+
+
+def _is_cause(report: msg.RankFailed | msg.RanksStill) -> bool:
+    """It has failed by itself, and is no witness against another."""
+    return isinstance(report, msg.RankFailed) and not testimony.of_report(report, 0.0).is_hearsay
+
+
+def _waiting(report: msg.RankFailed | msg.RanksStill) -> msg.OpOverdue:
+    """As the report of a worker that waits for another one; which one is not known."""
+    return msg.OpOverdue(
+        task=report.task,
+        worker=report.worker,
+        incarnation=report.incarnation,
+        doing="ranks",
+        busy=False,
+        stopped=False,
+        elapsed_s=report.still_s if isinstance(report, msg.RanksStill) else 0.0,
+        expected_s=0.0,
+        step=0,
+    )

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.task import Ending, Task
+from everstep.protocol.actions import LifeFailed
 
 
 @dataclass(slots=True)
 class FollowUps:
     endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
+    failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
     vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone
     vacancy: str = ""  # why slots, or who wants them, have changed
     keep_plan: bool = False  # the planner has just answered: it is not asked again

@@ -30,7 +30,7 @@ def empty_stages(task: Task, *, without: str = "") -> list[int]:
 
 def why_stalled(task: Task, *, since_step_s: float, usual_step_s: float) -> str:
     """Why a task that should run does not; empty: it trains, or is about to."""
-    if task.state is not TaskState.RUNNING:
+    if task.state is not TaskState.RUNNING or task.is_script:
         return ""
     if since_step_s < max(STALLED_AFTER_S, STALLED_AFTER_STEPS * usual_step_s):
         return ""
@@ -61,7 +61,7 @@ def costs_of_drain(roster: Roster, node: str) -> list[DrainCost]:
     has_memory = any(other.state is NodeState.UP and other.memory_port for other in others)
     found = []
     for task in roster.tasks_on_node(node):
-        if task.state is not TaskState.RUNNING or task.recovery is None:
+        if task.state is not TaskState.RUNNING or task.recovery is None or task.is_script:
             continue
         lost = sorted(set(empty_stages(task, without=node)) - set(empty_stages(task)))
         if lost and task.recovery.recorded > task.protected:

@@ -144,9 +144,10 @@ class Roster:
                 if slots is None or not set(slots).isdisjoint(seat.slots)
             )
             replicas = self._seats(task).replicas
-            needed += [task.shape.shards] * sum(
-                replicas[stage] <= here[stage] for stage in range(task.shape.stages)
-            )
+            lacking = sum(replicas[stage] <= here[stage] for stage in range(task.shape.stages))
+            if task.is_script:
+                lacking = max(0, task.least - len(task.seats) + here[0])
+            needed += [task.shape.shards] * lacking
         if slots is not None:
             left = ([s for s in free if node != name or s not in slots] for node, free in self._free.items())
             return _have_room(map(len, left), needed)
@@ -170,7 +171,8 @@ class Roster:
             return []  # asked at every change of the cluster, by every task: most lack nothing
         seated = self._seats(task)
         uncovered = seated.replicas.count(0)
-        if uncovered and not _have_room(map(len, self._free.values()), [shards] * uncovered):
+        lacking = max(uncovered, task.least - len(task.seats))
+        if lacking > 0 and not _have_room(map(len, self._free.values()), [shards] * lacking):
             return []
         choice = _NodeChoice(self, task)
         stages = [

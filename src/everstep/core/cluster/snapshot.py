@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.task import Task
 from everstep.core.cluster.tasks import PlannerQuestion
@@ -147,5 +148,6 @@ def _thaw_task(data: dict[str, Any], coordinator: Coordinator) -> Task:
     task: Task = decode(Task, data["task"])
     if data["recovery"] is not None:
         log = coordinator.log.of_task(task.name)
-        task.progress.recovery = Recovery.from_snapshot(data["recovery"], log)
+        kind = Lives if "lives" in data["recovery"] else Recovery
+        task.progress.recovery = kind.from_snapshot(data["recovery"], log)
     return task

@@ -90,6 +90,9 @@ class Staffing:
                 )
                 actions += self._training.inform(task, exited, now)
             return actions
+        if task.is_script:  # its ranks may save, and there is one worker of it on the node for each place
+            close = msg.CloseTask(task=task.name, gently=True)
+            return actions + self._orders.send(seat.node, close, because, now)
         return actions + self.kill(task, worker, because, now)
 
     def kill(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.wishes import WishedShape
 from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
@@ -92,7 +93,7 @@ class SkipCount:
 class Progress:
     """The task's recovery, and what is known of its steps. `Training` changes it."""
 
-    recovery: Recovery | None = None
+    recovery: Recovery | Lives | None = None  # `Lives`: of a script task
     question: ComputePlan | None = None  # asked and not answered
     facts: EpochFacts | None = None  # of the last epoch that was ordered: lines send changes to it
     recorded: int = 0
@@ -262,8 +263,29 @@ class Task:
         return self.request.weight
 
     @property
-    def recovery(self) -> Recovery | None:
+    def recovery(self) -> Recovery | Lives | None:
         return self.progress.recovery
+
+    @property
+    def lives(self) -> Lives | None:
+        """Of a script task that has begun."""
+        recovery = self.progress.recovery
+        return recovery if isinstance(recovery, Lives) else None
+
+    @property
+    def managed(self) -> Recovery | None:
+        """The recovery of a task on our engine that has begun."""
+        recovery = self.progress.recovery
+        return recovery if isinstance(recovery, Recovery) else None
+
+    @property
+    def is_script(self) -> bool:
+        return self.request.ranks is not None
+
+    @property
+    def least(self) -> int:
+        """Workers without which it does nothing."""
+        return self.shape.stages if self.request.ranks is None else self.request.ranks.least
 
     @property
     def next_step(self) -> int:
@@ -287,7 +309,7 @@ class Task:
             return 0
         places = self.shape.replicas * self.shape.stages
         limits = [limit for limit in (self.most, self.bounds.workers) if limit is not None]
-        return max(self.shape.stages, min([places, *limits]))
+        return max(self.least, min([places, *limits]))
 
     @property
     def has_every_stage(self) -> bool:

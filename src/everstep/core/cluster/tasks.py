@@ -86,10 +86,10 @@ class Tasks:
         """After the step it is in, whose state is saved; at once if asked again, or if it does not train."""
         if task.state is TaskState.PAUSED or task.after_stop is TaskState.FINISHED:
             return []
-        if not task.request.has_checkpoints:
+        if not task.request.has_checkpoints and not task.is_script:
             return []  # the API has refused it
         because, asked_again = f"{by} paused it", task.after_stop is TaskState.PAUSED
-        if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage:
+        if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage or task.is_script:
             return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
         task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"
         return self._training.inform(task, ev.StopRequested(because=because, saves=True), now)
@@ -107,7 +107,7 @@ class Tasks:
     def resize(self, task: Task, workers: int, because: str, now: Moment) -> Actions:
         if task.state in OVER:
             return []
-        task.bounds.workers, task.most = max(task.shape.stages, workers), None
+        task.bounds.workers, task.most = max(task.least, workers), None
         self._later.slots_changed(because)
         return self._staffing.shrink(task, because, now)
 
@@ -257,7 +257,7 @@ class Tasks:
 
     def _begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
-        if step >= task.steps + task.request.closes:
+        if not task.is_script and step >= task.steps + task.request.closes:
             because = f"its checkpoint of step {step} is already the end"
             return self.end(task, Ending(state=TaskState.FINISHED, because=because, gently=True), now)
         task.enter(TaskState.RUNNING, f"started at step {step + 1}")
@@ -386,7 +386,8 @@ class Tasks:
             elif seated:
                 actions += self._staffing.grant(task, now, clean=frozenset(seated))
             elif task.state is TaskState.WAITING:
-                task.because = f"slots needed: {task.shape.stages}, free: {self._roster.num_free}"
+                needed = task.least * task.shape.shards
+                task.because = f"slots needed: {needed}, free: {self._roster.num_free}"
         if self._policy.planned and not self._later.keep_plan:
             self._question.version += 1
             self._question.is_open, self._question.review_at = True, None

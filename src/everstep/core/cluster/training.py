@@ -13,6 +13,7 @@ from typing import ClassVar
 from everstep.core.cluster.checkpoints import Checkpoints
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
@@ -58,6 +59,17 @@ class Training:
         """From the state after this step on."""
         patience, progress = self._policy.patience, task.progress
         progress.recorded = step
+        if task.request.ranks is not None:
+            progress.recovery = Lives(
+                task.name,
+                task.request.ranks,
+                workers=task.shape.workers(),
+                granted=frozenset(task.seats),
+                now=now.at,
+                lived=progress.lived,
+                log=self._incidents.of_task(task.name),
+            )
+            return self._carry_out(task, progress.recovery.begin(), now)
         progress.recovery = Recovery(
             task.shape,
             steps=task.steps + task.request.closes,
@@ -73,7 +85,7 @@ class Training:
         )
         return self._carry_out(task, progress.recovery.begin(), now)
 
-    def inform(self, task: Task, event: ev.Event, now: Moment) -> Actions:
+    def inform(self, task: Task, event: ev.Event | msg.RankReport | msg.TimePassed, now: Moment) -> Actions:
         """Something has happened to a task that trains."""
         recovery, progress = task.recovery, task.progress
         if recovery is None or task.state is not TaskState.RUNNING:
@@ -85,7 +97,11 @@ class Training:
         if isinstance(event, ev.WorkerExited):
             actions += self._slowness.ended(task, event.worker, "its process is gone", now)
         try:
-            wishes = recovery.handle(event, now.at)
+            if isinstance(recovery, Lives):
+                wishes = recovery.handle(event, now.at)
+            else:
+                assert isinstance(event, ev.Event), f"{type(event).__name__} is about a script"
+                wishes = recovery.handle(event, now.at)
         except InternalError as error:  # our bug, in one task: the others continue
             self._later.endings.append(
                 (task, Ending(state=TaskState.FAILED, because=f"an internal error: {error}"))
@@ -136,8 +152,10 @@ class Training:
         self._later.slots_changed(because)
 
     def start_due(self, task: Task, now: Moment) -> Actions:
-        """The starts whose time has come."""
-        return self._start_all(task, task.starts.take_due(now.at), now)
+        """The starts whose time has come, and what the lives of a script have waited for."""
+        due = None if task.lives is None else task.lives.due_at()
+        actions = self.inform(task, msg.TimePassed(), now) if due is not None and due <= now.at else []
+        return actions + self._start_all(task, task.starts.take_due(now.at), now)
 
     def stop(self, task: Task, *, resumes: bool) -> None:
         """It ends, or pauses: what it waited for does not count any more."""
@@ -249,6 +267,31 @@ class Training:
         return [msg.Think(task=task.name, question=wish, because=wish.because, slow=speeds, cause=now.event)]
 
     @on_wish
+    def _order_ranks(
+        self,
+        task: Task,
+        wish: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot,
+        now: Moment,
+    ) -> Actions:
+        seat = task.seats.get(wish.worker)
+        if seat is None or seat.incarnation != wish.incarnation:
+            return []
+        return self._orders.send(seat.node, wish, wish.because, now)
+
+    @on_wish
+    def _stop(self, task: Task, wish: act.StopWorker, now: Moment) -> Actions:
+        seat = task.seats.get(wish.worker)
+        if seat is None or not seat.incarnation:
+            return []
+        order = msg.KillProcess(task=task.name, worker=wish.worker, incarnation=seat.incarnation)
+        return self._orders.send(seat.node, order, wish.because, now)
+
+    @on_wish
+    def _life_failed(self, task: Task, wish: act.LifeFailed, now: Moment) -> Actions:
+        self._later.failed_lives.append((task, wish))
+        return []
+
+    @on_wish
     def _record(self, task: Task, wish: act.RecordStep, now: Moment) -> Actions:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
@@ -299,5 +342,6 @@ class Training:
             faults=request.faults,
             shape=task.shape,
             needs=request.needs,
+            ranks=request.ranks,
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)

@@ -144,7 +144,7 @@ class LocalTask:
     def recovery(self) -> Recovery | None:
         """None until it is known from which step the task starts."""
         task = self.coordinator.tasks.get(TASK)
-        return None if task is None else task.recovery
+        return None if task is None else task.managed
 
     @property
     def last_step(self) -> int:

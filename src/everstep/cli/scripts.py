@@ -1,0 +1,183 @@
+"""Options of `everstep submit --script` and `everstep run`: how many ranks and nodes a script gets."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import UserError
+
+
+def nodes_range(text: str, option: str) -> tuple[int, int]:
+    """`4`, or `2:4` for at least 2 and at most 4, as torchrun reads it."""
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise UserError(f"{option} is {text!r}; give a number of nodes, or MIN:MAX.")
+    low, high = int(least), int(most or least)
+    if not 1 <= low <= high:
+        raise UserError(f"{option} is {text!r}; give MIN from 1, and MAX at least MIN.")
+    return low, high
+
+
+def count(text: str, option: str) -> int:
+    """A number of ranks, as torchrun reads it: also gpu, cpu or auto, for those of this machine."""
+    if text in ("gpu", "auto"):
+        import torch
+
+        if found := torch.cuda.device_count():
+            return found
+        if text == "gpu":
+            raise UserError(f"{option} is gpu, but torch finds no GPU; give a number.")
+    if text in ("cpu", "auto"):
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{option} is {text!r}; give a number from 1, gpu or cpu.")
+    return int(text)
+
+
+def at_least(option: str, value: float | None, least: float) -> None:
+    if value is not None and not value >= least:
+        raise UserError(f"{option} is {value:g}; give at least {least:g}.")
+
+
+def environment(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise UserError(f"--env is {pair!r}; give NAME=VALUE.")
+        found[name] = value
+    return found
+
+
+def table(command: Sequence[str], **given: Any) -> dict[str, Any]:
+    """The table of a script task, as the API takes it; what is None is left to its default."""
+    return {"command": list(command), "folder": str(Path.cwd())} | {
+        name: value for name, value in given.items() if value is not None
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """A script as `everstep run --nproc` or torchrun's command line describes it."""
+
+    command: list[str]
+    ranks: int  # per node
+    least: int = 1  # nodes
+    most: int = 1
+    is_program: bool = False
+    max_restarts: int = 3
+    hang_after_s: float | None = None
+    grace_s: float = 5.0
+    preload: list[str] = field(default_factory=list)
+    log_dir: Path = Path("runs")
+    role: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    endpoint: tuple[str, int]
+    run_id: str
+    node_rank: int | None = None
+    is_endpoint: bool | None = None
+    local_address: str = ""
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+
+
+def endpoint(text: str, option: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(default_port)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"{option} is {text!r}; give HOST:PORT.")
+    return host.strip("[]"), int(port)
+
+
+def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
+    """All ranks on this machine."""
+    from everstep.cli import render
+    from everstep.ranks import report as rank_report
+    from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+    from everstep.ranks.rank_main import EXEC
+    from everstep.ranks.run import Ranks, ScriptLaunch
+    from everstep.ranks.words import RestartPolicy
+
+    policy = RestartPolicy(
+        ranks=run.ranks,
+        max_restarts=run.max_restarts,
+        hang_after_s=run.hang_after_s,
+        grace_s=run.grace_s,
+    )
+    launch = ScriptLaunch(
+        command=[EXEC, *run.command] if run.is_program else run.command,
+        policy=policy,
+        run_id=rank_report.run_id(),
+        log_dir=run.log_dir.resolve(),
+        master_port=port,
+        role=run.role,
+        output=sys.stderr.buffer if as_json else sys.stdout.buffer,
+    )
+    starter: RankStarter = ForkingStarter(run.preload).open() if run.preload else PlainStarter()
+    ranks = Ranks(launch, starter, lambda action, at_s: render.note(rank_report.line(action, at_s)))
+    ran = ranks.run()
+    if as_json:
+        render.emit(rank_report.document(launch, ran))
+    render.note(rank_report.summary(launch, ran))
+    return ran.code
+
+
+def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
+    """This machine's part of a run over several."""
+    from everstep.cli import render
+    from everstep.cli.coordinator import Signalled, until_signalled
+    from everstep.launch import nodes, tokens
+
+    is_endpoint = at.is_endpoint
+    if is_endpoint is None and at.node_rank is not None:
+        is_endpoint = at.node_rank == 0
+    elif is_endpoint is None and not nodes.is_here(at.endpoint[0]):
+        is_endpoint = False
+    ranks = table(
+        run.command,
+        ranks=run.ranks,
+        least=run.least,
+        most=run.most,
+        is_program=run.is_program,
+        max_restarts=run.max_restarts,
+        hang_after_s=run.hang_after_s,
+        grace_s=run.grace_s,
+        preload=run.preload,
+        logs=str(run.log_dir.resolve()),
+        role=run.role,
+        join_s=at.last_call_s,
+    )
+    here = nodes.RunOnNodes(
+        nodes.NodeRun(
+            run_id=at.run_id,
+            endpoint=at.endpoint,
+            is_endpoint=is_endpoint,
+            order=at.node_rank,
+            host=at.local_address,
+            token=tokens.found("", None) or nodes.shared_token(at.run_id, at.endpoint),
+            ranks=ranks,
+            output=sys.stderr.buffer if as_json else sys.stdout.buffer,
+            grace_s=run.grace_s + 5.0,
+            join_timeout_s=at.join_timeout_s,
+        )
+    )
+    tokens.clean_environment()
+    codes: list[int] = []
+
+    async def go(signalled: Signalled) -> None:
+        signalled.gently = here.leave
+        codes.append(await here.go())
+
+    code = until_signalled(go) or (codes[0] if codes else 1)
+    if as_json and here.document is not None:
+        render.emit(here.document)
+    return code

@@ -1,0 +1,748 @@
+"""How a script task heals: all its ranks end together and begin together, in lives.
+
+The script is not ours. It reports no ops and keeps its own checkpoints, so the only remedy is torchrun's: end
+every rank, start all of them again, on the nodes there are now. What is decided here is when, on which nodes,
+whom to name, and when to stop. One place of the task is all the ranks of one node, started and watched by a
+keeper there; it stays between lives, so a new life is one order per node.
+
+    Awaiting ──enough nodes──► Living ──evidence──► Settling ──► Closing ──all idle──► Awaiting (next life)
+                                 │                     ▲            ▲ │
+                                 ├──no progress──► Locating ────────┘ └──► Over
+                                 └──all ranks ended with code 0──► Over
+
+No innocent rank is named. A rank that is killed takes its peers' connections with it, and a peer's
+"connection closed" may be heard before the kernel has buried the one that was killed. So hearsay is held for
+`SETTLE_S`: if a better witness comes, it is the cause; if none does, the one that spoke first is.
+
+No rank is called hung while a rank of any node uses a CPU, writes output or reports a step. A node that is
+lost, drained or new ends a life as well, but is no failure of the script: `max_restarts` is not touched. New
+nodes are let in when the script has said that it can continue from where it is, or, if it never says so, once
+`join_s` have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from everstep.core.faults import testimony
+from everstep.core.faults.testimony import Witness
+from everstep.core.task.states import Absent, Lived, Member, Over, PlaceState, Started, Starting
+from everstep.protocol import actions as act
+from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
+from everstep.protocol.actions import Action
+from everstep.protocol.codec import decode, encode
+from everstep.protocol.incidents import IncidentLog, TaskIncidents
+from everstep.protocol.messages import KeptFile, KeptSnapshot, RankPosition, RankRules, SnapshotFile
+from everstep.protocol.ops import Worker
+from everstep.protocol.table import Handlers
+
+SETTLE_S = 0.3
+LOCATE_S = 10.0  # for keepers to say where their ranks are
+CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
+GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
+LONG_LIFE_S = 600.0  # after which waits between lives start from the beginning
+BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
+KEPT_SNAPSHOTS = 2  # states in memory; nodes keep one more
+MOST_KEEPERS_LOST = 3  # in a row, of one node, without a life that it took part in
+
+# ------------------------------------------------------------------ what the task as a whole does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaiting:
+    """Nodes, or the end of a wait between lives."""
+
+    since: float
+    not_before: float
+    because: str
+    is_first: bool = False  # more nodes may be on their way
+
+
+@dataclass(slots=True, kw_only=True)
+class Living:
+    members: tuple[Worker, ...]  # in the order of their group ranks
+    began_at: float
+    starting: set[Worker]
+    finished: set[Worker] = field(default_factory=set)
+    still: dict[Worker, float] = field(default_factory=dict)  # since when
+    grow_at: float | None = None  # nodes wait to be let in: at the latest then
+
+
+@dataclass(slots=True, kw_only=True)
+class Settling:
+    life: Living
+    until: float
+    witnesses: list[Witness]
+
+
+@dataclass(slots=True, kw_only=True)
+class Locating:
+    life: Living
+    until: float
+    still_since: float
+    positions: dict[Worker, tuple[RankPosition, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Closing:
+    awaited: set[Worker]
+    until: float
+    then: float  # the next life begins no sooner
+    because: str
+    over: str = ""  # why there is no next life; empty: there is one
+    is_finished: bool = False
+
+
+Phase = Awaiting | Living | Settling | Locating | Closing | Over
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """A state that the script has handed over: by node, its files; by node that has copies, of whom."""
+
+    groups: int  # that take part
+    files: dict[Worker, Mapping[str, SnapshotFile]] = field(default_factory=dict)
+    holders: dict[Worker, list[tuple[Worker, int]]] = field(
+        default_factory=dict
+    )  # of whose files; incarnation
+    copying: set[Worker] = field(default_factory=set)  # whose files are on their way to another node
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.files) == self.groups and not self.copying
+
+
+@dataclass(slots=True, kw_only=True)
+class LivesBook:
+    """All of the state."""
+
+    rules: RankRules
+    phase: Phase
+    granted: frozenset[Worker]
+    places: dict[Worker, PlaceState]
+    life: int = 0  # the number of the present or last one; from 1
+    failures: int = 0  # lives that ended by a fault of their ranks
+    backoffs: int = 0
+    program_error: str = ""  # of the life before
+    incarnation: int = 0  # the highest so far
+    addresses: dict[Worker, tuple[str, int]] = field(default_factory=dict)
+    order: dict[Worker, int] = field(default_factory=dict)  # of their nodes
+    keepers_lost: dict[Worker, int] = field(default_factory=dict)
+    step: int = 0  # the highest the script has told
+    saved_step: int = 0
+    tokens: int = 0
+    says_when_saved: bool = False
+    memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by step
+
+
+class Lives:
+    """The state machine. `handle` is the only way it changes. What a task's recovery is asked for by the
+    cluster it answers as well, in terms of nodes: a member is a node whose ranks take part.
+    """
+
+    on: ClassVar = Handlers[list[Action]](msg.RankReport)
+
+    def __init__(
+        self,
+        task: str,
+        rules: RankRules,
+        *,
+        workers: list[Worker],
+        granted: frozenset[Worker],
+        now: float,
+        lived: Lived | None = None,
+        log: TaskIncidents | None = None,
+    ) -> None:
+        lived = lived or Lived()
+        self.task = task
+        self.log = IncidentLog().of_task(task) if log is None else log
+        self._book = LivesBook(
+            rules=rules,
+            phase=Awaiting(since=now, not_before=now, because="the task begins", is_first=True),
+            granted=granted,
+            places={worker: Absent(0, "the task begins") for worker in workers},
+            life=lived.epoch,
+            incarnation=lived.incarnation,
+        )
+
+    # -------------------------------------------------------------- what others read
+
+    @property
+    def rules(self) -> RankRules:
+        return self._book.rules
+
+    @property
+    def phase(self) -> Phase:
+        return self._book.phase
+
+    @property
+    def places(self) -> Mapping[Worker, PlaceState]:
+        return self._book.places
+
+    @property
+    def num_members(self) -> int:
+        return sum(isinstance(place, Member) for place in self.places.values())
+
+    @property
+    def granted(self) -> frozenset[Worker]:
+        return self._book.granted
+
+    @property
+    def epoch(self) -> int:
+        return self._book.life
+
+    @property
+    def failures(self) -> int:
+        return self._book.failures
+
+    @property
+    def recorded(self) -> int:
+        return self._book.step
+
+    @property
+    def tokens(self) -> int:
+        return self._book.tokens
+
+    @property
+    def checkpoint(self) -> int:
+        """The newest step from which the script can continue, as far as it has said so."""
+        return self._book.saved_step
+
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """In the order of their group ranks."""
+        life = self._living()
+        return () if life is None else life.members
+
+    def is_late(self, said: Any) -> bool:
+        incarnation = getattr(said, "incarnation", None)
+        return incarnation is not None and incarnation != self._incarnation(said.worker)
+
+    def lived(self) -> Lived:
+        return Lived(self._book.life, 0, self._book.incarnation)
+
+    def due_at(self) -> float | None:
+        match self._book.phase:
+            case Awaiting() as phase:
+                return self._begins_at(phase)
+            case Settling(until=until) | Locating(until=until) | Closing(until=until):
+                return until
+            case Living(grow_at=grow_at):
+                return grow_at
+            case _:
+                return None
+
+    def validate(self) -> None:
+        book = self._book
+        life = self._living()
+        if life is not None:
+            for worker in life.members:
+                place = book.places[worker]
+                assert isinstance(place, Member) or worker in life.finished, f"{worker} has no ranks"
+        else:
+            assert not self.num_members, "ranks outlive their life"
+        if isinstance(book.phase, Closing):
+            assert book.phase.awaited, "no node is waited for"
+        assert book.failures <= book.rules.max_restarts + 1
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"lives": encode(self._book), "task": self.task}
+
+    @classmethod
+    def from_snapshot(cls, data: dict[str, Any], log: TaskIncidents) -> Lives:
+        book: LivesBook = decode(LivesBook, data["lives"])
+        lives = cls(data["task"], book.rules, workers=[], granted=book.granted, now=0.0, log=log)
+        lives._book = book
+        return lives
+
+    # -------------------------------------------------------------- events in, actions out
+
+    def begin(self) -> list[Action]:
+        """The first actions: a keeper on every node that is granted."""
+        return self._start_keepers("the task begins")
+
+    def handle(self, event: object, now: float) -> list[Action]:
+        if isinstance(self.phase, Over):
+            return []
+        match event:
+            case msg.RankReport():
+                return [] if self.is_late(event) else self.on.handler(self, event)(event, now)
+            case ev.PlacesGranted():
+                return self._granted(event, now)
+            case ev.WorkerExited():
+                return [] if self.is_late(event) else self._keeper_gone(event, now)
+            case ev.StopRequested():
+                return self._stop(event, now)
+            case msg.TimePassed():
+                return self._time_passed(now)
+            case _:
+                return []  # about ops, states in memory and schedules: a script has none
+
+    # -------------------------------------------------------------- nodes come and go
+
+    def _granted(self, event: ev.PlacesGranted, now: float) -> list[Action]:
+        self._book.granted = event.places
+        for worker in event.clean:
+            self._book.keepers_lost.pop(worker, None)
+        life = self._living()
+        actions = self._start_keepers("it has slots on this node")
+        if life is not None and not event.places >= {w for w in life.members if w not in life.finished}:
+            actions += self._close(now, now, "a node of it is to be emptied")
+        return actions + self._begin_if_ready(now)
+
+    def _start_keepers(self, because: str) -> list[Action]:
+        book = self._book
+        if isinstance(book.phase, Over):
+            return []
+        actions: list[Action] = []
+        for worker in sorted(book.granted):
+            if isinstance(book.places[worker], Absent):
+                book.incarnation += 1
+                book.places[worker] = Starting(book.incarnation)
+                start = act.StartWorker(worker=worker, incarnation=book.incarnation, because=because)
+                actions.append(start)
+        return actions
+
+    def _keeper_gone(self, event: ev.WorkerExited, now: float) -> list[Action]:
+        """Its node is lost or drained, or its process has died; the ranks go with it."""
+        book, worker = self._book, event.worker
+        book.places[worker] = Absent(0, event.reason)
+        book.addresses.pop(worker, None)
+        book.memories.pop(worker, None)
+        over = ""
+        if not event.planned:
+            lost = book.keepers_lost[worker] = book.keepers_lost.get(worker, 0) + 1
+            if lost > MOST_KEEPERS_LOST and worker in book.granted:
+                over = f"the keeper of the ranks of {worker} has ended {lost} times: {event.reason}"
+        life = self._living()
+        actions: list[Action] = []
+        if life is not None and worker in life.members and worker not in life.finished:
+            why = f"its ranks of group {life.members.index(worker)} are gone: {event.reason}"
+            if not event.planned:
+                self.log.open(worker, event.reason, self.recorded, now, 0)
+            actions += self._close(now, now, why, over=over)
+        elif isinstance(book.phase, Closing):
+            book.phase.over = book.phase.over or over
+            actions += self._idle_in(book.phase, worker, now)
+        elif over:
+            actions += self._close(now, now, over, over=over)
+        return actions + self._start_keepers("its keeper ended")
+
+    @on
+    def _idle(self, event: msg.RanksIdle, now: float) -> list[Action]:
+        book, worker = self._book, event.worker
+        book.places[worker] = Started(event.incarnation)
+        book.addresses[worker], book.order[worker] = event.address, event.order
+        if event.memory is not None:
+            book.memories[worker] = event.memory
+        life = self._living()
+        if isinstance(book.phase, Closing):
+            return self._idle_in(book.phase, worker, now)
+        if life is not None and worker in life.members and event.life == book.life:
+            life.finished.add(worker)
+            life.still.pop(worker, None)
+            if len(life.finished) < len(life.members):
+                return []
+            if isinstance(book.phase, Settling):
+                return self._conclude(book.phase.witnesses, now)
+            world = len(life.members) * book.rules.ranks
+            because = f"all {world} ranks have ended with code 0" if world > 1 else "it ended with code 0"
+            book.phase = Over(because)
+            return [act.FinishTask(because=because)]
+        if isinstance(book.phase, Living):
+            self._wait_to_grow(book.phase, now)
+        return self._begin_if_ready(now)
+
+    def _wait_to_grow(self, life: Living, now: float) -> None:
+        rules = self.rules
+        if life.grow_at is None and len(life.members) < rules.most:
+            patience_s = GROW_PATIENCE_S if self._book.says_when_saved else rules.join_s
+            life.grow_at = max(now, life.began_at + rules.join_s) + patience_s
+
+    def _grow(self, now: float) -> list[Action]:
+        life = self._book.phase
+        assert isinstance(life, Living)
+        new = [worker for worker in self._ready() if worker not in life.members]
+        life.grow_at = None
+        if not new or life.finished:
+            return []
+        nodes = "1 more node" if len(new) == 1 else f"{len(new)} more nodes"
+        return self._close(now, now, f"{nodes} can take part")
+
+    def _stop(self, event: ev.StopRequested, now: float) -> list[Action]:
+        """To finish early, or to leave its slots to others: it begins again when it has some."""
+        return self._close(now, now, event.because, is_finished=True)
+
+    # -------------------------------------------------------------- a life begins
+
+    def _begin_if_ready(self, now: float) -> list[Action]:
+        phase = self._book.phase
+        if not isinstance(phase, Awaiting) or (at := self._begins_at(phase)) is None or now < at:
+            return []
+        return self._begin(self._ready(), phase.because, now)
+
+    def _begins_at(self, phase: Awaiting) -> float | None:
+        """When the next life begins if nothing happens until then; None: there are too few nodes."""
+        book, ready = self._book, len(self._ready())
+        if ready < book.rules.least:
+            return None
+        expected = sum(isinstance(book.places[w], Starting | Started) for w in book.granted)
+        may_join = phase.is_first and ready < book.rules.most
+        if expected > ready or may_join:
+            return max(phase.since, phase.not_before) + book.rules.join_s
+        return phase.not_before
+
+    def _ready(self) -> list[Worker]:
+        book = self._book
+        ready = (w for w in book.granted if isinstance(book.places[w], Started) and w in book.addresses)
+        return sorted(ready, key=lambda worker: (book.order.get(worker, 0), worker))
+
+    def _begin(self, members: list[Worker], because: str, now: float) -> list[Action]:
+        book, rules = self._book, self.rules
+        book.life += 1
+        book.phase = Living(members=tuple(members), began_at=now, starting=set(members))
+        self.log.planned(now, book.life)
+        restore = self._newest_snapshot()
+        actions: list[Action] = []
+        for group, worker in enumerate(members):
+            place = book.places[worker]
+            assert isinstance(place, Started)
+            book.places[worker] = Member(place.incarnation, self.recorded + 1)
+            actions.append(
+                msg.BeginLife(
+                    task=self.task,
+                    worker=worker,
+                    incarnation=place.incarnation,
+                    life=book.life,
+                    group=group,
+                    first_rank=group * rules.ranks,
+                    num_groups=len(members),
+                    world=len(members) * rules.ranks,
+                    restarts=book.failures,
+                    master=book.addresses[members[0]],
+                    hosts_store=group == 0,
+                    because=because,
+                    restore=restore,
+                )
+            )
+        return actions
+
+    @on
+    def _started(self, event: msg.RanksStarted, now: float) -> list[Action]:
+        life = self._living()
+        if life is None or event.life != self._book.life:
+            return []
+        self._book.keepers_lost.pop(event.worker, None)
+        life.starting.discard(event.worker)
+        if life.starting:
+            return []
+        because = f"the ranks of life {event.life} have started"
+        return [act.CloseIncident(number=each.number, because=because) for each in self.log.resumed(now)]
+
+    # -------------------------------------------------------------- evidence
+
+    @on
+    def _failed(self, event: msg.RankFailed, now: float) -> list[Action]:
+        phase, life = self.phase, self._living()
+        if life is None or event.life != self._book.life:
+            return []
+        if event.lost_snapshot is not None:
+            self._book.snapshots.pop(event.lost_snapshot, None)
+        witness = testimony.of_report(event, now)
+        if isinstance(phase, Settling):
+            phase.witnesses.append(witness)
+            return [] if witness.is_hearsay else self._conclude(phase.witnesses, now)
+        if witness.is_hearsay and len(life.members) * self.rules.ranks > 1:
+            self._book.phase = Settling(life=life, until=now + SETTLE_S, witnesses=[witness])
+            return []
+        return self._conclude([witness], now)
+
+    def _conclude(self, witnesses: list[Witness], now: float) -> list[Action]:
+        """Name the cause, and end the life: is another one useful?"""
+        book = self._book
+        cause = testimony.cause_of(witnesses)
+        others = [each for each in witnesses if each is not cause]
+        life = self._living()
+        assert life is not None
+        before, book.program_error = book.program_error, cause.program_error
+        refusal = ""
+        if cause.program_error and cause.program_error == before:
+            refusal = "The same error twice at the same line: the script or its input is wrong"
+        elif book.failures >= book.rules.max_restarts:
+            allowed = book.rules.max_restarts
+            refusal = f"All {allowed} restarts are used up" if allowed else "No restarts are allowed"
+        wait_s = 0.0
+        if not refusal:
+            wait_s = self._backoff_s(now - life.began_at)
+            book.failures += 1
+        remedy = f"restart all ranks, {book.failures} of {book.rules.max_restarts}" if not refusal else "stop"
+        evidence = [text for each in (cause, *others) for text in (each.what, *each.evidence)]
+        if others and not cause.is_hearsay:
+            victims = testimony.names(tuple(w.rank for w in others if w.rank is not None))
+            evidence.append(f"{victims} only lost touch with it")
+        failed = act.LifeFailed(
+            life=book.life,
+            worker=cause.worker,
+            rank=cause.rank,
+            what=cause.what,
+            source=cause.source,
+            text=cause.text,
+            ago_s=max(0.0, now - cause.since),
+            evidence=tuple(dict.fromkeys(evidence)),
+            remedy=remedy,
+            is_over=bool(refusal),
+            because=refusal or cause.what,
+        )
+        over = f"{cause.what}. {refusal}." if refusal else ""
+        return [failed, *self._close(now, now + wait_s, cause.what, over=over)]
+
+    def _backoff_s(self, ran_s: float) -> float:
+        """The first restart is at once; the next ones wait longer and longer, unless a life was long."""
+        book = self._book
+        if ran_s >= LONG_LIFE_S:
+            book.backoffs = 0
+        wait_s = BACKOFF_S * 2.0 ** (book.backoffs - 1) if book.backoffs else 0.0
+        book.backoffs += 1
+        return min(wait_s, MOST_BACKOFF_S)
+
+    # -------------------------------------------------------------- no progress
+
+    @on
+    def _still(self, event: msg.RanksStill, now: float) -> list[Action]:
+        life, limit_s = self.phase, self.rules.hang_after_s
+        if not isinstance(life, Living) or event.life != self._book.life or event.worker not in life.members:
+            return []
+        life.still[event.worker] = now - event.still_s
+        working = [w for w in life.members if w not in life.finished]
+        if limit_s is None or any(w not in life.still for w in working):
+            return []
+        since = max(life.still[w] for w in working)
+        if now - since < limit_s:
+            return []
+        because = f"no rank has made progress for {now - since:.1f} s; their stacks show which one waits"
+        self._book.phase = Locating(life=life, until=now + LOCATE_S, still_since=since)
+        return [
+            msg.LocateRanks(
+                task=self.task,
+                worker=worker,
+                incarnation=self._incarnation(worker),
+                life=self._book.life,
+                because=because,
+            )
+            for worker in working
+        ]
+
+    @on
+    def _moved(self, event: msg.RanksMoved, now: float) -> list[Action]:
+        life = self._living()
+        if life is not None and event.life == self._book.life:
+            life.still.pop(event.worker, None)
+        return []
+
+    @on
+    def _located(self, event: msg.RanksLocated, now: float) -> list[Action]:
+        phase = self.phase
+        if not isinstance(phase, Locating) or event.life != self._book.life:
+            return []
+        phase.positions[event.worker] = event.positions
+        working = {w for w in phase.life.members if w not in phase.life.finished}
+        return self._hung(phase, now) if working <= phase.positions.keys() else []
+
+    def _hung(self, phase: Locating, now: float) -> list[Action]:
+        ranks = self.rules.ranks
+        members = phase.life.members
+        finished = tuple(
+            rank
+            for group, worker in enumerate(members)
+            if worker in phase.life.finished
+            for rank in range(group * ranks, (group + 1) * ranks)
+        )
+        found = testimony.suspects_of_hang(
+            [position for each in phase.positions.values() for position in each], finished
+        )
+        idle = f"no rank has made progress for {now - phase.still_since:.1f} s"
+        named = f"hang at {testimony.names(found.ranks)}" if found.ranks else "hang"
+        rank = found.ranks[0] if len(found.ranks) == 1 else None
+        witness = testimony.of_hang(
+            rank,
+            f"{named}: {idle}",
+            found,
+            since=phase.still_since,
+            worker=None if rank is None else members[rank // ranks],
+        )
+        return self._conclude([witness], now)
+
+    # -------------------------------------------------------------- what the script tells
+
+    @on
+    def _progressed(self, event: msg.RankProgressed, now: float) -> list[Action]:
+        book, life = self._book, self._living()
+        if life is None or event.life != book.life:
+            return []
+        book.step = max(event.step, book.step) if event.step > book.saved_step else event.step
+        book.tokens = max(book.tokens, event.tokens or 0)
+        if not event.is_saved:
+            return []
+        return self._saved(event.step, now)
+
+    def _saved(self, step: int, now: float) -> list[Action]:
+        book = self._book
+        book.says_when_saved, book.saved_step = True, step
+        book.step = max(book.step, step)
+        if isinstance(book.phase, Living) and book.phase.grow_at is not None:
+            return self._grow(now)
+        return []
+
+    @on
+    def _snapshot_taken(self, event: msg.SnapshotTaken, now: float) -> list[Action]:
+        """The files of one node; the next one in the circle gets a copy of them."""
+        book, life = self._book, self._living()
+        if life is None or event.life != book.life:
+            return []
+        kept = book.snapshots.setdefault(event.step, Snapshot(groups=len(life.members)))
+        worker = event.worker
+        kept.files[worker] = event.files
+        kept.holders[worker] = [(worker, event.incarnation)]
+        index = life.members.index(worker)
+        partner = life.members[(index + 1) % len(life.members)]
+        if not event.files or partner == worker or worker not in book.memories:
+            return self._snapshot_grown(event.step, now)
+        kept.copying.add(worker)
+        return [
+            msg.CopySnapshot(
+                task=self.task,
+                worker=partner,
+                incarnation=self._incarnation(partner),
+                life=book.life,
+                step=event.step,
+                owner=worker,
+                files=tuple(
+                    KeptFile(name=name, file=file, holders=(book.memories[worker],))
+                    for name, file in event.files.items()
+                ),
+                because="two nodes keep it",
+            )
+        ]
+
+    @on
+    def _snapshot_copied(self, event: msg.SnapshotCopied, now: float) -> list[Action]:
+        kept = self._book.snapshots.get(event.step)
+        if kept is None or event.owner not in kept.holders:
+            return []
+        kept.copying.discard(event.owner)
+        if not event.failed:
+            kept.holders[event.owner].append((event.worker, event.incarnation))
+        return self._snapshot_grown(event.step, now)
+
+    def _snapshot_grown(self, step: int, now: float) -> list[Action]:
+        book = self._book
+        if not book.snapshots[step].is_whole:
+            return []
+        for old in sorted(book.snapshots)[:-KEPT_SNAPSHOTS]:
+            del book.snapshots[old]
+        return self._saved(step, now)
+
+    def _newest_snapshot(self) -> KeptSnapshot | None:
+        """The newest state of which every file is in the memory of a node that is there."""
+        book = self._book
+        for step in sorted(book.snapshots, reverse=True):
+            kept = book.snapshots[step]
+            found = []
+            for owner, files in kept.files.items():
+                there = tuple(
+                    book.memories[worker]
+                    for worker, incarnation in kept.holders[owner]
+                    if self._incarnation(worker) == incarnation and worker in book.memories
+                )
+                found += [KeptFile(name=n, file=f, holders=there) for n, f in sorted(files.items())]
+            if len(kept.files) == kept.groups and found and all(each.holders for each in found):
+                return KeptSnapshot(step=step, files=tuple(found))
+            del book.snapshots[step]  # unfinished, or lost with its nodes
+        return None
+
+    # -------------------------------------------------------------- a life ends
+
+    def _close(
+        self, now: float, then: float, because: str, *, over: str = "", is_finished: bool = False
+    ) -> list[Action]:
+        book = self._book
+        awaited = {worker for worker, place in book.places.items() if isinstance(place, Member)}
+        phase = Closing(
+            awaited=awaited,
+            until=now + self.rules.grace_s + CLOSE_S,
+            then=then,
+            because=because,
+            over=over,
+            is_finished=is_finished,
+        )
+        if isinstance(book.phase, Closing):  # it is closing already
+            book.phase.over = book.phase.over or over
+            book.phase.is_finished |= is_finished
+            return []
+        book.phase = phase
+        for worker in awaited:  # no member: a node that is lost now is not waited for as one that trains
+            book.places[worker] = Started(self._incarnation(worker))
+        if not awaited:
+            return self._closed(phase, now)
+        return [
+            msg.EndLife(
+                task=self.task,
+                worker=worker,
+                incarnation=self._incarnation(worker),
+                life=book.life,
+                grace_s=self.rules.grace_s,
+                because=because,
+            )
+            for worker in sorted(awaited)
+        ]
+
+    def _idle_in(self, phase: Closing, worker: Worker, now: float) -> list[Action]:
+        phase.awaited.discard(worker)
+        return [] if phase.awaited else self._closed(phase, now)
+
+    def _closed(self, phase: Closing, now: float) -> list[Action]:
+        book = self._book
+        if phase.is_finished:
+            book.phase = Over(phase.because)
+            return [act.FinishShape(step=self.recorded, because=phase.because)]
+        if phase.over:
+            book.phase = Over(phase.over)
+            return [act.FailTask(because=phase.over)]
+        book.phase = Awaiting(since=now, not_before=max(now, phase.then), because=phase.because)
+        return self._start_keepers("it lost its keeper")  # due now: a spare may get its slots first
+
+    def _time_passed(self, now: float) -> list[Action]:
+        due = self.due_at()
+        if due is None or now < due:
+            return []
+        match self.phase:
+            case Settling(witnesses=witnesses):
+                return self._conclude(witnesses, now)
+            case Locating() as phase:
+                return self._hung(phase, now)
+            case Living():
+                return self._grow(now)
+            case Closing() as phase:
+                phase.until = now + CLOSE_S
+                late = f"its ranks have not ended {CLOSE_S:g} s after SIGKILL"
+                return [act.StopWorker(worker=w, because=late) for w in sorted(phase.awaited)]
+            case _:
+                return self._begin_if_ready(now)
+
+    # -------------------------------------------------------------- details
+
+    def _living(self) -> Living | None:
+        match self.phase:
+            case Living() as life:
+                return life
+            case Settling(life=life) | Locating(life=life):
+                return life
+            case _:
+                return None
+
+    def _incarnation(self, worker: Worker) -> int:
+        return getattr(self._book.places.get(worker), "incarnation", 0)

@@ -1,0 +1,229 @@
+"""What ranks of a script testify when something goes wrong, and which of them tells the cause.
+
+A rank that is killed takes its peers' connections with it, so most of what is heard after a fault is
+`HEARSAY`: what a healthy neighbour of the fault would say. The cause is the first witness that is no hearsay;
+if there is none, the first that spoke.
+
+A hang has no witness that speaks. Who looks guilty follows from where the ranks are: one that has not entered
+the collective in which the others sit; else one outside torch while the others are inside it; else one that
+has ended while all others are inside torch. If all ranks are in the same place, none is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everstep.core.faults.remedies import sentence
+from everstep.core.faults.severity import ErrorKind, Judgement, Source, judge
+from everstep.protocol.messages import RankFailed, RankPosition
+from everstep.protocol.ops import Worker
+
+HEARSAY = frozenset(
+    {
+        ErrorKind.CONNECTION_RESET,
+        ErrorKind.CONNECTION_REFUSED,
+        ErrorKind.OTHER_NETWORK,
+        ErrorKind.COMMUNICATOR_ABORTED,
+        ErrorKind.NCCL_TIMEOUT,
+    }
+)
+
+# Errors by which Python says that the program is wrong. Twice the same: the machine is not at fault.
+PROGRAM_ERRORS = frozenset(
+    {
+        "SyntaxError",
+        "IndentationError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "NameError",
+        "UnboundLocalError",
+        "AttributeError",
+        "TypeError",
+        "KeyError",
+        "IndexError",
+        "ValueError",
+        "AssertionError",
+        "NotImplementedError",
+        "FileNotFoundError",
+        "ZeroDivisionError",
+    }
+)
+
+MOST_EVIDENCE = 16  # sentences kept for one incident
+_MOST_PLACES = 6  # groups of ranks with the same stack that are shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """One piece of evidence, with what it would mean if it were the cause."""
+
+    rank: int | None
+    what: str
+    judgement: Judgement
+    code: int  # as in `subprocess`: negative for a signal
+    since: float  # the first trace of it
+    traceback: str = ""
+    program_error: str = ""  # empty: the program may be right
+    evidence: tuple[str, ...] = ()
+    worker: Worker | None = None  # whose node runs this rank
+    source: str = ""
+    text: str = ""  # that was judged
+
+    @property
+    def is_hearsay(self) -> bool:
+        return self.judgement.kind in HEARSAY
+
+
+def cause_of(witnesses: Sequence[Witness]) -> Witness:
+    return next((witness for witness in witnesses if not witness.is_hearsay), witnesses[0])
+
+
+def names(ranks: tuple[int, ...]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def of_report(event: RankFailed, now: float) -> Witness:
+    source: Source = event.source if event.source in ("exception", "exit", "progress") else "log"  # type: ignore[assignment]
+    return Witness(
+        rank=event.rank,
+        what=event.what,
+        judgement=judged(source, event.text),
+        code=event.code,
+        since=now - max(0.0, event.ago_s),
+        traceback=event.traceback,
+        program_error=event.program_error,
+        evidence=event.evidence,
+        worker=event.worker,
+        source=event.source,
+        text=event.text,
+    )
+
+
+def judged(source: Source, text: str) -> Judgement:
+    judgement = judge(source, text)
+    return replace(judgement, because=sentence(judgement))
+
+
+# ------------------------------------------------------------------ what a rank has said or left
+
+
+def raised_text(error: str, traceback: str) -> str:
+    """From which an exception is judged: lines of a traceback that are not indented are errors; the others
+    are code, which may say anything.
+    """
+    return "\n".join([error, *(line for line in traceback.splitlines() if line[:1].strip())])
+
+
+def raised_what(rank: int, error: str, where: str) -> str:
+    return f"rank {rank} raised {_first_line(error)}{f' at {where}' if where else ''}"
+
+
+def program_error(error: str, where: str) -> str:
+    name = error.partition(":")[0].rpartition(".")[2]
+    return f"{error}{f' at {where}' if where else ''}" if name in PROGRAM_ERRORS else ""
+
+
+def exit_text(code: int, reason: str, words: str) -> str:
+    """A signal has a cause of its own, whatever the rank wrote before it came."""
+    return reason if code < 0 else f"{reason}\n{words}"
+
+
+def last_words(rank: int, words: str) -> tuple[str, ...]:
+    lines = [line for line in words.splitlines() if line.strip()]
+    return (f"the last line of rank {rank} on stderr: {lines[-1].strip()[:300]}",) if lines else ()
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300]
+
+
+# ------------------------------------------------------------------ a hang
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    ranks: tuple[int, ...]
+    because: str
+    evidence: tuple[str, ...]
+
+
+def of_hang(rank: int | None, what: str, found: Suspicion, *, since: float, worker: Worker | None) -> Witness:
+    """No rank makes progress and no error text exists; the sentence has all that is known."""
+    return Witness(
+        rank=rank,
+        what=what,
+        judgement=replace(judge("progress", ""), because=found.because),
+        code=1,
+        since=since,
+        evidence=(found.because, *found.evidence),
+        worker=worker,
+        source="progress",
+        text=what,
+    )
+
+
+def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspicion:
+    at = {position.rank: position for position in positions}
+    named = _behind(at) or _slowest(at) or _outside(at, finished)
+    if named is None and finished:
+        named = finished, f"{names(finished)} ended with code 0 while the others still wait"
+    ranks, because = named or ((), _unknown(at))
+    return Suspicion(ranks=ranks, because=because, evidence=tuple(_places(at)))
+
+
+_Named = tuple[tuple[int, ...], str]
+
+
+def _behind(at: dict[int, RankPosition]) -> _Named | None:
+    """Ranks that have not entered the collective in which the others of their process group sit."""
+    groups = sorted({group for position in at.values() for group in position.entered})
+    for group in groups:
+        entered = {rank: p.entered[group] for rank, p in at.items() if group in p.entered}
+        last = max(entered.values())
+        late = tuple(sorted(rank for rank, number in entered.items() if number < last))
+        if late and len(late) < len(entered):
+            waiting = len(entered) - len(late)
+            what = "has" if len(late) == 1 else "have"
+            return late, (
+                f"{names(late)} {what} not entered collective {last} of process group {group}, in which "
+                f"{waiting} {'rank waits' if waiting == 1 else 'ranks wait'}"
+            )
+    return None
+
+
+def _slowest(at: dict[int, RankPosition]) -> _Named | None:
+    """Ranks that have told fewer steps than the others, where all tell them."""
+    steps = {rank: p.step for rank, p in at.items() if p.step is not None}
+    if len(steps) < len(at) or len(set(steps.values())) < 2:
+        return None
+    last = max(steps.values())
+    late = tuple(sorted(rank for rank, step in steps.items() if step < last))
+    verb = "is" if len(late) == 1 else "are"
+    return late, f"{names(late)} {verb} at step {min(steps.values())}, the others at {last}"
+
+
+def _outside(at: dict[int, RankPosition], finished: tuple[int, ...]) -> _Named | None:
+    outside = tuple(sorted(rank for rank, p in at.items() if not p.is_inside_torch))
+    if not outside or (len(outside) == len(at) and not finished):
+        return None
+    where = f"{names(outside)} {'is' if len(outside) == 1 else 'are'} at {at[outside[0]].at}, outside torch"
+    rest = "the others wait inside it" if len(outside) < len(at) else "the others have ended"
+    return outside, f"{where}; {rest}"
+
+
+def _unknown(at: dict[int, RankPosition]) -> str:
+    return "all ranks are in the same kind of place, so none is named" if at else "no rank reported its stack"
+
+
+def _places(at: dict[int, RankPosition]) -> list[str]:
+    """Ranks with the same stack in one sentence, most of them first."""
+    counted = Counter((p.at, p.doing) for p in at.values())
+    found = []
+    for (where, doing), count in counted.most_common(_MOST_PLACES):
+        ranks = tuple(sorted(rank for rank, p in at.items() if (p.at, p.doing) == (where, doing)))
+        who = names(ranks) if count <= 4 else f"{count} ranks ({', '.join(map(str, ranks[:3]))}, …)"
+        is_one = "is" if count == 1 else "are"
+        found.append(f"{who} {is_one} at {where}" + (f", in torch's {doing}" if doing else ""))
+    return found

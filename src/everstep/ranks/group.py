@@ -1,0 +1,287 @@
+"""The ranks of one machine: their processes, their output, their lines, and the store they meet in.
+
+One thread, one selector. It wakes up for: a pidfd (a rank has ended: no polling), a rank's line (it has
+raised, it loads torch), and the rendezvous socket (a connection that was not announced). What has happened
+goes to `happened` as words; what to do about it is decided there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from everstep.errors import UserError
+from everstep.ranks import looks as rank_looks
+from everstep.ranks import store as rank_store
+from everstep.ranks import words
+from everstep.ranks.environment import RankPlace, rank_environment
+from everstep.ranks.fork_server import RankStart, RankStarter
+from everstep.ranks.line import MAX_MESSAGE_BYTES
+from everstep.ranks.output import OutputStream, Pump
+from everstep.ranks.rank_main import LINE, STACKS
+from everstep.ranks.running_rank import RunningRank
+
+Happened = Callable[[words.Event], None]
+
+
+class RankGroup:
+    def __init__(
+        self,
+        command: Sequence[str],
+        starter: RankStarter,
+        *,
+        happened: Happened,
+        output: BinaryIO,
+        errors: BinaryIO,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+    ) -> None:
+        """`environment`: what ranks inherit, if not that of this process."""
+        self.ranks: dict[int, RunningRank] = {}
+        self.selector = selectors.DefaultSelector()
+        self.life = 0
+        self._command, self._starter, self._happened = tuple(command), starter, happened
+        self._output, self._errors = output, errors
+        self._environment, self._folder = environment, folder
+        self._pump = Pump()
+        self._store = rank_store.StoreHost(starter.fork_store)
+        self._listener: socket.socket | None = None
+        self._private: Mapping[str, str] = {}
+        self._oom_kills = 0
+
+    def open(self) -> None:
+        self._pump.start()
+
+    def close(self) -> None:
+        """End every process, whatever happened."""
+        for rank in self.ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.line.close()
+        self.stop_listening()
+        self._store.close()
+        self._starter.close()
+        self._pump.close()
+        self.selector.close()
+
+    # -------------------------------------------------------------- starts
+
+    def start(self, places: Iterable[RankPlace], private: Mapping[str, str] | None = None) -> dict[int, int]:
+        """By rank: its pid. `private`: variables for `rank_main`."""
+        self._private = private or {}
+        self._oom_kills = rank_looks.oom_kills()
+        pids = {}
+        for place in places:
+            self.life = place.life
+            with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
+                place.folder.mkdir(parents=True, exist_ok=True)
+            pids[place.rank] = self._start(place)
+        return pids
+
+    def _start(self, place: RankPlace) -> int:
+        stdout = OutputStream(place.rank, place.folder / "stdout.log", self._output)
+        stderr = OutputStream(place.rank, place.folder / "stderr.log", self._errors)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt"), **self._private}
+        inherited = os.environ if self._environment is None else self._environment
+        process = self._starter.start(
+            RankStart(
+                command=self._command,
+                environment={**rank_environment(place, inherited), **private},
+                stdout=stdout.writer,
+                stderr=stderr.writer,
+                line=theirs.fileno(),
+                folder=self._folder,
+            )
+        )
+        theirs.close()
+        for stream in (stdout, stderr):
+            stream.started()
+            self._pump.add(stream)
+        rank = RunningRank(process=process, line=ours, stdout=stdout, stderr=stderr, folder=place.folder)
+        self.ranks[place.rank] = rank
+        self.selector.register(process.pidfd, selectors.EVENT_READ, (place.rank, "exited"))
+        self.selector.register(ours, selectors.EVENT_READ, (place.rank, "line"))
+        return process.pid
+
+    # -------------------------------------------------------------- the store
+
+    def listen(self, address: str, port: int) -> tuple[str, int]:
+        """A fresh socket for a fresh store; its address."""
+        self.stop_listening()
+        if port:
+            self._store.close()  # the store of the life before holds this very port
+        try:
+            self._listener = rank_store.listen(address, port)
+        except OSError as error:
+            raise UserError(
+                f"--rdzv-port {port} on {address} cannot be used ({error.strerror}); leave it out for a "
+                "free one."
+            ) from None
+        self.selector.register(self._listener, selectors.EVENT_READ, (-1, "connection"))
+        return address, self._listener.getsockname()[1]
+
+    def serve_store(self) -> None:
+        """Hand the socket over, once a life."""
+        if self._listener is not None and self._listener.fileno() in self.selector.get_map():
+            self.selector.unregister(self._listener)
+            self._store.serve(self._listener)
+
+    def stop_listening(self) -> None:
+        if self._listener is not None:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    # -------------------------------------------------------------- what has happened
+
+    def take(self, rank: int, what: str) -> None:
+        """An event of the selector: its data."""
+        match what:
+            case "connection":
+                self.serve_store()
+            case "line" if rank in self.ranks:
+                self._hear(rank)
+            case "exited" if rank in self.ranks:
+                self._bury(rank)
+
+    def _hear(self, number: int) -> None:
+        rank = self.ranks[number]
+        try:
+            data = rank.line.recv(MAX_MESSAGE_BYTES)
+            message = json.loads(data) if data else None
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            message = None
+        if not isinstance(message, dict):  # closed, or not ours: its exit is seen anyway
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(rank.line)
+            return
+        match message.get("kind"):
+            case "torch":
+                rank.has_torch = True
+                self.serve_store()
+            case "recorded":
+                rank.is_recorded = True
+            case "progress" if isinstance(step := message.get("step"), int):
+                tokens = message.get("tokens")
+                self._happened(
+                    words.RankProgressed(
+                        rank=number,
+                        life=self.life,
+                        step=step,
+                        tokens=tokens if isinstance(tokens, int) else None,
+                        is_saved=bool(message.get("saved")),
+                    )
+                )
+            case "snapshot" | "snapshot_failed" if isinstance(step := message.get("step"), int):
+                self._happened(
+                    words.RankHandedOver(
+                        rank=number,
+                        life=self.life,
+                        step=step,
+                        name=str(message.get("name", "")),
+                        size=int(message.get("size", 0)),
+                        hash=str(message.get("hash", "")),
+                        failed=str(message.get("because", "")),
+                    )
+                )
+            case "raised":
+                self._happened(
+                    words.RankRaised(
+                        rank=number,
+                        life=self.life,
+                        error=str(message.get("error", "an exception")),
+                        where=str(message.get("where", "")),
+                        traceback=str(message.get("traceback", "")),
+                        raised_at=_number(message.get("raised_at")),
+                    )
+                )
+
+    def _bury(self, number: int) -> None:
+        """A rank has ended: what it said, what is left of its process group, then the event."""
+        rank = self.ranks[number]
+        while number in self.ranks and self._has_words(rank):
+            self._hear(number)
+        code = rank.process.exit_code()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        for stream in (rank.stdout, rank.stderr):
+            stream.take()
+        for source in (rank.line, rank.process.pidfd):
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(source)
+        rank.line.close()
+        rank.process.reap()
+        del self.ranks[number]
+        # Written by torchelastic's @record; the rank's own report, if there is one, has come before.
+        recorded = rank.recorded_error() if code != 0 else None
+        if recorded is not None:
+            error, traceback = recorded
+            self._happened(words.RankRaised(rank=number, life=self.life, error=error, traceback=traceback))
+        self._happened(
+            words.RankExited(
+                rank=number,
+                life=self.life,
+                code=code,
+                reason=self._reason(code),
+                words=rank.stderr.tail(),
+            )
+        )
+
+    def _has_words(self, rank: RunningRank) -> bool:
+        with selectors.DefaultSelector() as look:
+            look.register(rank.line, selectors.EVENT_READ)
+            if not look.select(0):
+                return False
+        try:
+            return bool(rank.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
+    def _reason(self, code: int) -> str:
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        by_kernel = code == -signal.SIGKILL and rank_looks.oom_kills() > self._oom_kills
+        return f"killed by {name}" + (" (the kernel has run out of memory)" if by_kernel else "")
+
+    # -------------------------------------------------------------- looks and signals
+
+    def look_at_families(self) -> None:
+        """A rank may leave all work to its children."""
+        for rank in self.ranks.values():
+            rank.family_cpu_s = rank_looks.family_cpu_s(rank.process.pid)
+
+    def looks(self) -> dict[int, words.Look]:
+        return {number: found for number, rank in self.ranks.items() if (found := rank.look()) is not None}
+
+    def signal(self, ranks: Iterable[int], name: str) -> None:
+        """The whole group of each. A stopped process hears nothing but SIGKILL."""
+        for number in ranks:
+            if (rank := self.ranks.get(number)) is None:
+                continue
+            found = rank.look()
+            is_stopped = found is not None and found.state in "Tt"
+            wanted = signal.SIGKILL if is_stopped else signal.Signals[name]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, wanted)
+
+
+def rank_folder(logs: Path, run_id: str, life: int, rank: int) -> Path:
+    """As torchrun names them; lives count from 0 here."""
+    return logs / run_id / f"attempt_{life}" / str(rank)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,496 @@
+"""The keeper of a node's ranks of one script task: a process of the agent's, in a worker's place.
+
+It starts and ends ranks when the coordinator says so, life by life, and reports what becomes of them. It
+decides nothing about other nodes; what it does by itself is what cannot wait for the coordinator: SIGKILL to
+those that outlive their grace, and the end of all ranks when its agent is gone.
+
+    BeginLife ──► ranks run ──RankFailed, RanksStill, RankProgressed──► …
+    EndLife   ──► SIGTERM ──grace──► SIGKILL ──all gone──► RanksIdle, with the address of the next store
+
+Between lives it stays, and so does its fork server: a new life begins with a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.core.faults import testimony
+from everstep.errors import EverstepError, UserError
+from everstep.log import say, warn
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import RankPosition, RankRules, Sender
+from everstep.ranks import suspects, words
+from everstep.ranks.environment import RankPlace
+from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+from everstep.ranks.group import RankGroup, rank_folder
+from everstep.ranks.hang_diagnosis import HangDiagnosis
+from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS
+from everstep.ranks.snapshots import NodeMemory
+from everstep.ranks.stillness import Stillness
+
+LOOK_EVERY_S = 0.25
+FAMILY_EVERY_S = 1.0
+STILL_S = 2.0  # without progress, after which the coordinator hears of it; then each time it has doubled
+STOPPED_PATIENCE_S = 5.0
+LAST_WORDS_S = 0.5  # a rank that has raised may end by itself for so long
+PROGRESS_EVERY_S = 1.0
+IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
+
+Say = Callable[[Any], None]  # a row of RankReport
+
+
+class Inbox:
+    """Orders from the thread that hears the agent, for a selector to wait for."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._orders: deque[Any] = deque()
+
+    def put(self, order: Any) -> None:
+        self._orders.append(order)
+        os.write(self._writer, b"+")
+
+    def take(self) -> list[Any]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.reader, 4096)
+        found = list(self._orders)
+        self._orders.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperSettings:
+    sender: Sender
+    rules: RankRules
+    host: str  # where other nodes reach the store, if this one has it
+    logs: Path
+    environment: Mapping[str, str]
+    order: int = 0  # of this node among those of the task
+    secret: str = ""  # of the task: its keepers know each other by it
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """What the keeper knows of the ranks that run."""
+
+    number: int
+    ranks: range
+    stillness: Stillness
+    codes: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)  # told already
+    raised_at: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)  # as ranks have told
+    stepped_at: float | None = None
+    told_still_s: float = 0.0
+    tell_at: float = 0.0  # progress is told no sooner
+    handed: dict[int, dict[int, words.RankHandedOver]] = field(default_factory=dict)  # by step and rank
+    terminate_at: float | None = None  # those that were saying last words
+    kill_at: float | None = None  # it is ending
+
+
+class Keeper:
+    """`run` is called once, and returns the process's exit code."""
+
+    def __init__(
+        self,
+        settings: KeeperSettings,
+        starter: RankStarter,
+        memory: NodeMemory,
+        tell: Say,
+        inbox: Inbox,
+    ) -> None:
+        rules = settings.rules
+        self._settings, self._rules, self._tell, self._inbox = settings, rules, tell, inbox
+        self._group = RankGroup(
+            [EXEC, *rules.command] if rules.is_program else rules.command,
+            starter,
+            happened=self._happened,
+            output=sys.stdout.buffer,
+            errors=sys.stderr.buffer,
+            environment=settings.environment,
+            folder=rules.folder,
+        )
+        self._life: _Life | None = None
+        self._number = 0  # of the last life
+        self._diagnosis: HangDiagnosis | None = None
+        self._look_at = self._family_at = 0.0
+        self._is_leaving = False
+        self._memory = memory
+
+    def run(self) -> int:
+        self._group.open()
+        self._group.selector.register(self._inbox.reader, selectors.EVENT_READ, (-1, "order"))
+        try:
+            self._is_idle({})
+            while self._life is not None or not self._is_leaving:
+                self._turn()
+        finally:
+            self._group.close()
+            self._memory.close()
+        return 0
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        life = self._life
+        dues = [now + 1.0] if life is None else [self._look_at, life.terminate_at, life.kill_at]
+        due = min(at for at in dues if at is not None)
+        ready = self._group.selector.select(max(0.0, due - now))
+        for key, _ in sorted(ready, key=lambda item: item[0].data[1] == "exited"):  # last words first
+            rank, what = key.data
+            if what == "order":
+                for order in self._inbox.take():
+                    self._obey(order)
+            else:
+                self._group.take(rank, what)
+        if self._life is not None:
+            self._press(self._life, time.monotonic())
+            self._look(self._life, time.monotonic())
+
+    # -------------------------------------------------------------- orders
+
+    def _obey(self, order: Any) -> None:
+        match order:
+            case msg.BeginLife():
+                self._begin(order)
+            case msg.EndLife(life=number) if self._life is not None and number == self._life.number:
+                self._end(self._life, order.grace_s)
+            case msg.EndLife(life=number) if self._life is None and number == self._number:
+                pass  # its ranks have ended by themselves, and that was told
+            case msg.LocateRanks(life=number) if self._life is not None and number == self._life.number:
+                ranks = tuple(sorted(self._group.ranks))
+                asked = words.DiagnoseHang(life=number, ranks=ranks, finished=(), because=order.because)
+                self._diagnosis = HangDiagnosis(asked, time.monotonic())
+                self._diagnosis.ask(self._group.ranks)
+            case msg.CopySnapshot():
+                threading.Thread(target=self._copy, args=(order, self._number), daemon=True).start()
+            case msg.EndWorker(gently=gently):
+                self._is_leaving = True
+                if self._life is not None:
+                    self._end(self._life, self._rules.grace_s if gently else 0.0)
+
+    def _begin(self, order: msg.BeginLife) -> None:
+        assert self._life is None, "a life begins within another"
+        now, rules = time.monotonic(), self._rules
+        here = range(order.first_rank, order.first_rank + rules.ranks)
+        self._number, self._look_at, self._family_at = order.life, now + LOOK_EVERY_S, now
+        self._life = _Life(
+            number=order.life, ranks=here, stillness=Stillness(idle_share=IDLE_SHARE, moved_at=now)
+        )
+        if not order.hosts_store:
+            self._group.stop_listening()
+        host, port = order.master
+        private = {SNAPSHOTS: str(self._memory.folder)}
+        if order.restore is not None:
+            step = order.restore.step
+            if failed := self._memory.fetch(step, order.restore.files):
+                self._could_not_restore(self._life, step, failed)
+                return
+            private[RESTORE] = str(step)
+        try:
+            check(rules)
+            pids = self._group.start(
+                [
+                    RankPlace(
+                        rank=rank,
+                        ranks=order.world,
+                        life=order.life,
+                        restarts=order.restarts,
+                        max_restarts=rules.max_restarts,
+                        run_id=rules.run_id,
+                        master_address=host,
+                        master_port=port,
+                        folder=rank_folder(self._settings.logs, rules.run_id, order.life - 1, rank),
+                        role=rules.role,
+                        group=order.group,
+                        num_groups=order.num_groups,
+                        first_rank=order.first_rank,
+                    )
+                    for rank in here
+                ],
+                private,
+            )
+        except (OSError, EverstepError) as error:
+            self._could_not_start(self._life, error)
+            return
+        self._say(msg.RanksStarted, pids=pids)
+
+    def _could_not_start(self, life: _Life, error: Exception) -> None:
+        """No rank, or not all: what runs ends with the rest of the life."""
+        missing = [rank for rank in life.ranks if rank not in self._group.ranks]
+        text = f"{type(error).__name__}: {error}"
+        for rank in missing:
+            life.codes[rank] = 1
+        self._fail(
+            life,
+            rank=missing[0],
+            what=f"rank {missing[0]} could not be started: {error}",
+            source="exception",
+            text=text,
+            program_error=text if isinstance(error, UserError | FileNotFoundError) else "",
+        )
+        self._is_over(life)
+
+    def _could_not_restore(self, life: _Life, step: int, because: str) -> None:
+        first = life.ranks[0]
+        life.codes.update(dict.fromkeys(life.ranks, 1))
+        what = f"the state of step {step} cannot be read on this node: {because}"
+        self._fail(life, rank=first, what=what, source="log", text=what, lost_snapshot=step)
+        self._is_over(life)
+
+    def _end(self, life: _Life, grace_s: float) -> None:
+        now = time.monotonic()
+        at = now + grace_s
+        if life.kill_at is not None:
+            life.kill_at = min(life.kill_at, at)
+            return
+        life.kill_at = at
+        speaking = {rank for rank, since in life.raised_at.items() if now - since < LAST_WORDS_S}
+        life.terminate_at = now + LAST_WORDS_S if speaking else None
+        self._group.signal([rank for rank in self._group.ranks if rank not in speaking], "SIGTERM")
+
+    def _press(self, life: _Life, now: float) -> None:
+        if life.terminate_at is not None and now >= life.terminate_at:
+            life.terminate_at = None
+            self._group.signal(life.raised_at, "SIGTERM")
+        if life.kill_at is not None and now >= life.kill_at:
+            life.kill_at = now + 1.0
+            self._group.signal(list(self._group.ranks), "SIGKILL")
+
+    # -------------------------------------------------------------- what has happened
+
+    def _happened(self, event: words.Event) -> None:
+        life, now = self._life, time.monotonic()
+        if life is None:
+            return
+        match event:
+            case words.RankRaised():
+                life.raised_at[event.rank] = now
+                self._fail(
+                    life,
+                    rank=event.rank,
+                    what=testimony.raised_what(event.rank, event.error, event.where),
+                    source="exception",
+                    text=testimony.raised_text(event.error, event.traceback),
+                    ago_s=0.0 if event.raised_at is None else max(0.0, now - event.raised_at),
+                    traceback=event.traceback,
+                    program_error=testimony.program_error(event.error, event.where),
+                )
+            case words.RankExited():
+                life.codes[event.rank] = event.code
+                life.stillness.forget(event.rank)
+                if event.code != 0:
+                    self._fail(
+                        life,
+                        rank=event.rank,
+                        what=f"rank {event.rank} {event.reason}",
+                        source="exit",
+                        text=testimony.exit_text(event.code, event.reason, event.words),
+                        code=event.code,
+                        evidence=testimony.last_words(event.rank, event.words),
+                    )
+                self._is_over(life)
+            case words.RankProgressed():
+                self._progressed(life, event, now)
+            case words.RankHandedOver():
+                self._handed_over(life, event)
+
+    def _fail(self, life: _Life, *, rank: int, **fields: Any) -> None:
+        """Once for each rank, and not for what follows from our own signals."""
+        if rank not in life.failed and life.kill_at is None:
+            life.failed.add(rank)
+            self._say(msg.RankFailed, rank=rank, **fields)
+
+    def _is_over(self, life: _Life) -> None:
+        if not self._group.ranks and len(life.codes) == len(life.ranks):
+            self._life, self._diagnosis = None, None
+            self._is_idle(life.codes)
+
+    def _is_idle(self, codes: Mapping[int, int]) -> None:
+        if self._is_leaving:
+            return
+        address = self._group.listen(self._settings.host, self._rules.port)
+        self._say(
+            msg.RanksIdle,
+            address=address,
+            codes=dict(codes),
+            order=self._settings.order,
+            memory=self._memory.address,
+        )
+
+    def _say(self, kind: Any, **fields: Any) -> None:
+        task, worker, incarnation = self._settings.sender
+        self._tell(kind(task=task, worker=worker, incarnation=incarnation, life=self._number, **fields))
+
+    # -------------------------------------------------------------- progress
+
+    def _progressed(self, life: _Life, event: words.RankProgressed, now: float) -> None:
+        life.steps[event.rank], life.stepped_at = event.step, now
+        if now < life.tell_at and not event.is_saved:
+            return
+        life.tell_at = now + PROGRESS_EVERY_S
+        self._say(
+            msg.RankProgressed,
+            rank=event.rank,
+            step=event.step,
+            tokens=event.tokens,
+            is_saved=event.is_saved,
+        )
+
+    def _handed_over(self, life: _Life, event: words.RankHandedOver) -> None:
+        """Told once all ranks of this node have handed over the state of a step."""
+        if event.failed:
+            warn(f"rank {event.rank} could not keep its state of step {event.step}: {event.failed}")
+            return
+        handed = life.handed.setdefault(event.step, {})
+        handed[event.rank] = event
+        if len(handed) < len(life.ranks):
+            return
+        for step in [step for step in life.handed if step <= event.step]:
+            del life.handed[step]
+        files = {e.name: msg.SnapshotFile(size=e.size, hash=e.hash) for e in handed.values() if e.name}
+        self._memory.trim()
+        self._say(msg.SnapshotTaken, step=event.step, files=files)
+
+    def _copy(self, order: msg.CopySnapshot, life: int) -> None:
+        """In a thread: ranks are watched meanwhile."""
+        failed = self._memory.fetch(order.step, order.files)
+        if failed:
+            warn(f"a copy of the state of step {order.step} failed: {failed}")
+        self._memory.trim()
+        task, worker, incarnation = self._settings.sender
+        self._tell(
+            msg.SnapshotCopied(
+                task=task,
+                worker=worker,
+                incarnation=incarnation,
+                life=life,
+                step=order.step,
+                owner=order.owner,
+                failed=failed,
+            )
+        )
+
+    def _look(self, life: _Life, now: float) -> None:
+        if self._diagnosis is not None and (answer := self._diagnosis.answered(self._group.ranks)):
+            self._diagnosis = None
+            positions = tuple(_position(rank, found, life.steps.get(rank)) for rank, found in answer.items())
+            self._say(msg.RanksLocated, positions=positions)
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        if now >= self._family_at:
+            self._family_at = now + FAMILY_EVERY_S
+            self._group.look_at_families()
+        stopped, resumed = life.stillness.see(self._group.looks(), now)
+        for rank in stopped:
+            say(f"rank {rank} is stopped (SIGSTOP); it has {STOPPED_PATIENCE_S:g} s to continue")
+        for rank, after_s in resumed:
+            say(f"rank {rank} continues after {after_s:.1f} s")
+        for rank, since in life.stillness.stopped.items():
+            if now - since >= STOPPED_PATIENCE_S:
+                because = "its process is in state T since a SIGSTOP; the other ranks wait for it"
+                what = f"rank {rank} has been stopped for {now - since:.1f} s"
+                self._fail(
+                    life,
+                    rank=rank,
+                    what=what,
+                    source="progress",
+                    text=what,
+                    ago_s=now - since,
+                    evidence=(because,),
+                )
+        self._tell_stillness(life, now)
+
+    def _tell_stillness(self, life: _Life, now: float) -> None:
+        """By CPU time and output; where the script tells its steps, by these once they are late."""
+        still_s, limit_s = now - life.stillness.moved_at, self._rules.hang_after_s
+        if limit_s is not None and life.stepped_at is not None and now - life.stepped_at >= limit_s:
+            still_s = max(still_s, now - life.stepped_at)
+        if still_s < STILL_S:
+            if life.told_still_s:
+                life.told_still_s = 0.0
+                self._say(msg.RanksMoved)
+            return
+        next_s = max(STILL_S, 2 * life.told_still_s)
+        if limit_s is not None and life.told_still_s < limit_s:
+            next_s = min(next_s, max(limit_s, STILL_S))
+        if still_s >= next_s:
+            life.told_still_s = still_s
+            self._say(msg.RanksStill, still_s=still_s)
+
+
+def keep(settings: KeeperSettings, tell: Say, inbox: Inbox) -> int:
+    """The whole life of a keeper."""
+    memory = NodeMemory(settings.host, settings.secret)
+    return Keeper(settings, _starter(settings.rules), memory, tell, inbox).run()
+
+
+def _starter(rules: RankRules) -> RankStarter:
+    """Forks, where there is something to load before; what cannot be loaded is left to the script."""
+    if not rules.preload or rules.is_program:
+        return PlainStarter()
+    starter = ForkingStarter(rules.preload).open()
+    try:
+        starter.warm_up()
+    except (EverstepError, OSError) as error:
+        warn(f"{error} Ranks are started without it.")
+        starter.close()
+        return PlainStarter()
+    return starter
+
+
+def _position(rank: int, found: tuple[str, bytes], step: int | None) -> RankPosition:
+    stacks, record = found
+    frames = suspects.main_frames(stacks)
+    if not frames:
+        return RankPosition(
+            rank=rank, at="an unknown place", is_inside_torch=True, entered=_entered(record), step=step
+        )
+    script = next((frame for frame in frames if not frame.is_torch), frames[0])
+    inside = frames[0].is_torch
+    return RankPosition(
+        rank=rank,
+        at=str(script),
+        is_inside_torch=inside,
+        doing=frames[0].name if inside else "",
+        entered=_entered(record),
+        step=step,
+    )
+
+
+def _entered(record: bytes) -> dict[str, int]:
+    """By process group: the number of the last collective that the flight recorder has."""
+    try:
+        entries = json.loads(record)["entries"] if record else []
+    except (ValueError, KeyError, TypeError):
+        return {}
+    entered: dict[str, int] = {}
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict) or entry.get("is_p2p"):
+            continue
+        group, number = entry.get("process_group"), entry.get("collective_seq_id")
+        name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
+        if isinstance(number, int):
+            entered[name] = max(number, entered.get(name, 0))
+    return entered
+
+
+def check(rules: RankRules) -> None:
+    """What can be wrong before a rank is started: one sentence, not one traceback per rank."""
+    folder = Path(rules.folder)
+    if not folder.is_dir():
+        raise UserError(f"the working directory {rules.folder} is not on this node.")
+    if not rules.is_program and rules.command[0] != "-m" and not (folder / rules.command[0]).is_file():
+        raise UserError(f"script {rules.command[0]!r} is not a file on this node.")

@@ -1,0 +1,135 @@
+"""torchrun's command line: what it says is what is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli import scripts, torchrun
+from everstep.errors import UserError
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run a command line; what would be started."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in ("PET_NNODES", "PET_NODE_RANK", "OMPI_COMM_WORLD_RANK", "SKYPILOT_NODE_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    found: dict[str, Any] = {}
+
+    def here(run: scripts.ScriptRun, **given: Any) -> int:
+        found.update(run=run, **given)
+        return 0
+
+    def on_nodes(run: scripts.ScriptRun, at: scripts.Rendezvous, **given: Any) -> int:
+        found.update(run=run, at=at, **given)
+        return 0
+
+    monkeypatch.setattr(scripts, "run_here", here)
+    monkeypatch.setattr(scripts, "run_on_nodes", on_nodes)
+
+    def go(*arguments: str, **variables: str) -> dict[str, Any]:
+        found.clear()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert torchrun.run(torchrun.parser().parse_args(arguments)) == 0
+        for name in variables:
+            monkeypatch.delenv(name)
+        return dict(found)
+
+    return go
+
+
+def test_every_option_of_the_installed_torchrun_is_known() -> None:
+    """Read from torch's source, so that one which it adds is missed here."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0], "distributed/run.py").read_text()
+    names = set(re.findall(r'^        "(--?[a-z][a-z_-]*)"', source, flags=re.M))
+    assert len(names) > 20
+    known = {text for action in torchrun.parser()._actions for text in action.option_strings}
+    assert names - known == set()
+
+
+def test_one_machine_is_run_here(ran: Any) -> None:
+    found = ran("--standalone", "--nproc_per_node=2", "--max-restarts", "3", "train.py", "--lr", "1", "-m")
+    assert found["run"].command == ["train.py", "--lr", "1", "-m"]
+    assert (found["run"].ranks, found["run"].max_restarts, found["run"].most) == (2, 3, 1)
+    assert ran("-m", "train", "x")["run"].command == ["-m", "train", "x"]
+    assert ran("--no-python", "sh", "-c", "true")["run"].is_program
+    assert ran("train.py")["run"].max_restarts == 0, "as torchrun"
+
+
+def test_a_static_rendezvous_is_at_the_master(ran: Any) -> None:
+    found = ran(
+        "--nnodes", "2", "--node-rank", "1", "--master-addr", "head", "--master-port", "4", "train.py"
+    )
+    assert found["at"].endpoint == ("head", 4)
+    assert found["at"].node_rank == 1
+    assert (found["run"].least, found["run"].most) == (2, 2)
+
+
+def test_an_elastic_rendezvous_is_at_the_endpoint(ran: Any) -> None:
+    found = ran(
+        *("--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head", "--rdzv_id=job7"),
+        *("--rdzv-conf", "is_host=0,last_call_timeout=7", "train.py"),
+    )
+    assert found["at"].endpoint == ("head", 29400)
+    assert (found["at"].run_id, found["at"].is_endpoint, found["at"].last_call_s) == ("job7", False, 7.0)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head", "PET_NPROC_PER_NODE": "4"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "head\nother"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+    ],
+    ids=["kubeflow", "openmpi", "skypilot", "pmi"],
+)
+def test_launchers_say_which_node_this_is(ran: Any, variables: dict[str, str]) -> None:
+    address = () if any("ADDR" in name or "IPS" in name for name in variables) else ("--master-addr", "head")
+    found = ran(*address, "train.py", **variables)
+    assert found["at"].endpoint == ("head", 29500)
+    assert (found["at"].node_rank, found["run"].most) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nnodes", "x", "train.py"], "--nnodes is 'x'; give a number of nodes, or MIN:MAX."),
+        (["--nnodes", "4:2", "train.py"], "--nnodes is '4:2'; give MIN from 1, and MAX at least MIN."),
+        (["--nnodes", "2", "train.py"], "--node-rank is missing; give the number of this node, from 0."),
+        (
+            ["--nnodes", "2", "--rdzv-backend", "c10d", "train.py"],
+            "--rdzv-endpoint is missing; give HOST:PORT",
+        ),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "train.py"], "--rdzv-backend is 'etcd'; give c10d"),
+        (["absent.py"], "script 'absent.py' is not a file."),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node is '0'; give a number from 1, gpu or cpu."),
+        (["--max-restarts", "-1", "train.py"], "--max-restarts is '-1'; give a whole number."),
+        (["-m", "--no-python", "train.py"], "--module and --no-python contradict each other; remove one."),
+    ],
+)
+def test_a_mistake_is_one_sentence(ran: Any, arguments: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        torchrun.run(torchrun.parser().parse_args(arguments))
+    assert str(error.value).startswith(sentence)
+
+
+def test_python_m_everstep_run_runs_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys; print(os.environ['ROLE_NAME'], sys.argv[1:])")
+    command = [sys.executable, "-m", "everstep.run", "--role", "trainer", "-r", "3", "train.py", "--nnodes"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] trainer ['--nnodes']\n"
+    assert "--redirects has no effect" in done.stderr

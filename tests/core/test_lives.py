@@ -1,0 +1,458 @@
+"""The lives of a script task, through the whole coordinator: events in, orders to nodes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.core.cluster import snapshot
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.task import TaskState
+from everstep.protocol import events as ev
+from everstep.protocol import messages as msg
+from everstep.protocol.messages import RankPosition, RankRules, Sender
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+
+CONNECTION = "RuntimeError: Connection closed by peer [10.0.0.2]:4711"
+
+
+class Cluster:
+    """A coordinator, and nodes that do at once what they are ordered."""
+
+    def __init__(self, nodes: int, *, slots: int = 2) -> None:
+        self.machine, self.now, self.slots = Coordinator(), 100.0, slots
+        self._nested = 0
+        self.sent: list[msg.Order] = []
+        self.begun: list[msg.BeginLife] = []
+        self.numbers: dict[str, int] = {}
+        self.ended: list[str] = []
+        self.deaf: set[str] = set()  # these carry nothing out
+        for number in range(nodes):
+            self.join(f"n{number}")
+
+    def join(self, node: str, boot: str = "1") -> None:
+        self.numbers[node] = 0
+        self.deaf.discard(node)
+        self.hear(msg.NodeJoined(node=node, boot=boot, slots=self.slots, host=node))
+
+    def submit(self, **rules: Any) -> None:
+        ranks = RankRules(
+            **{"command": ("train.py",), "run_id": "x", "folder": "/", "ranks": 2, "most": 2, **rules}
+        )
+        shape = Shape(ranks.most, 1, 1, shards=ranks.ranks)
+        self.hear(msg.TaskSubmitted(task="t", job=None, shape=shape, steps=0, secret="s", ranks=ranks))
+
+    def hear(self, event: msg.ClusterEvent) -> None:
+        """And what is due then, as a driver does."""
+        self._hear(event)
+        while not self._nested and (due := self.machine.due_at()) is not None and due <= self.now:
+            self._hear(msg.TimePassed())
+
+    def _hear(self, event: msg.ClusterEvent) -> None:
+        self._nested += 1
+        self._handle(event)
+        self._nested -= 1
+
+    def _handle(self, event: msg.ClusterEvent) -> None:
+        for action in self.machine.handle(event, self.now):
+            match action:
+                case msg.Dispatch():
+                    self.sent.append(action.order)
+                    if action.node not in self.deaf:
+                        self.carry_out(action.node, action.order)
+                case msg.TaskEnded():
+                    self.ended.append(action.state)
+        self.machine.validate()
+        frozen = snapshot.freeze(self.machine)
+        thawed = Coordinator()
+        snapshot.thaw(thawed, frozen)
+        assert snapshot.freeze(thawed) == frozen
+
+    def carry_out(self, node: str, order: msg.Order) -> None:
+        if getattr(order, "task", "t") != "t":
+            return
+        match order:
+            case msg.StartProcess():
+                self.say(node, msg.RanksIdle, order, life=0, address=(node, 7), memory=(node, 9))
+            case msg.BeginLife():
+                self.begun.append(order)
+                self.say(node, msg.RanksStarted, order, life=order.life)
+            case msg.EndLife():
+                self.say(node, msg.RanksIdle, order, life=order.life, address=(node, 7 + order.life))
+            case msg.CloseTask() | msg.KillProcess():
+                for worker, seat in list(self.task.seats.items()):
+                    if seat.node == node:
+                        self.exited(worker, "exited with code 0")
+
+    def say(self, node: str, kind: Any, about: Any, **fields: Any) -> None:
+        sender = Sender("t", about.worker, about.incarnation)
+        report = kind(task="t", worker=about.worker, incarnation=about.incarnation, **fields)
+        self.report(node, report, sender)
+
+    def report(self, node: str, report: msg.NodeReport, sender: Sender | None) -> None:
+        self.numbers[node] += 1
+        boot = self.machine.nodes[node].boot
+        self.hear(msg.FromNode(node=node, boot=boot, number=self.numbers[node], report=report, sender=sender))
+
+    def exited(self, worker: Worker, reason: str) -> None:
+        seat = self.task.seats[worker]
+        event = ev.WorkerExited(worker=worker, incarnation=seat.incarnation, reason=reason)
+        sender = Sender("t", worker, seat.incarnation)
+        self.report(seat.node, msg.TaskEvent(task="t", event=event), sender)
+
+    def keeper(self, group: int) -> Any:
+        return self.life[group]
+
+    def tell(self, group: int, kind: Any, **fields: Any) -> None:
+        order = self.keeper(group)
+        self.say(self.task.seats[order.worker].node, kind, order, life=order.life, **fields)
+
+    def fail(self, rank: int, text: str, **fields: Any) -> None:
+        group = rank // self.task.request.ranks.ranks  # type: ignore[union-attr]
+        given = {"source": "exit", "text": text, "what": f"rank {rank} {text}", **fields}
+        self.tell(group, msg.RankFailed, rank=rank, **given)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.hear(msg.TimePassed())
+
+    @property
+    def task(self) -> Any:
+        return self.machine.tasks["t"]
+
+    @property
+    def life(self) -> list[msg.BeginLife]:
+        last = self.begun[-1].life
+        return [order for order in self.begun if order.life == last]
+
+    @property
+    def incident(self) -> Any:
+        return self.machine.log.incidents[-1]
+
+
+def test_a_life_gives_every_node_its_ranks_as_torchrun_numbers_them() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    first, second = cluster.life
+    assert (first.group, first.first_rank, first.world, first.hosts_store) == (0, 0, 4, True)
+    assert (second.group, second.first_rank, second.world, second.hosts_store) == (1, 2, 4, False)
+    assert first.master == second.master == ("n0", 7)
+    cluster.tell(0, msg.RanksIdle, address=("n0", 8), codes={0: 0, 1: 0})
+    assert cluster.task.state is TaskState.RUNNING
+    cluster.tell(1, msg.RanksIdle, address=("n1", 8), codes={2: 0, 3: 0})
+    assert cluster.ended == ["finished"]
+    assert cluster.task.because == "all 4 ranks have ended with code 0"
+
+
+def test_nothing_begins_with_fewer_nodes_than_asked_for_and_more_are_waited_for_a_moment() -> None:
+    cluster = Cluster(1)
+    cluster.submit(least=2, most=3)
+    assert not cluster.begun
+    assert cluster.task.because == "slots needed: 4, free: 2"
+    cluster.join("n1")
+    assert not cluster.begun, "a third one may be on its way"
+    cluster.wait(5.0)
+    assert [order.num_groups for order in cluster.life] == [2, 2]
+
+
+def test_a_killed_rank_ends_the_life_of_all_and_the_next_begins_with_another_store() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.fail(3, "killed by SIGKILL")
+    assert [order.life for order in cluster.begun] == [1, 1, 2, 2]
+    assert cluster.life[0].restarts == 1
+    assert cluster.life[0].master == ("n0", 8)
+    incident = cluster.incident
+    assert (incident.what, incident.node, incident.closed) == ("rank 3 killed by SIGKILL", "n1", True)
+    assert incident.remedies[0].what == "restart all ranks, 1 of 3"
+
+
+def test_hearsay_waits_for_a_better_witness_on_another_node() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.fail(0, CONNECTION, source="exception")
+    cluster.fail(1, CONNECTION, source="exception")
+    assert len(cluster.begun) == 2, "no life has ended yet"
+    cluster.now += 0.1
+    cluster.fail(2, "killed by SIGSEGV")
+    assert cluster.incident.what == "rank 2 killed by SIGSEGV"
+    assert "ranks 0, 1 only lost touch with it" in [each.text for each in cluster.incident.evidence]
+
+
+def test_hearsay_alone_names_the_one_that_spoke_first() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.fail(1, CONNECTION, source="exception")
+    cluster.wait(0.3)
+    assert cluster.incident.what.startswith("rank 1 ")
+    assert len(cluster.begun) == 4
+
+
+def test_a_lost_node_is_replaced_by_a_spare_and_costs_no_restart() -> None:
+    cluster = Cluster(3)
+    cluster.submit()
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.0))
+    assert len(cluster.begun) == 2, "its line may be cut, and its ranks train"
+    cluster.fail(0, CONNECTION, source="exception")  # its peers have lost it too
+    assert {cluster.task.seats[order.worker].node for order in cluster.life} == {"n0", "n2"}
+    assert cluster.life[0].restarts == 0
+    assert cluster.incident.node == "n1"
+
+
+def test_a_node_that_falls_silent_after_its_peers_have_failed_is_given_up_at_once() -> None:
+    cluster = Cluster(3)
+    cluster.submit()
+    cluster.deaf.add("n1")
+    cluster.fail(0, CONNECTION, source="exception")
+    cluster.wait(0.3)
+    assert len(cluster.begun) == 2, "its keeper has not said that its ranks are gone"
+    cluster.now += 0.7
+    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.0))
+    assert {cluster.task.seats[order.worker].node for order in cluster.life} == {"n0", "n2"}
+
+
+def test_a_node_that_is_lost_while_a_life_ends_for_another_reason_is_not_waited_for_long() -> None:
+    cluster = Cluster(3)
+    cluster.submit()
+    cluster.deaf.add("n1")
+    cluster.fail(0, "killed by SIGKILL")
+    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.0))
+    assert len(cluster.begun) == 2
+    cluster.wait(3.0)
+    assert {cluster.task.seats[order.worker].node for order in cluster.life} == {"n0", "n2"}
+
+
+def test_ranks_that_stand_still_are_witnesses_against_a_silent_node() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.0))
+    cluster.tell(0, msg.RanksStill, still_s=2.0)
+    assert [order.num_groups for order in cluster.life] == [1]
+
+
+def test_a_node_that_returns_is_let_in_when_the_script_says_that_its_state_is_safe() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    cluster.tell(0, msg.RankProgressed, rank=0, step=5, is_saved=True)
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeLeft(node="n1"))
+    assert [order.num_groups for order in cluster.life] == [1]
+    cluster.join("n1", boot="2")
+    cluster.wait(60.0)
+    assert len(cluster.life) == 1, "what it has done since would be lost"
+    cluster.tell(0, msg.RankProgressed, rank=0, step=9, is_saved=True)
+    assert [order.num_groups for order in cluster.life] == [2, 2]
+    assert cluster.life[0].restarts == 0
+
+
+def test_a_script_that_never_says_so_grows_once_the_new_node_has_waited() -> None:
+    cluster = Cluster(1)
+    cluster.submit(least=1)
+    cluster.wait(5.0)
+    assert len(cluster.life) == 1
+    cluster.join("n1")
+    cluster.wait(4.0)
+    assert len(cluster.life) == 1
+    cluster.wait(6.0)
+    assert [order.num_groups for order in cluster.life] == [2, 2]
+
+
+def test_restarts_are_counted_and_wait_longer_each_time() -> None:
+    cluster = Cluster(1)
+    cluster.submit(most=1, max_restarts=2)
+    cluster.fail(0, "killed by SIGKILL")
+    assert cluster.life[0].life == 2
+    cluster.fail(0, "killed by SIGKILL")
+    assert cluster.life[0].life == 2
+    cluster.wait(1.0)
+    assert cluster.life[0].life == 3
+    cluster.fail(0, "killed by SIGKILL")
+    assert cluster.ended == ["failed"]
+    assert cluster.task.because == "rank 0 killed by SIGKILL. All 2 restarts are used up."
+
+
+def test_the_same_mistake_twice_is_not_tried_again() -> None:
+    cluster = Cluster(1)
+    cluster.submit(most=1, max_restarts=9)
+    for _ in range(2):
+        cluster.fail(0, "NameError: x", source="exception", program_error="NameError: x at train.py:4")
+    assert cluster.ended == ["failed"]
+    assert "The same error twice" in cluster.task.because
+
+
+def test_a_broken_gpu_isolates_its_node_and_a_bug_of_the_script_does_not() -> None:
+    cluster = Cluster(3)
+    cluster.submit(least=1, max_restarts=9)
+    for _ in range(4):
+        cluster.fail(2, "OSError: no disk", source="exception")
+        cluster.wait(60.0)
+    assert {node.admin for node in cluster.machine.nodes.values()} == {"up"}
+    cluster.fail(2, "Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
+    cluster.wait(60.0)
+    isolated = [node.name for node in cluster.machine.nodes.values() if node.admin == "isolated"]
+    assert isolated == ["n1"]
+    assert {cluster.task.seats[order.worker].node for order in cluster.life} == {"n0", "n2"}
+
+
+def test_a_hang_is_called_one_when_no_node_moves_and_names_the_rank_the_others_wait_for() -> None:
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    cluster.now += 20
+    cluster.tell(0, msg.RanksStill, still_s=15.0)
+    assert not [order for order in cluster.sent if isinstance(order, msg.LocateRanks)]
+    cluster.tell(1, msg.RanksStill, still_s=12.0)
+    assert len([order for order in cluster.sent if isinstance(order, msg.LocateRanks)]) == 2
+
+    def at(rank: int, number: int) -> RankPosition:
+        return RankPosition(
+            rank=rank,
+            at="train.py:9 in step",
+            is_inside_torch=True,
+            doing="all_reduce",
+            entered={"0": number},
+        )
+
+    cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
+    cluster.tell(1, msg.RanksLocated, positions=(at(2, 7), at(3, 8)))
+    assert cluster.incident.what == "hang at rank 2: no rank has made progress for 12.0 s"
+    assert cluster.incident.node == "n1"
+    because = "rank 2 has not entered collective 8 of process group 0, in which 3 ranks wait"
+    assert because in [each.text for each in cluster.incident.evidence]
+    assert len(cluster.begun) == 4
+
+
+def test_no_hang_while_one_node_moves() -> None:
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    cluster.now += 20
+    cluster.tell(0, msg.RanksStill, still_s=15.0)
+    cluster.tell(0, msg.RanksMoved)
+    cluster.tell(1, msg.RanksStill, still_s=15.0)
+    assert not [order for order in cluster.sent if isinstance(order, msg.LocateRanks)]
+
+
+def test_a_drained_node_lets_its_ranks_save_and_the_rest_go_on() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    cluster.hear(msg.DrainRequested(node="n1"))
+    assert not [order for order in cluster.sent if isinstance(order, msg.KillProcess)]
+    assert [order.num_groups for order in cluster.life] == [1]
+    assert not cluster.machine.log.incidents
+
+
+def test_a_keeper_that_does_not_answer_is_ended() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    cluster.deaf.add("n1")
+    cluster.fail(0, "killed by SIGKILL")
+    cluster.wait(36.0)
+    assert [o.worker for o in cluster.sent if isinstance(o, msg.KillProcess)] == [Worker(1, 0)]
+
+
+def test_a_planner_can_give_its_slots_to_another_task() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.machine.policy.planned = True
+    cluster.hear(msg.TaskSubmitted(task="u", job={}, shape=Shape(4, 1, 1), steps=9, secret="s"))
+    version = cluster.machine.version
+    cluster.hear(msg.AssignmentChosen(version=version, workers={"t": 0, "u": 4}, because="it is worth more"))
+    assert cluster.task.state is TaskState.WAITING
+    assert not cluster.task.seats
+
+
+def test_cancelled_ranks_end_and_nothing_begins() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.hear(msg.CancelRequested(task="t"))
+    assert cluster.ended == ["cancelled"]
+    assert len(cluster.begun) == 2
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_reports_of_an_earlier_life_do_not_count(late: int) -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    old = cluster.life
+    cluster.fail(0, "killed by SIGKILL")
+    order = old[late - 1]
+    node = cluster.task.seats[order.worker].node
+    cluster.say(
+        node, msg.RankFailed, order, life=1, rank=0, what="rank 0 exited", source="exit", text="exited"
+    )
+    assert cluster.life[0].life == 2
+    assert len(cluster.machine.log.incidents) == 1
+
+
+# ------------------------------------------------------------------ states in memory
+
+
+def taken(cluster: Cluster, step: int) -> None:
+    """Every node of the life hands over one file; copies are made at once."""
+    for group in range(len(cluster.life)):
+        files = {f"rank-{group}": msg.SnapshotFile(size=1, hash=f"{step}.{group}")}
+        cluster.tell(group, msg.SnapshotTaken, step=step, files=files)
+
+
+def copied(cluster: Cluster) -> None:
+    orders = [order for order in cluster.sent if isinstance(order, msg.CopySnapshot)]
+    for order in orders:
+        cluster.sent.remove(order)
+        seat = cluster.task.seats.get(order.worker)
+        if seat is not None and seat.node not in cluster.deaf:
+            about = {"life": order.life, "step": order.step, "owner": order.owner}
+            cluster.say(seat.node, msg.SnapshotCopied, order, **about)
+
+
+def test_a_state_that_two_nodes_keep_is_restored_after_one_of_them_is_lost() -> None:
+    cluster = Cluster(3)
+    cluster.submit(least=1, most=3)
+    taken(cluster, 7)
+    assert cluster.machine.tasks["t"].protected == 0, "no node has a copy yet"
+    copied(cluster)
+    assert cluster.task.protected == 7
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeLeft(node="n1"))
+    (first, second) = cluster.life
+    assert first.restore == second.restore
+    assert first.restore is not None
+    assert (first.restore.step, len(first.restore.files)) == (7, 3)
+    holders = {file.name: [host for host, _ in file.holders] for file in first.restore.files}
+    assert holders == {"rank-0": ["n0"], "rank-1": ["n2"], "rank-2": ["n2", "n0"]}
+
+
+def test_a_state_that_is_not_whole_is_not_restored() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    taken(cluster, 7)
+    copied(cluster)
+    cluster.tell(0, msg.SnapshotTaken, step=8, files={"rank-0": msg.SnapshotFile(size=1, hash="x")})
+    cluster.fail(1, "killed by SIGKILL")
+    assert cluster.life[0].restore is not None
+    assert cluster.life[0].restore.step == 7
+
+
+def test_without_its_nodes_a_state_is_lost_and_the_script_begins_with_its_own() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    taken(cluster, 7)  # and no copy was made yet
+    cluster.deaf.add("n0")
+    cluster.hear(msg.NodeLeft(node="n0"))
+    assert [order.restore for order in cluster.life] == [None]
+
+
+def test_a_state_that_a_node_cannot_read_is_given_up_for_the_one_before() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    for step in (6, 7):
+        taken(cluster, step)
+        copied(cluster)
+    cluster.fail(0, "killed by SIGKILL")
+    cluster.wait(1.0)
+    assert cluster.life[0].restore.step == 7  # type: ignore[union-attr]
+    cluster.fail(0, "cannot be read", source="log", lost_snapshot=7)
+    cluster.wait(2.0)
+    assert cluster.life[0].restore.step == 6  # type: ignore[union-attr]
