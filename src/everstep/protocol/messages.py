@@ -411,6 +411,8 @@ class RanksIdle(RankReport, WorkerReport):
 
 @message(by=WORKER, says="the ranks of {task} on {node} have started, life {life}")
 class RanksStarted(RankReport, WorkerReport):
+    """All ranks of a life that belong to this node run."""
+
     task: str
     worker: Worker
     incarnation: int
@@ -440,6 +442,8 @@ class RankFailed(RankReport, WorkerReport):
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make no progress for {still_s:.1f} s")
 class RanksStill(RankReport, WorkerReport):
+    """None of them has used a CPU, written anything or told a step for so long."""
+
     task: str
     worker: Worker
     incarnation: int
@@ -449,6 +453,8 @@ class RanksStill(RankReport, WorkerReport):
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make progress again")
 class RanksMoved(RankReport, WorkerReport):
+    """What was said to stand still does not any more."""
+
     task: str
     worker: Worker
     incarnation: int
