@@ -355,7 +355,7 @@ def network(case: Case) -> Any:
 
 
 def run_case(case: Case, folder: Path, port: int) -> None:
-    from everstep.node import pull
+    from everstep.node import pulled_records
 
     children: dict[int, int] = {}
     with network(case) as host:
@@ -374,10 +374,14 @@ def run_case(case: Case, folder: Path, port: int) -> None:
             addresses = {rank: str(folder / f"socket_{rank}") for rank in range(case.ranks)}
             if case.hang:
                 wait_until_stuck(folder, case)
-                pull.save(pull.pull(addresses, timeout_s=0.8), folder, world_size=case.ranks)
+                pulled_records.save(
+                    pulled_records.pull(addresses, timeout_s=0.8), folder, world_size=case.ranks
+                )
             elif case.snapshot:
                 time.sleep(1.2)
-                pull.save(pull.pull(addresses, timeout_s=0.8), folder, world_size=case.ranks)
+                pulled_records.save(
+                    pulled_records.pull(addresses, timeout_s=0.8), folder, world_size=case.ranks
+                )
             else:
                 wait_for_end(folder, children)
         finally:
@@ -539,7 +543,7 @@ def warm_up() -> None:
     import everstep.cli.diagnose
     import everstep.diagnose
     import everstep.engine.telemetry.recorder
-    import everstep.node.pull  # noqa: F401
+    import everstep.node.pulled_records  # noqa: F401
 
     torch.set_num_threads(1)
     layer = torch.nn.Linear(4, 4)

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
-from everstep.schedule.search import ONLINE_EFFORT
+from everstep.schedule.best_order import ONLINE_EFFORT
 from everstep_lab.schedule.compare import compare
 from everstep_lab.schedule.polish import polish
 

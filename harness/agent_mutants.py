@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from everstep.core.agent.agent import AgentState, LeaveLine, LineClosed
-from everstep.core.agent.messages import Kill, SendToCoordinator, Spawn, SpawnFailed
+from everstep.core.agent.agent_messages import Kill, SendToCoordinator, Spawn, SpawnFailed
 from everstep.core.agent.process import Process, ProcessState
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue

@@ -88,7 +88,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "diagnose": (
         "Who is hung, who is slow",
         "How it is read: [diagnosis](../diagnosis.md). Pure: no torch.",
-        {"everstep.diagnose": (), "everstep.diagnose.stream": ("DiagnosisStream",)},
+        {"everstep.diagnose": (), "everstep.diagnose.live_diagnosis": ("DiagnosisStream",)},
     ),
     "fabric": ("Traffic over a fabric", "At work: [fabrics](../fabric.md). Pure.", {"everstep.fabric": ()}),
 }

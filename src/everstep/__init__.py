@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from everstep.engine.datasets.blend import blend
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
-    from everstep.engine.datasets.table import table
+    from everstep.engine.datasets.table_rows import table
     from everstep.engine.datasets.tokens import tokens
     from everstep.engine.hf.model import hf
     from everstep.engine.layers.model import Model, token_loss
@@ -67,7 +67,7 @@ _HOMES = {
     "blend": "everstep.engine.datasets.blend",
     "rows": "everstep.engine.datasets.rows",
     "tokens": "everstep.engine.datasets.tokens",
-    "table": "everstep.engine.datasets.table",
+    "table": "everstep.engine.datasets.table_rows",
     "stream": "everstep.engine.datasets.stream",
     "load": "everstep.convert.export",
     "progress": "everstep.ranks.line",

@@ -20,7 +20,7 @@ from everstep.node.recent_ops import recorded
 from everstep.node.stacks import place_of, stacks_of
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.server import gantt
+from everstep.server import step_timeline
 from harness.cluster import Cluster
 
 SENDER, RECEIVER = Worker(0, 0), Worker(0, 1)
@@ -41,7 +41,7 @@ def traced(folder: Path) -> list[dict[str, Any]]:
         else:
             recorder.got(parcel, 64)
         answers[node] = {str(me): recorded(beacon, 7, 7)}
-    return gantt.traced(None, answers)
+    return step_timeline.traced(None, answers)
 
 
 def check_format(trace: dict[str, Any]) -> None:

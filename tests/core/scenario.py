@@ -38,8 +38,8 @@ from everstep.protocol.ops import Op, Worker, parse_worker
 from everstep.protocol.parcels import ParcelKind, StateTransfer
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, uniform
-from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
+from everstep.schedule.recovery_answer import answer
 
 IDLE = (work.Wait, work.Paused, work.Finished)
 MOST_TURNS = 10_000

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from everstep.core.agent import messages as ag
+from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.agent import (
     AgentSaid,
     AgentState,

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from everstep.diagnose import Dump, Group, Log, Record
-from everstep.diagnose.record import GroupProgress
+from everstep.diagnose.comm_record import GroupProgress
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.main import run
-from everstep.node import pull
+from everstep.node import pulled_records
 from tests.diagnose.test_readers import dump, entry
 
 
@@ -131,11 +131,11 @@ def ranks() -> Any:
 
 
 def test_a_pull_tells_a_held_interpreter_from_a_process_that_is_gone(ranks: Any, tmp_path: Path) -> None:
-    answers = {answer.rank: answer for answer in pull.pull(ranks, timeout_s=0.4)}
+    answers = {answer.rank: answer for answer in pulled_records.pull(ranks, timeout_s=0.4)}
     assert answers[0].stack == "train.py:31 in step"
     assert (answers[1].stuck, answers[1].dump is not None) == (True, True)
     assert "its process is gone" in answers[2].why
-    pull.save(list(answers.values()), tmp_path, world_size=4)
+    pulled_records.save(list(answers.values()), tmp_path, world_size=4)
     assert {f.name for f in tmp_path.iterdir()} == {"fr_rank_0.json", "fr_rank_1.json", "pull.json"}
     assert run(["diagnose", str(tmp_path), "--json"]) == 0
 

@@ -12,8 +12,8 @@ import pytest
 
 from everstep.diagnose import Group, Record, analyse, read
 from everstep.diagnose import ring as layout
-from everstep.diagnose.record import UNKNOWN
-from everstep.diagnose.stream import DiagnosisStream
+from everstep.diagnose.comm_record import UNKNOWN
+from everstep.diagnose.live_diagnosis import DiagnosisStream
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind

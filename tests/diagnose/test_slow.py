@@ -6,15 +6,15 @@ import pytest
 from everstep.diagnose import Dump, Group, Log, Record, analyse
 from everstep.diagnose.change import change_point
 from everstep.diagnose.finding import Finding
-from everstep.diagnose.pace import Role
+from everstep.diagnose.own_work import RoleWork
 from everstep.diagnose.slow import find_slow
 
 MS = 1_000_000
 
 
-def role(own: np.ndarray, name: str = "group 0", first: int = 0) -> Role:
+def role(own: np.ndarray, name: str = "group 0", first: int = 0) -> RoleWork:
     steps, ranks = own.shape
-    return Role(
+    return RoleWork(
         name=name,
         ranks=tuple(range(first, first + ranks)),
         steps=tuple(range(steps)),

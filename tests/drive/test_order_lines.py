@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.core.agent.agent import AgentState, LeaveLine, OrderHeard
-from everstep.core.agent.messages import PassOn, ProcessSpawned
+from everstep.core.agent.agent_messages import PassOn, ProcessSpawned
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.drive.order_lines import FactTexts, OrderLine

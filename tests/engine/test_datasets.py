@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.engine.datasets.data import dataset_of
-from everstep.engine.datasets.order import Order, permuted
+from everstep.engine.datasets.order import RowOrder, permuted
 from everstep.errors import UserError
 
 
@@ -39,7 +39,7 @@ def test_a_shuffle_looks_like_one() -> None:
 
 @given(size=st.integers(1, 50), rows=st.integers(1, 9), microbatches=st.integers(1, 5), shuffle=st.booleans())
 def test_every_row_comes_once_in_every_epoch(size: int, rows: int, microbatches: int, shuffle: bool) -> None:
-    order = Order(size=size, rows=rows, microbatches=microbatches, seed=5, shuffle=shuffle)
+    order = RowOrder(size=size, rows=rows, microbatches=microbatches, seed=5, shuffle=shuffle)
     steps = order.steps(3)
     seen = Counter(
         place for step in range(1, steps + 1) for m in range(microbatches) for place in order.places(step, m)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline import by_name, run_step, stages
 from torch import Tensor
 
-from everstep.engine.datasets.documents import PackedDocuments, Piece, packed, positions_in_documents
+from everstep.engine.datasets.documents import DocumentPiece, PackedDocuments, packed, positions_in_documents
 from everstep.engine.datasets.rows import rows
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.layers.boundary import Value
@@ -120,7 +120,7 @@ def test_every_token_is_in_one_row_at_one_place(lengths: list[int], sequence: in
 def test_rows_are_filled_well() -> None:
     draw = np.random.default_rng(1)
     lengths = np.minimum(draw.lognormal(5.5, 1.0, 20_000).astype(int) + 1, 2048)
-    pieces = [Piece(number, 0, int(length)) for number, length in enumerate(lengths)]
+    pieces = [DocumentPiece(number, 0, int(length)) for number, length in enumerate(lengths)]
     assert lengths.sum() / (2048 * len(packed(pieces, 2048))) > 0.995
 
 

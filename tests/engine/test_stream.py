@@ -122,7 +122,7 @@ def test_a_stream_that_ends_says_so_or_begins_again(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_fails_is_tried_again_and_then_told(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["everstep.engine.datasets.reader"], "_AGAIN_S", 0.01)
+    monkeypatch.setattr(sys.modules["everstep.engine.datasets.stream_reader"], "_AGAIN_S", 0.01)
     tries = []
 
     def flaky() -> Iterator[Any]:

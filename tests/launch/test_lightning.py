@@ -17,7 +17,7 @@ import everstep
 from everstep.engine.layers.model import in_training
 from everstep.engine.lightning.cut import StepOfStage, parts_of
 from everstep.engine.lightning.model import LightningProgram
-from everstep.engine.lightning.optimizer import optimizer_here, rate_from
+from everstep.engine.lightning.module_optimizers import optimizer_here, rate_from
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local import lightning as fitting

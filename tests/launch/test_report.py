@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.launch.local.data import DataWaits
+from everstep.launch.local.data_needs import DataWaits
 from everstep.launch.local.report import incident_line, summary_line
 from everstep.protocol.incidents import Incident, Remedy, Verdict
 from everstep.protocol.ops import Worker

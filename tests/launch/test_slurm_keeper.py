@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from everstep.errors import UserError
-from everstep.launch.slurm import leader as slurm_leader
+from everstep.launch.slurm import leading_keeper as slurm_leader
 from everstep.launch.slurm import shell as slurm_shell
 from everstep.launch.slurm.keeper import Keeper, KeeperSettings, KeptProcess
-from everstep.launch.slurm.leader import Leader
+from everstep.launch.slurm.leading_keeper import Leader
 from everstep.launch.slurm.run import Run
 from everstep.launch.slurm.words import SlurmJob, SlurmNode
 

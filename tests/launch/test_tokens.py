@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import UserError
-from everstep.launch import tokens
+from everstep.launch import coordinator_token
 
 
 @pytest.fixture(autouse=True)
@@ -17,22 +17,22 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_coordinator_without_a_token_makes_one_that_only_its_user_can_read() -> None:
-    assert tokens.found() == ""
-    made = tokens.made()
+    assert coordinator_token.found() == ""
+    made = coordinator_token.made()
     assert len(made) >= 24
-    assert stat.S_IMODE(tokens.own_file().stat().st_mode) == 0o600
-    assert tokens.found() == tokens.made() == made
+    assert stat.S_IMODE(coordinator_token.own_file().stat().st_mode) == 0o600
+    assert coordinator_token.found() == coordinator_token.made() == made
 
 
 def test_what_is_given_comes_before_the_user_s_own(tmp_path: Path) -> None:
-    tokens.made()
+    coordinator_token.made()
     held = tmp_path / "token"
     held.write_text("from-a-file\n")
     held.chmod(0o600)
-    assert tokens.found("given") == "given"
-    assert tokens.found(f"@{held}") == tokens.found(file=held) == "from-a-file"
+    assert coordinator_token.found("given") == "given"
+    assert coordinator_token.found(f"@{held}") == coordinator_token.found(file=held) == "from-a-file"
     with pytest.raises(UserError, match="both given"):
-        tokens.found("given", held)
+        coordinator_token.found("given", held)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_file_that_is_no_token_is_refused_in_words(tmp_path: Path, text, mode,
         held.write_text(text)
         held.chmod(mode)
     with pytest.raises(UserError, match=why):
-        tokens.read_token(held)
+        coordinator_token.read_token(held)

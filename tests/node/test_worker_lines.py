@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
+from everstep.core.agent.agent_messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.node import worker_lines
 from everstep.node.worker_lines import WorkerLines
 from everstep.protocol import messages as msg

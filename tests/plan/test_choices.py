@@ -12,7 +12,7 @@ from everstep.plan.events import PlanWorld, after
 from everstep.plan.explain import least_change
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import StateSource
 from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform

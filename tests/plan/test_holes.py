@@ -12,7 +12,7 @@ from everstep.plan.curve import Curve, from_table
 from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
 from everstep.plan.option import OptionKind
 from everstep.plan.reroute import throughput_ratio
-from everstep.plan.shape import ParallelShape, StepShares
+from everstep.plan.task_shape import ParallelShape, StepShares
 from everstep.protocol.ops import Worker
 from everstep_lab.plan.hardware import gpu
 from everstep_lab.plan.models import model

@@ -11,11 +11,11 @@ import pytest
 from everstep.cli.main import run
 from everstep.errors import UserError
 from everstep.schedule import Instance, Worker, plan
+from everstep.schedule.best_order import time_order, value_of
 from everstep.schedule.bounds import lower_bound
 from everstep.schedule.compact import compact
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.modes import MODES, ScheduleMode
-from everstep.schedule.search import time_order, value_of
 from everstep_lab.schedule.compare import compare
 from tests.schedule.free_hosts import solve
 

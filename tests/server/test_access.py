@@ -18,7 +18,7 @@ import pytest
 from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.errors import UserError
-from everstep.launch import tokens
+from everstep.launch import coordinator_token
 from everstep.server import api
 from everstep.server.access import (
     CALLS,
@@ -232,7 +232,7 @@ def test_a_token_on_the_command_line_of_a_daemon_is_refused(capfd: pytest.Captur
 def test_tokens_are_in_no_environment_and_in_no_log(tmp_path: Path) -> None:
     """Real daemons, started with the token in their environment as systemd and scripts do."""
     secret = "s3cret-of-the-cluster"
-    given = os.environ | {tokens.VARIABLE: secret}
+    given = os.environ | {coordinator_token.VARIABLE: secret}
     everstep, running = [sys.executable, "-m", "everstep.cli.main"], []
 
     def start(*words: str) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from everstep.protocol.actions import ComputePlan
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import gantt
+from everstep.server import step_timeline
 
 SHAPE = Shape(2, 2, 2)
 
@@ -26,7 +26,7 @@ def run(number: int, *, start_ns: int = 10**9) -> list[list[int]]:
 
 
 def test_before_anything_is_planned_or_run_there_is_nothing_to_show() -> None:
-    told = gantt.document(TaskScheduler(SHAPE, "staggered"), {})
+    told = step_timeline.document(TaskScheduler(SHAPE, "staggered"), {})
     assert (told["step"], told["planned"], told["measured"]) == (None, [], [])
 
 
@@ -35,7 +35,9 @@ def test_ops_are_named_by_the_schedule_in_force() -> None:
     found = scheduler.in_force()
     assert found is not None
     ops = {str(worker): [str(op) for op in ops] for worker, ops in found[0].schedule.ops.items()}
-    told = gantt.document(scheduler, {worker: {"7": run(len(names))} for worker, names in ops.items()})
+    told = step_timeline.document(
+        scheduler, {worker: {"7": run(len(names))} for worker, names in ops.items()}
+    )
     assert told["step"] == 7
     for worker, names in ops.items():
         assert [row[1] for row in told["measured"] if row[0] == worker] == names
@@ -47,7 +49,7 @@ def test_ops_are_named_by_the_schedule_in_force() -> None:
 def test_the_newest_step_that_all_have_is_shown_and_a_broken_one_without_names() -> None:
     scheduler = desk()
     measured = {"0:0": {"7": run(10), "8": run(10)}, "0:1": {"6": run(3), "7": run(3)}}
-    told = gantt.document(scheduler, measured)
+    told = step_timeline.document(scheduler, measured)
     assert told["step"] == 7
     assert {row[1] for row in told["measured"] if row[0] == "0:1"} == {""}
 

@@ -122,21 +122,21 @@ def agent_command(
       everstep agent --coordinator https://head:7077 --tls n1 --cloud aws
     """
     log.start(form=log_format.value, level=log_level)
-    from everstep.launch import tokens
+    from everstep.launch import coordinator_token
     from everstep.node.agent import Agent, AgentSettings
     from everstep.node.cloud_notice import CloudNotice
     from everstep.server.certificates import client_context
 
-    tokens.refuse_on_command_line(token)
-    tokens.clean_environment()
+    coordinator_token.refuse_on_command_line(token)
+    coordinator_token.clean_environment()
     node, slots = node or socket.gethostname(), slots or default_slots()
     settings = AgentSettings(
         node=node,
         slots=slots,
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
-        token=lambda: tokens.found(token, token_file),
-        tls=lambda: client_context(tokens.tls_place(ca)),
+        token=lambda: coordinator_token.found(token, token_file),
+        tls=lambda: client_context(coordinator_token.tls_place(ca)),
         words=log_dir,
         beat_s=beat,
         grace_s=grace,

@@ -14,7 +14,7 @@ from rich.table import Table
 from everstep.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
 from everstep.cli.render import emit, note
 from everstep.convert.formats.dialects import DIALECTS
-from everstep.convert.formats.table import FORMATS
+from everstep.convert.formats.known_formats import FORMATS
 from everstep.errors import UserError
 
 if TYPE_CHECKING:

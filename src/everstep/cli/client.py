@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.launch import tokens
+from everstep.launch import coordinator_token
 from everstep.launch.client import DEFAULT_ADDRESS, Client
 
 __all__ = ["DEFAULT_ADDRESS", "Address", "Ca", "Client", "Token"]
@@ -25,7 +25,7 @@ Token = Annotated[
     typer.Option(
         envvar="EVERSTEP_TOKEN",
         help="Token of the coordinator, or @FILE that contains it.",
-        callback=lambda value: tokens.found(value),
+        callback=lambda value: coordinator_token.found(value),
         show_default="~/.config/everstep/token",
         show_envvar=True,
         rich_help_panel="Cluster",
@@ -39,7 +39,7 @@ Ca = Annotated[
         envvar="EVERSTEP_TLS",
         help="For https: directory of everstep ca issue, or a CA certificate.",
         show_default="~/.config/everstep/tls, if it is there",
-        callback=lambda value: tokens.tls_place(value),
+        callback=lambda value: coordinator_token.tls_place(value),
         rich_help_panel="Cluster",
     ),
 ]

@@ -152,7 +152,7 @@ def coordinator_command(
       everstep coordinator --etcd http://10.0.0.1:2379,http://10.0.0.2:2379
     """
     log.start(form=log_format.value, level=log_level)
-    from everstep.launch import tokens
+    from everstep.launch import coordinator_token
     from everstep.protocol.messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve
 
@@ -161,10 +161,14 @@ def coordinator_command(
     client_ca = None
     if tls is not None:
         cert, key, client_ca = tls / "cert.pem", tls / "key.pem", tls / "ca.pem"
-    tokens.refuse_on_command_line(token)
-    given = tokens.made(token, token_file) if host in LOOPBACK else tokens.found(token, token_file)
-    held = tokens.file_of(token, token_file)
-    tokens.clean_environment()
+    coordinator_token.refuse_on_command_line(token)
+    given = (
+        coordinator_token.made(token, token_file)
+        if host in LOOPBACK
+        else coordinator_token.found(token, token_file)
+    )
+    held = coordinator_token.file_of(token, token_file)
+    coordinator_token.clean_environment()
     settings = ServerSettings(
         folder=state,
         host=host,

@@ -74,16 +74,16 @@ def diagnose_command(
 
 
 def _pull(folder: Path, addresses: list[str]) -> None:
-    from everstep.node import pull
+    from everstep.node import pulled_records
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; with --pull give a directory for the records.")
     for address in addresses:
         if not address.startswith("/") and not address.rpartition(":")[2].isdecimal():
             raise UserError(f"--pull {address!r} is neither HOST:PORT nor the path of a Unix socket.")
-    answers = pull.pull(dict(enumerate(addresses)))
+    answers = pulled_records.pull(dict(enumerate(addresses)))
     try:
-        pull.save(answers, folder, world_size=len(addresses))
+        pulled_records.save(answers, folder, world_size=len(addresses))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
 

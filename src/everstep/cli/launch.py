@@ -146,7 +146,7 @@ def node_command(
     """
     from everstep.launch.slurm.address import address_of
     from everstep.launch.slurm.keeper import Keeper, KeeperSettings
-    from everstep.launch.slurm.rules import slots_of
+    from everstep.launch.slurm.node_rules import slots_of
 
     env = os.environ
     node = env.get("SLURMD_NODENAME", "")

@@ -92,7 +92,7 @@ def train_command(
     from everstep.engine.prepare.resolve import callbacks_of, data_of
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
-    from everstep.launch.local.data import prepare
+    from everstep.launch.local.data_needs import prepare
     from everstep.launch.local.pace import workload_of
     from everstep.launch.local.resuming import refuse_another_model
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from everstep.convert import selfcheck
 from everstep.convert.formats import dialects
 from everstep.convert.formats.format import Format, Reading, Target
-from everstep.convert.formats.table import FORMATS
+from everstep.convert.formats.known_formats import FORMATS
 from everstep.convert.selfcheck import Accepted, Change
 from everstep.convert.state import TrainingState
 from everstep.convert.woven import as_dtype

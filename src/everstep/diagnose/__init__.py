@@ -7,9 +7,9 @@
 """
 
 from everstep.diagnose.case import Case, join
+from everstep.diagnose.comm_record import Dump, Group, Log, Record
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.record import Dump, Group, Log, Record
 from everstep.diagnose.sources import read
 from everstep.diagnose.verdict import Analysis, analyse
 

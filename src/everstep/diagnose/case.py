@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from everstep.diagnose.record import (
+from everstep.diagnose.comm_record import (
     FLIGHT_RECORDER,
     UNKNOWN,
     Dump,

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from everstep.diagnose.case import Case
-from everstep.diagnose.messages import Pairs
-from everstep.diagnose.record import SYNCHRONIZING, UNKNOWN
+from everstep.diagnose.comm_record import SYNCHRONIZING, UNKNOWN
+from everstep.diagnose.message_delays import Pairs
 
 
 def offsets_ns(case: Case, pairs: Pairs) -> dict[int, int]:

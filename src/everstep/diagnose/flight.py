@@ -29,8 +29,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from everstep.diagnose.program import same_place
-from everstep.diagnose.record import (
+from everstep.diagnose.comm_record import (
     FLIGHT_RECORDER,
     RECV,
     SEND,
@@ -41,6 +40,7 @@ from everstep.diagnose.record import (
     Log,
     Record,
 )
+from everstep.diagnose.next_calls import same_place
 from everstep.errors import UserError
 
 _MESSAGE = re.compile(r"(?:\w+:)?(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")

@@ -25,11 +25,11 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.circles import last_circles
+from everstep.diagnose.comm_record import RECV, SEND, UNKNOWN
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.mismatch import find_mismatches
 from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
-from everstep.diagnose.record import RECV, SEND, UNKNOWN
 from everstep.diagnose.waiting import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
 
 _HANG_AFTER_S = 1.0

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from everstep.diagnose.case import Case
+from everstep.diagnose.comm_record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.program import same_place
-from everstep.diagnose.record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
+from everstep.diagnose.next_calls import same_place
 from everstep.diagnose.waiting import RankPositions
 
 _BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5

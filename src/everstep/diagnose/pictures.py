@@ -16,8 +16,8 @@ from collections import defaultdict
 import numpy as np
 
 from everstep.diagnose.case import Case
+from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, UNKNOWN
 from everstep.diagnose.finding import Finding
-from everstep.diagnose.record import COMPUTE, RECV, SEND, UNKNOWN
 from everstep.diagnose.verdict import Analysis
 from everstep.schedule.gantt import DrawnBox, Line, Picture, Word, png, svg
 

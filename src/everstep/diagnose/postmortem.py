@@ -33,10 +33,10 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.circles import last_circles
+from everstep.diagnose.comm_record import RECV, SEND, UNKNOWN, Record
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.mismatch import first_disagreement
-from everstep.diagnose.program import breaks_off, first_stray
-from everstep.diagnose.record import RECV, SEND, UNKNOWN, Record
+from everstep.diagnose.next_calls import breaks_off, first_stray
 from everstep.diagnose.stops import Operation, Stops, arrows_of_stops, places_of, stops_of
 from everstep.diagnose.waiting import Arrow, Rests, operation
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from everstep.diagnose.comm_record import Dump, Log
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.record import Dump, Log
 
 MARK = "everstep_pull"
 STUCK = "its recorder answers and its interpreter does not: something holds the interpreter's lock"

@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from everstep.diagnose.comm_record import Dump, Group, GroupProgress, Log, Record
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.record import Dump, Group, GroupProgress, Log, Record
 
 _KINDS = {
     "AllReduce": "all_reduce",

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.diagnose.comm_record import UNKNOWN, Dump, Group, Log
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.record import UNKNOWN, Dump, Group, Log
 
 MAGIC = b"everring"
 VERSION = 1

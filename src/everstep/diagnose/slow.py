@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from everstep.diagnose.change import change_point, spread
 from everstep.diagnose.finding import Finding, Imbalance, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.pace import Role
+from everstep.diagnose.own_work import RoleWork
 
 Floats = NDArray[np.float64]
 WORTH = 0.10  # of a step
@@ -35,7 +35,7 @@ _PAUSE = 5.0
 
 
 def find_slow(
-    roles: list[Role], hosts: dict[int, str] | None = None
+    roles: list[RoleWork], hosts: dict[int, str] | None = None
 ) -> tuple[list[Finding], list[Imbalance]]:
     roles = [_settled(role) for role in roles]
     roles = [role for role in roles if len(role.steps) >= _LEAST_STEPS and role.step_s > 0]
@@ -63,10 +63,10 @@ def find_slow(
     ], imbalances
 
 
-def _settled(role: Role) -> Role:
+def _settled(role: RoleWork) -> RoleWork:
     """Without the first steps."""
     skip = min(3, len(role.steps) // 5)
-    return Role(
+    return RoleWork(
         name=role.name,
         ranks=role.ranks,
         steps=role.steps[skip:],
@@ -79,7 +79,7 @@ def _settled(role: Role) -> Role:
 # ------------------------------------------------------------------ against peers
 
 
-def _against_peers(role: Role, hosts: dict[int, str]) -> dict[int, tuple[Suspect, int | None]]:
+def _against_peers(role: RoleWork, hosts: dict[int, str]) -> dict[int, tuple[Suspect, int | None]]:
     accused = {}
     own = role.own_s
     usual = _of_the_others(own)
@@ -139,9 +139,9 @@ def _confidence(strength: float) -> float:
 
 
 def _against_past(
-    alone: list[Role], roles: list[Role], hosts: dict[int, str]
+    alone: list[RoleWork], roles: list[RoleWork], hosts: dict[int, str]
 ) -> dict[int, tuple[Suspect, int | None]]:
-    changes: dict[int, tuple[float, float, int, Role]] = {}
+    changes: dict[int, tuple[float, float, int, RoleWork]] = {}
     for role in alone:
         series = role.own_s[:, 0]
         since = change_point(series)
@@ -171,7 +171,7 @@ def _against_past(
 # ------------------------------------------------------------------ not a fault
 
 
-def _stages(roles: list[Role], accused: set[int]) -> list[Imbalance]:
+def _stages(roles: list[RoleWork], accused: set[int]) -> list[Imbalance]:
     """Roles that need more time than the other roles."""
     work = {}
     for role in roles:
@@ -196,7 +196,7 @@ def _stages(roles: list[Role], accused: set[int]) -> list[Imbalance]:
     return found
 
 
-def _uneven(roles: list[Role], accused: set[int]) -> list[Imbalance]:
+def _uneven(roles: list[RoleWork], accused: set[int]) -> list[Imbalance]:
     found = []
     for role in roles:
         fine = [at for at, rank in enumerate(role.ranks) if rank not in accused]
@@ -231,7 +231,7 @@ def _uneven(roles: list[Role], accused: set[int]) -> list[Imbalance]:
     return found
 
 
-def _ruled_out(roles: list[Role], accused: set[int]) -> tuple[RuledOut, ...]:
+def _ruled_out(roles: list[RoleWork], accused: set[int]) -> tuple[RuledOut, ...]:
     out = []
     for role in roles:
         clear = [rank for rank in role.ranks if rank not in accused]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 
 from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
+from everstep.diagnose.comm_record import Dump
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.record import Dump
 
 PARQUET = b"PAR1"
 

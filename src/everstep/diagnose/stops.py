@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everstep.diagnose.case import Case
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record
+from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record
 from everstep.diagnose.waiting import Arrow, Rests, operation
 
 _PULL_NS = 200_000_000  # a pull reads ranks one after the other

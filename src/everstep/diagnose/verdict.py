@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from everstep.diagnose.case import Case, join
 from everstep.diagnose.clocks import offsets_ns
+from everstep.diagnose.comm_record import UNKNOWN, Dump
 from everstep.diagnose.finding import Diagnosis, Finding, ranks_text
 from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.hang import find_hangs, unrecorded_silence
-from everstep.diagnose.links import find_slow_links
-from everstep.diagnose.messages import DelayMatrix, pair_up
-from everstep.diagnose.pace import Role, roles_of
+from everstep.diagnose.message_delays import DelayMatrix, pair_up
+from everstep.diagnose.own_work import RoleWork, roles_of
 from everstep.diagnose.postmortem import older_dumps
-from everstep.diagnose.record import UNKNOWN, Dump
 from everstep.diagnose.slow import find_slow
+from everstep.diagnose.slow_links import find_slow_links
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Analysis:
 
     diagnosis: Diagnosis
     case: Case | None = None
-    roles: list[Role] = field(default_factory=list)
+    roles: list[RoleWork] = field(default_factory=list)
     delays: DelayMatrix | None = None
     offsets_ns: dict[int, int] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def analyse_case(case: Case, analysis: Analysis, *, now_ns: int = UNKNOWN) -> No
 NEEDED = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration")
 
 
-def roles_of_table(columns: Mapping[str, NDArray[Any]]) -> list[Role]:
+def roles_of_table(columns: Mapping[str, NDArray[Any]]) -> list[RoleWork]:
     missing = [name for name in NEEDED if name not in columns]
     if missing:
         raise UnusableFileError(f"no table of operations: column {missing[0]} is missing")
@@ -129,7 +129,7 @@ def roles_of_table(columns: Mapping[str, NDArray[Any]]) -> list[Role]:
         np.add.at(own, (row[use], np.searchsorted(replicas, replica[use])), length[use])
         ranks = [int(columns["rank"][(stage == one) & (replica == r)].min()) for r in replicas]
         roles.append(
-            Role(
+            RoleWork(
                 name=f"stage {one}",
                 ranks=tuple(ranks),
                 steps=tuple(steps.tolist()),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from everstep.diagnose.case import Case
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record, most_by
+from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record, most_by
 
 _TOO_MANY_SILENT = 0.34  # of the members of an operation: then silence is missing data, not a symptom
 

@@ -15,7 +15,7 @@ from everstep.core.cluster.slowness import slow_links
 from everstep.core.cluster.task import Task
 from everstep.core.task.states import Member
 from everstep.diagnose.link_watch import LinkWatch
-from everstep.diagnose.watch import Watch
+from everstep.diagnose.slowness_watch import Watch
 from everstep.drive.ports import HandledEvent
 from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import choose

@@ -33,7 +33,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PartSpans:
     """`length` of a part along a dimension, and its spans: (start in the tensor, size, start in the part)."""
 
     length: int
@@ -131,12 +131,12 @@ def padded_shards(tensor: Tensor, dim: int, count: int, multiple: int) -> list[S
     return cut_shards(tensor, {dim: padded_cuts(tensor, dim, count, multiple)})
 
 
-def cut_shards(tensor: Tensor, cuts: Mapping[int, Sequence[Cut]]) -> list[Shard]:
+def cut_shards(tensor: Tensor, cuts: Mapping[int, Sequence[PartSpans]]) -> list[Shard]:
     """The grid of parts of the dimensions' cuts, the part number of the last one changing fastest."""
     shards = []
     for chosen in product(*cuts.values()):
         mine = dict(zip(cuts, chosen, strict=True))
-        each = [mine.get(d, Cut(n, ((0, n, 0),))) for d, n in enumerate(tensor.shape)]
+        each = [mine.get(d, PartSpans(n, ((0, n, 0),))) for d, n in enumerate(tensor.shape)]
         blocks = []
         for spans in product(*(cut.spans for cut in each)):
             start, size, at = zip(*spans, strict=True) if spans else ((), (), ())
@@ -145,7 +145,7 @@ def cut_shards(tensor: Tensor, cuts: Mapping[int, Sequence[Cut]]) -> list[Shard]
     return shards
 
 
-def split_cuts(tensor: Tensor, dim: int, count: int, sizes: Sequence[int] | None = None) -> list[Cut]:
+def split_cuts(tensor: Tensor, dim: int, count: int, sizes: Sequence[int] | None = None) -> list[PartSpans]:
     length = _length(tensor, dim)
     each = list(sizes) if sizes is not None else _even(length, count)
     if len(each) != count or sum(each) != length or min(each, default=0) < 0:
@@ -156,7 +156,7 @@ def split_cuts(tensor: Tensor, dim: int, count: int, sizes: Sequence[int] | None
     return [_joined([(sum(each[:i]), size)]) for i, size in enumerate(each)]
 
 
-def fused_cuts(tensor: Tensor, dim: int, segments: Sequence[Segment | int], count: int) -> list[Cut]:
+def fused_cuts(tensor: Tensor, dim: int, segments: Sequence[Segment | int], count: int) -> list[PartSpans]:
     kinds = [segment if isinstance(segment, Segment) else Segment(segment) for segment in segments]
     if sum(segment.size for segment in kinds) != _length(tensor, dim):
         raise UserError(
@@ -177,7 +177,9 @@ def fused_cuts(tensor: Tensor, dim: int, segments: Sequence[Segment | int], coun
     return [_joined(mine) for mine in ranges]
 
 
-def expert_cuts(tensor: Tensor, num_experts: int, count: int, inner_dim: int | None = None) -> list[Cut]:
+def expert_cuts(
+    tensor: Tensor, num_experts: int, count: int, inner_dim: int | None = None
+) -> list[PartSpans]:
     if _length(tensor, 0) % num_experts:
         raise UserError(
             f"tensor {tensor.name!r} has {tensor.shape[0]} rows, which are not {num_experts} experts' alike."
@@ -190,12 +192,13 @@ def expert_cuts(tensor: Tensor, num_experts: int, count: int, inner_dim: int | N
     return split_cuts(tensor, inner_dim, count)
 
 
-def padded_cuts(tensor: Tensor, dim: int, count: int, multiple: int) -> list[Cut]:
+def padded_cuts(tensor: Tensor, dim: int, count: int, multiple: int) -> list[PartSpans]:
     length = _length(tensor, dim)
     step = multiple * count
     each = -(-length // step) * step // count
     return [
-        Cut(each, _joined([(i * each, max(0, min(each, length - i * each)))]).spans) for i in range(count)
+        PartSpans(each, _joined([(i * each, max(0, min(each, length - i * each)))]).spans)
+        for i in range(count)
     ]
 
 
@@ -286,13 +289,13 @@ def _ranged(shard: Shard, holder: Holder, buffer: str, low: int, high: int, at: 
             )
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> Cut:
+def _joined(ranges: Sequence[tuple[int, int]]) -> PartSpans:
     """Ranges of a dimension, one after the other."""
     spans, at = [], 0
     for start, size in ranges:
         spans += [(start, size, at)] if size else []
         at += size
-    return Cut(at, tuple(spans))
+    return PartSpans(at, tuple(spans))
 
 
 def _even(length: int, count: int) -> list[int]:

@@ -42,7 +42,7 @@ from typing import Any, Literal, get_args
 from everstep.errors import UserError
 from everstep.layout import builders as build
 from everstep.layout.box import Shape
-from everstep.layout.builders import Cut, Parts, Segment, Shard
+from everstep.layout.builders import Parts, PartSpans, Segment, Shard
 from everstep.layout.layout import Holder, Layout, Tensor, merged
 
 Kind = Literal["unique", "replicated", "fragment", "average"]
@@ -50,7 +50,7 @@ _ONE_SPLIT = ("dim", "sizes", "parts", "pad_to", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class DimensionSplit:
     """Along one dimension, over so many parts: evenly, or as one of the others says."""
 
     dim: int | None = None  # with `experts` alone: dimension 0
@@ -67,7 +67,7 @@ class Split:
         if self.dim is None and self.experts is None:
             raise UserError(f"{where} is a fragment without dim; say along which it is split.")
 
-    def cuts(self, tensor: Tensor, count: int) -> list[Cut]:
+    def cuts(self, tensor: Tensor, count: int) -> list[PartSpans]:
         dim = self.dim or 0
         if self.experts is not None:
             return build.expert_cuts(tensor, self.experts, count, self.dim)
@@ -89,7 +89,7 @@ class Pattern:
     parts: tuple[int | str | tuple[int, ...], ...] | None = None
     pad_to: int | None = None
     experts: int | None = None
-    splits: tuple[Split, ...] = ()
+    splits: tuple[DimensionSplit, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"pattern {self.match!r}"
@@ -116,10 +116,10 @@ class Pattern:
         own = self.pad_to is not None and not self.dim
         return own or any(split.pad_to is not None and not split.dim for split in self.splits)
 
-    def split_over(self, count: int) -> tuple[Split, ...]:
+    def split_over(self, count: int) -> tuple[DimensionSplit, ...]:
         """The splits of `count` parts, each with its number of them."""
         if not self.splits:
-            return (Split(over=count, **{key: getattr(self, key) for key in _ONE_SPLIT}),)
+            return (DimensionSplit(over=count, **{key: getattr(self, key) for key in _ONE_SPLIT}),)
         grid = [split.over for split in self.splits]
         if prod(n for n in grid if n is not None) != count:
             raise UserError(f"pattern {self.match!r} is a grid of {grid}, and there are {count} parts.")
@@ -240,8 +240,8 @@ def _pattern(row: Mapping[str, Any], where: str) -> Pattern:
     for key in ("match", "kind"):
         if key not in row:
             raise UserError(f"{where}: {key} is missing.")
-    splits = [_checked(one, Split, "one of splits", where) for one in row.get("splits", [])]
-    return Pattern(**{**table, "splits": tuple(Split(**one) for one in splits)})
+    splits = [_checked(one, DimensionSplit, "one of splits", where) for one in row.get("splits", [])]
+    return Pattern(**{**table, "splits": tuple(DimensionSplit(**one) for one in splits)})
 
 
 def _checked(row: Any, kind: type, called: str, where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, assert_never
 
-from everstep.core.agent.messages import DiskOrder
+from everstep.core.agent.agent_messages import DiskOrder
 from everstep.errors import clipped
 from everstep.job.job import Job
 from everstep.protocol import events as ev

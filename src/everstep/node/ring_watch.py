@@ -3,7 +3,7 @@
 A worker tells the time of its ops itself; what messages take only shows when both ends are compared, and they
 are in the rings of two workers. An agent sees those of its own node; a link to another node has its other end
 elsewhere and is not judged. A look reads some hundred kilobytes and thinks for milliseconds, so there is one
-every few seconds, and what two in a row agree on is reported (`diagnose.stream`).
+every few seconds, and what two in a row agree on is reported (`diagnose.live_diagnosis`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from everstep.diagnose import Syndrome, UnusableFileError, read
 from everstep.diagnose.finding import Finding, Where
-from everstep.diagnose.stream import DiagnosisStream
+from everstep.diagnose.live_diagnosis import DiagnosisStream
 from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound
 from everstep.protocol.ops import Worker
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from everstep.core.agent.messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
+from everstep.core.agent.agent_messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.errors import PeerError
 from everstep.protocol.codec import Unpacker, pack
 from everstep.protocol.messages import FromWorker, RankOrder, Sender, WorkerHello, WorkerOrder

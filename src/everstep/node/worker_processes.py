@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.core.agent import messages as ag
+from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard

@@ -3,8 +3,8 @@
 from everstep.plan.answer import Plan, assign, decide
 from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import Curve, from_table, replicated
-from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSpec
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import Costs
 
 __all__ = [

@@ -34,9 +34,9 @@ from everstep.plan.holes import num_moving
 from everstep.plan.measured import Measurements
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.reroute import live_per_stage
-from everstep.plan.shape import ParallelShape
 from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSituation, TaskSpec
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh, with_only
 from everstep.protocol.incidents import IncidentLog

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from everstep.errors import UserError
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import Costs
 
 DAY_S = 86_400.0

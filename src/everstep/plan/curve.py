@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.plan.pipeline_orders import OURS
-from everstep.plan.shape import RECOMPUTE, Floats, ParallelShape, StepShares
+from everstep.plan.task_shape import RECOMPUTE, Floats, ParallelShape, StepShares
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.options import Options
 from everstep.plan.placement import Placement
 from everstep.plan.running import Period
-from everstep.plan.shape import ParallelShape
 from everstep.plan.task import TaskSituation
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import StateSource
 
 

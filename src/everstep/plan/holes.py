@@ -19,7 +19,7 @@ import numpy.typing as npt
 from everstep.plan.curve import Curve, SameCut
 from everstep.plan.pipeline_orders import ORDERS
 from everstep.plan.reroute import throughput_ratio
-from everstep.plan.shape import Floats
+from everstep.plan.task_shape import Floats
 from everstep.protocol.ops import Worker
 
 Ints = npt.NDArray[np.int64]

@@ -30,8 +30,8 @@ from everstep.plan.cluster import Cluster
 from everstep.plan.holes import in_shape, num_moving, with_holes
 from everstep.plan.option import MUST_RUN, NEVER, Horizon, Ints, Layer, OptionKind, TaskOption
 from everstep.plan.reroute import live_per_stage
-from everstep.plan.shape import Floats, ParallelShape
 from everstep.plan.task import TaskSituation, TaskSpec
+from everstep.plan.task_shape import Floats, ParallelShape
 from everstep.plan.transition import Costs, StateSource
 
 Kinds = npt.NDArray[np.int8]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from everstep.plan.cluster import Assignment, Cluster, SlotPlace
 from everstep.plan.holes import per_stage
 from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 
 Groups = dict[tuple[int, int], tuple[SlotPlace, ...]]  # (replica, stage) -> places
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from everstep.plan.pipeline_orders import ORDERS, PipelineOrder
-from everstep.plan.shape import ParallelShape, StepShares
+from everstep.plan.task_shape import ParallelShape, StepShares
 from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.bounds import lower_bound

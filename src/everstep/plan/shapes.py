@@ -22,7 +22,7 @@ import numpy as np
 from everstep.plan.holes import MOST_COUNTS, counts
 from everstep.plan.measured import TaskMeasurements
 from everstep.plan.offers import Offer
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.bounds import balanced_bound, lower_bound

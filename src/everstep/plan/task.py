@@ -10,7 +10,7 @@ from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.curve import Curve
 from everstep.plan.offers import ChangeTimes, Offer
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import StateSource
 from everstep.protocol.ops import Worker
 

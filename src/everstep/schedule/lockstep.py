@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.protocol.ops import Microbatch, Op, Worker
+from everstep.schedule.best_order import best_order
 from everstep.schedule.compact import FUSED_KINDS, SPLIT_KINDS, Compact, compact, stash_limit
 from everstep.schedule.hosts import Place
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
-from everstep.schedule.search import best_order
 from everstep.schedule.timing import Timing
 
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from everstep.errors import UserError
 from everstep.protocol.ops import Kind, Op, Worker
+from everstep.schedule.best_order import GOOD_ENOUGH, ONLINE_EFFORT, best_order
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.hosts import Place, is_uneven
@@ -34,7 +35,6 @@ from everstep.schedule.schedule import (
     Schedule,
     closing_ops,
 )
-from everstep.schedule.search import GOOD_ENOUGH, ONLINE_EFFORT, best_order
 from everstep.schedule.timing import Timing
 
 LOCKSTEP_SHARE = 4  # a fourth of the effort is lockstep's, which needs little; in a large step it is cheap

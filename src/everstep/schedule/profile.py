@@ -10,7 +10,7 @@ it in a step, and `alone` spreads the rest over the ops.
 
 Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
 must not move microbatches. Who is slower than that is not guessed here: it is given as `slow`, with a factor,
-when there is evidence for it (see diagnose/watch.py).
+when there is evidence for it (see diagnose/slowness_watch.py).
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from everstep.protocol.ops import Worker
+from everstep.schedule.best_order import GOOD_ENOUGH, time_order, value_of
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.dispatch import HABITS, Habit, dispatch
 from everstep.schedule.hosts import Place, choose_hosts, work_time
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 from everstep.schedule.pull import pulled_hosts
-from everstep.schedule.search import GOOD_ENOUGH, time_order, value_of
 from everstep.schedule.timing import Timing
 
 PATIENCE = (1.0, 0.8, 0.0)  # of the busiest time of any stage: what slow workers may keep of their own

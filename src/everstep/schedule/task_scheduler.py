@@ -15,11 +15,11 @@ from everstep.protocol.events import PlanComputed
 from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.schedule.answer import answer
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.instance import Grid, Instance
 from everstep.schedule.planner import plan
 from everstep.schedule.profile import Profile
+from everstep.schedule.recovery_answer import answer
 from everstep.schedule.schedule import Planned
 from everstep.schedule.sharing import shared_period
 from everstep.schedule.stash import capped

@@ -29,7 +29,7 @@ from everstep.net.strangers import StrangerLimit
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import gantt, report, requests, views
+from everstep.server import report, requests, step_timeline, views
 from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
 from everstep.server.archive import Archive
 from everstep.server.journal import LostLeadership
@@ -294,7 +294,12 @@ class Api:
         answers = await self._ask_nodes(task, {"what": "trace", "first": first, "last": last})
         scheduler = self.served.schedulers.get(task.name)
         return web.json_response(
-            {"task": task.name, "first": first, "last": last, "workers": gantt.traced(scheduler, answers)}
+            {
+                "task": task.name,
+                "first": first,
+                "last": last,
+                "workers": step_timeline.traced(scheduler, answers),
+            }
         )
 
     async def _gantt(self, request: web.Request) -> web.Response:
@@ -305,7 +310,7 @@ class Api:
             worker: ops for answer in answers if isinstance(answer, dict) for worker, ops in answer.items()
         }
         measured = {worker: ops for worker, ops in measured.items() if isinstance(ops, dict) and ops}
-        return web.json_response(gantt.document(self.served.schedulers.get(task.name), measured))
+        return web.json_response(step_timeline.document(self.served.schedulers.get(task.name), measured))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), content_type="text/plain")

@@ -74,8 +74,10 @@ def _incidents(record: ClusterRecord, since: float) -> list[dict[str, Any]]:
             took = one.resumed_at - one.evidence_at
             row["recovery_s"] += took
             row["longest_s"] = max(row["longest_s"], took)
-    kinds = ((*label.split(" ", 1), row) for label, row in found.items())
-    rows = [{"severity": severity, "kind": kind, **row} for severity, kind, row in kinds]
+    rows = []
+    for label, row in found.items():
+        severity, kind = label.split(" ", 1)
+        rows.append({"severity": severity, "kind": kind, **row})
     return sorted(rows, key=lambda row: -row["count"])
 
 

@@ -56,7 +56,7 @@ class CoarseCluster:
         self.programs: dict[str, Start] = {}  # the coordinator, or an agent, that starts
         self.hears = True  # the coordinator is up, and not stopped
         self._late: list[Callable[[], None]] = []
-        self._lines = Lines(self.agenda)
+        self._lines = CoarseLines(self.agenda)
         self.steps = CoarseSteps(self.agenda, self.actors, kinds=kinds, cores=cores, sealed=self._sealed)
         cold_s = min(kind.cold_s - kind.begin_s for kind in kinds)  # those of all nodes started at once
         self.servers = ForkServers(self.steps.cores, nodes, max(0.0, cold_s) * min(1.0, cores / len(nodes)))
@@ -414,7 +414,7 @@ class CoarseCluster:
         self.agenda.after(max(1, int(seconds * 1e6)), what, *args)
 
 
-class Lines:
+class CoarseLines:
     """Between the agents and the coordinator. After its death an agent tries again every two seconds, so half
     of that passes until it is heard. A coordinator that dies again before that has healed nothing.
     """

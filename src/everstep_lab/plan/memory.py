@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.shape import Floats
+from everstep.plan.task_shape import Floats
 from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS
 from everstep_lab.plan.hardware import Gpu, Stack
 from everstep_lab.plan.models import ModelFigures

@@ -23,7 +23,7 @@ from itertools import product
 
 import numpy as np
 
-from everstep.plan.shape import Floats
+from everstep.plan.task_shape import Floats
 from everstep_lab.plan import memory
 from everstep_lab.plan.hardware import GPUS, Gpu, Stack
 from everstep_lab.plan.models import PRESETS, ModelFigures

@@ -21,7 +21,7 @@ import numpy as np
 
 from everstep.plan.curve import Curve, SameCut
 from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.shape import RECOMPUTE, Floats, ParallelShape
+from everstep.plan.task_shape import RECOMPUTE, Floats, ParallelShape
 from everstep.schedule.footprint import REDUCED
 from everstep_lab.plan import memory
 from everstep_lab.plan.hardware import Gpu, Stack

@@ -22,7 +22,7 @@ from everstep.schedule.planner import plan
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedPolicy:
     policy: str
     step: float | None  # None: nothing left to train with
     lower_bound: float | None = None
@@ -32,17 +32,17 @@ class Row:
         return reference / self.step if self.step else 0.0
 
 
-def compare(instance: Instance) -> list[Row]:
+def compare(instance: Instance) -> list[ComparedPolicy]:
     """Fault-free references first, then what each policy makes of the dead."""
     healthy = instance.fault_free()
     rows = []
     for name, mode in MODES.items():
         planned = plan(healthy if mode.reference else instance, name)
         policy = f"fault-free {mode.label}" if mode.reference else f"re-route, {mode.label}"
-        rows.append(Row(policy, planned.value, planned.lower_bound))
-    rows += [Row(f"shrink, {MODES[name].label}", shrink(instance, name)) for name in REFERENCES]
-    rows.append(Row("redundancy, no failures", redundancy(healthy)))
-    rows.append(Row("redundancy", redundancy(instance)))
+        rows.append(ComparedPolicy(policy, planned.value, planned.lower_bound))
+    rows += [ComparedPolicy(f"shrink, {MODES[name].label}", shrink(instance, name)) for name in REFERENCES]
+    rows.append(ComparedPolicy("redundancy, no failures", redundancy(healthy)))
+    rows.append(ComparedPolicy("redundancy", redundancy(instance)))
     return rows
 
 

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from everstep.errors import UserError
+from everstep.schedule.best_order import ONLINE_EFFORT, THOROUGH_EFFORT, best_order, time_order, value_of
 from everstep.schedule.bounds import lower_bound, stash_of_mode
 from everstep.schedule.compact import UNLIMITED, Compact, compact
 from everstep.schedule.instance import Instance
@@ -29,7 +30,6 @@ from everstep.schedule.lockstep import lockstep
 from everstep.schedule.modes import MODES
 from everstep.schedule.planner import answer, answer_in_step
 from everstep.schedule.schedule import Planned
-from everstep.schedule.search import ONLINE_EFFORT, THOROUGH_EFFORT, best_order, time_order, value_of
 from everstep.schedule.timing import Timing
 
 Progress = Callable[[float, float, float], None]  # best value so far, best bound so far, seconds

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.core.agent.agent import LineOpened, OrderHeard, ReportsKept
-from everstep.core.agent.messages import ProcessSpoke
+from everstep.core.agent.agent_messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest
@@ -24,7 +24,7 @@ from everstep.protocol.messages import WorkerReport
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Finished, SaveCheckpoint, StateDirections, StoreCopy
-from everstep.schedule.answer import answer
+from everstep.schedule.recovery_answer import answer
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.lines import Lines
 from everstep_lab.storm.processes import Processes, part_written

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from everstep.core.agent import messages as ag
+from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.agent import (
     AgentEvent,
     AgentSaid,

@@ -1,8 +1,8 @@
 """One task's recovery in a virtual cluster: nodes, processes, connections, and the machine that heals it.
 
-Everything that decides is the real thing: `core.task.recovery`, `core.worker`, `schedule.answer`. The world
-only moves messages, lets time pass and takes things away. Nodes are as simple as can be here: they start and
-lose processes; agents and the coordinator around them are in `cluster_world`.
+Everything that decides is the real thing: `core.task.recovery`, `core.worker`, `schedule.recovery_answer`.
+The world only moves messages, lets time pass and takes things away. Nodes are as simple as can be here: they
+start and lose processes; agents and the coordinator around them are in `cluster_world`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everstep.protocol import work
 from everstep.protocol.messages import NotifyWorker, ResumeWorker, Sender, TaskEvent, WorkerReport
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import StateDirections
-from everstep.schedule.answer import answer
+from everstep.schedule.recovery_answer import answer
 from everstep_lab.draw import Draw
 from everstep_lab.storm.network import VirtualLink
 from everstep_lab.storm.processes import Processes, short

@@ -25,7 +25,7 @@ class Seen(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FailureCause:
     name: str
     share: float
     severity: int
@@ -33,21 +33,21 @@ class Cause:
 
 
 CAUSES = (
-    Cause("NCCL timeout", 10.1, 3, Seen.STATISTICS),
-    Cause("ECC error", 5.0, 1, Seen.EXCEPTION),
-    Cause("NVLink error", 4.5, 1, Seen.EXCEPTION),
-    Cause("other network error", 4.0, 3, Seen.EXCEPTION),
-    Cause("link flapping", 3.9, 3, Seen.STATISTICS),
-    Cause("other software error", 3.3, 2, Seen.EXIT),
-    Cause("task hang", 3.1, 2, Seen.STATISTICS),
-    Cause("illegal memory access", 2.1, 2, Seen.EXCEPTION),
-    Cause("invalid DMA mapping", 2.1, 1, Seen.EXCEPTION),
-    Cause("connection refused", 2.1, 3, Seen.EXIT),
-    Cause("CUDA error", 1.6, 2, Seen.EXCEPTION),
-    Cause("connection reset", 1.0, 3, Seen.EXIT),
-    Cause("GPU driver error", 0.6, 1, Seen.EXCEPTION),
+    FailureCause("NCCL timeout", 10.1, 3, Seen.STATISTICS),
+    FailureCause("ECC error", 5.0, 1, Seen.EXCEPTION),
+    FailureCause("NVLink error", 4.5, 1, Seen.EXCEPTION),
+    FailureCause("other network error", 4.0, 3, Seen.EXCEPTION),
+    FailureCause("link flapping", 3.9, 3, Seen.STATISTICS),
+    FailureCause("other software error", 3.3, 2, Seen.EXIT),
+    FailureCause("task hang", 3.1, 2, Seen.STATISTICS),
+    FailureCause("illegal memory access", 2.1, 2, Seen.EXCEPTION),
+    FailureCause("invalid DMA mapping", 2.1, 1, Seen.EXCEPTION),
+    FailureCause("connection refused", 2.1, 3, Seen.EXIT),
+    FailureCause("CUDA error", 1.6, 2, Seen.EXCEPTION),
+    FailureCause("connection reset", 1.0, 3, Seen.EXIT),
+    FailureCause("GPU driver error", 0.6, 1, Seen.EXCEPTION),
 )
-LOST = Cause("node lost", 0.0, 1, Seen.SILENCE)
+LOST = FailureCause("node lost", 0.0, 1, Seen.SILENCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +82,15 @@ class Trace:
         return 1000 * severe / (self.nodes * self.horizon_s / DAY_S)
 
 
-def of_severity(severity: int, draw: Draw) -> Cause:
+def of_severity(severity: int, draw: Draw) -> FailureCause:
     return pick([c for c in CAUSES if c.severity == severity], draw)
 
 
-def of_any_but(severity: int, draw: Draw) -> Cause:
+def of_any_but(severity: int, draw: Draw) -> FailureCause:
     return pick([c for c in CAUSES if c.severity != severity], draw)
 
 
-def pick(causes: Sequence[Cause], draw: Draw) -> Cause:
+def pick(causes: Sequence[FailureCause], draw: Draw) -> FailureCause:
     at = draw.uniform(0.0, sum(c.share for c in causes))
     for cause in causes:
         at -= cause.share

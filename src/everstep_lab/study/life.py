@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.plan import Curve
-from everstep.plan.shape import ParallelShape
+from everstep.plan.task_shape import ParallelShape
 
 KINDS = ("detection", "transition", "replay", "waiting", "sub-healthy", "overhead")
 

@@ -21,7 +21,7 @@ from everstep.plan import Costs
 from everstep.plan.holes import num_moving, ratio
 from everstep.plan.pipeline_orders import RESCHEDULED
 from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
-from everstep.plan.shape import Floats
+from everstep.plan.task_shape import Floats
 from everstep.plan.transition import StateSource
 from everstep_lab.plan.memory import STATE
 from everstep_lab.study.failures import Failure, Seen

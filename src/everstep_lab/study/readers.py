@@ -27,7 +27,7 @@ Samples = list[tuple[float, int]]  # (time, nodes that are there), by time
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TraceFile:
     """One form of file: what it is called, its first lines, how it is recognised and read."""
 
     name: str
@@ -329,28 +329,30 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 
 FORMS = (
-    Form("Parcae's segments", SEGMENT, _matches(r'\[[^\[\]{"]+,.*'), segments),
-    Form("InfiniteHBD's faults", f"[{FAULT}]", lambda first: first.startswith("["), faults),
-    Form("spot events", "1200,add,node7", _matches(r"[^,]*,\s*(add|remove)\s*,[^,]*"), spot),
-    Form(
+    TraceFile("Parcae's segments", SEGMENT, _matches(r'\[[^\[\]{"]+,.*'), segments),
+    TraceFile("InfiniteHBD's faults", f"[{FAULT}]", lambda first: first.startswith("["), faults),
+    TraceFile("spot events", "1200,add,node7", _matches(r"[^,]*,\s*(add|remove)\s*,[^,]*"), spot),
+    TraceFile(
         "a GCP availability log",
         "2021-12-11, 11:11:30, 55",
         _matches(r"[^,]*-[^,]*,[^,]*:[^,]*,[^,]*"),
         logged,
     ),
-    Form("counts", "time,up", _matches(r"[^,|{]+,[^,]+"), plain),
-    Form(
+    TraceFile("counts", "time,up", _matches(r"[^,|{]+,[^,]+"), plain),
+    TraceFile(
         "SkyPilot JSON",
         '{"metadata": {"gap_seconds": 195}, "data": [16, 15]}',
         lambda first: first.startswith("{"),
         available,
     ),
-    Form("Slurm node events", "sacctmgr -P show event", _columns("NodeName", "TimeStart"), node_events),
-    Form(
+    TraceFile("Slurm node events", "sacctmgr -P show event", _columns("NodeName", "TimeStart"), node_events),
+    TraceFile(
         "Slurm jobs",
         "sacct -P -o JobID,State,Start,End,NodeList,FailedNode",
         _columns("JobID", "State", "End", "NodeList"),
         job_records,
     ),
 )
-TITAN = Form("Titan lifetimes", "SN,location,insert,remove,...", lambda first: first.startswith("SN,"), spot)
+TITAN = TraceFile(
+    "Titan lifetimes", "SN,location,insert,remove,...", lambda first: first.startswith("SN,"), spot
+)

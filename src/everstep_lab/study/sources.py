@@ -27,8 +27,8 @@ from everstep_lab.study.failures import (
     CAUSES,
     DAY_S,
     HOUR_S,
-    Cause,
     Failure,
+    FailureCause,
     Seen,
     Trace,
     of_any_but,
@@ -51,19 +51,19 @@ RATES = {  # interruptions per 1,000 node-days of 8 GPUs
 }
 # Llama-3 405B, 54 days, 2,048 nodes: unexpected interruptions, and how they would be seen.
 LLAMA3 = (
-    Cause("faulty GPU", 148, 1, Seen.EXCEPTION),
-    Cause("HBM3 memory", 72, 1, Seen.EXCEPTION),
-    Cause("software bug", 54, 2, Seen.EXIT),
-    Cause("switch or cable", 35, 3, Seen.STATISTICS),
-    Cause("host maintenance", 32, 1, Seen.SILENCE),
-    Cause("GPU SRAM", 19, 1, Seen.EXCEPTION),
-    Cause("GPU system processor", 17, 1, Seen.EXCEPTION),
-    Cause("NIC", 7, 1, Seen.EXCEPTION),
-    Cause("NCCL watchdog", 7, 2, Seen.STATISTICS),
-    Cause("silent data corruption", 6, 1, Seen.EXCEPTION),
-    Cause("thermal", 6, 1, Seen.EXCEPTION),
-    Cause("SSD, PSU, chassis, IO board, CPU, DRAM", 14, 1, Seen.SILENCE),
-    Cause("dependency", 2, 2, Seen.EXIT),
+    FailureCause("faulty GPU", 148, 1, Seen.EXCEPTION),
+    FailureCause("HBM3 memory", 72, 1, Seen.EXCEPTION),
+    FailureCause("software bug", 54, 2, Seen.EXIT),
+    FailureCause("switch or cable", 35, 3, Seen.STATISTICS),
+    FailureCause("host maintenance", 32, 1, Seen.SILENCE),
+    FailureCause("GPU SRAM", 19, 1, Seen.EXCEPTION),
+    FailureCause("GPU system processor", 17, 1, Seen.EXCEPTION),
+    FailureCause("NIC", 7, 1, Seen.EXCEPTION),
+    FailureCause("NCCL watchdog", 7, 2, Seen.STATISTICS),
+    FailureCause("silent data corruption", 6, 1, Seen.EXCEPTION),
+    FailureCause("thermal", 6, 1, Seen.EXCEPTION),
+    FailureCause("SSD, PSU, chassis, IO board, CPU, DRAM", 14, 1, Seen.SILENCE),
+    FailureCause("dependency", 2, 2, Seen.EXIT),
 )
 LLAMA3_DAYS, LLAMA3_NODES, LLAMA3_COUNT = 54.0, 2048, 419
 LLAMA3_REPAIR_H = (4.0, 72.0)  # an assumption: the report says nothing of how long a host is away
@@ -105,7 +105,7 @@ def poisson(
     days: float,
     per_1000_node_days: float,
     repair_h: tuple[float, float] = (4.0, 72.0),
-    causes: tuple[Cause, ...] = CAUSES,
+    causes: tuple[FailureCause, ...] = CAUSES,
     name: str = "poisson",
 ) -> Trace:
     """Independent failures at one rate; the kinds by their shares."""

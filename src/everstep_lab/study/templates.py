@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everstep.plan.curve import Curve, Ints, SameCut
-from everstep.plan.shape import Floats
+from everstep.plan.task_shape import Floats
 
 
 def by_templates(curve: Curve, workers: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.core.agent.messages import AgentAction, OrderGiven, ProcessEvent, SendToCoordinator
+from everstep.core.agent.agent_messages import AgentAction, OrderGiven, ProcessEvent, SendToCoordinator
 from everstep.core.agent.process import AgentLimits
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
-from everstep.core.agent.messages import (
+from everstep.core.agent.agent_messages import (
     AgentAction,
     Glanced,
     Kill,

@@ -1,8 +1,9 @@
 """What the coordinator makes of a slow worker: an incident that stays open while it is slow, and less work.
 
-Whether a worker is slow is found elsewhere (`diagnose.watch`); here it is a verdict with evidence. The remedy
-does not stop training: the scheduler is asked for a schedule that knows the speeds, and the worker's peers of
-its stage take over some of its microbatches. Where it has no peer nothing can be moved, and that is said.
+Whether a worker is slow is found elsewhere (`diagnose.slowness_watch`); here it is a verdict with evidence.
+The remedy does not stop training: the scheduler is asked for a schedule that knows the speeds, and the
+worker's peers of its stage take over some of its microbatches. Where it has no peer nothing can be moved, and
+that is said.
 
 A worker is slow until it is reported fast again, or until its process is gone: a new one starts even.
 A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow.

@@ -35,7 +35,7 @@ def positions_in_documents(ends: Tensor) -> Tensor:
     return places - begins.cummax(1).values
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Of a document: all of it, unless it is longer than a row."""
 
     document: int
@@ -50,7 +50,7 @@ class PackedDocuments:
         self.documents, self.sequence = documents, sequence
         lengths = documents.lengths() if hasattr(documents, "lengths") else _lengths(documents)
         pieces = [
-            Piece(document, start, min(start + sequence, length))
+            DocumentPiece(document, start, min(start + sequence, length))
             for document, length in enumerate(lengths)
             for start in range(0, length, sequence)
         ]
@@ -93,9 +93,9 @@ def stacked_documents(given: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor]
     return inputs, torch.stack([row["targets"] for row in given])
 
 
-def packed(pieces: Sequence[Piece], sequence: int) -> list[list[Piece]]:
+def packed(pieces: Sequence[DocumentPiece], sequence: int) -> list[list[DocumentPiece]]:
     """Into rows, each piece into the fullest row that has room. Nothing at random: all workers pack alike."""
-    rows: list[list[Piece]] = []
+    rows: list[list[DocumentPiece]] = []
     by_room: dict[int, list[int]] = {}  # rows that have just this much room left
     rooms: list[int] = []  # the keys, in order
     for piece in sorted(pieces, key=lambda p: (p.start - p.stop, p)):

@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.datasets.reader import end_with_parent
+from everstep.engine.datasets.stream_reader import end_with_parent
 from everstep.errors import EverstepError, UserError
 from everstep.log import say, warn
 from everstep.net import host_memory

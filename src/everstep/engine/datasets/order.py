@@ -18,7 +18,7 @@ from everstep.engine import keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RowOrder:
     size: int  # rows of the data set
     rows: int  # in a microbatch
     microbatches: int  # in a step, over all replicas

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everstep.engine import keys
 from everstep.engine.datasets.documents import PackedDocuments, stacked_documents
-from everstep.engine.datasets.order import Order
+from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.boundary import Value, described
 from everstep.errors import UserError
 from everstep.log import say
@@ -77,13 +77,13 @@ class Rows:
     shuffle: bool
     seed: int | None
     collate: Collate
-    order: Order | None = None  # once the job is known
+    order: RowOrder | None = None  # once the job is known
 
     def for_job(self, job: Job) -> Self:
         return replace(self, order=self.order_in(job.microbatches_in_step, job.seed))
 
-    def order_in(self, microbatches: int, seed: int) -> Order:
-        return Order(
+    def order_in(self, microbatches: int, seed: int) -> RowOrder:
+        return RowOrder(
             size=len(self.dataset),
             rows=self.rows,
             microbatches=microbatches,

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.engine import keys
 from everstep.engine.datasets.buffer import BatchBuffer
-from everstep.engine.datasets.reader import Reader, Source
 from everstep.engine.datasets.rows import Collate
+from everstep.engine.datasets.stream_reader import Reader, Source
 from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 

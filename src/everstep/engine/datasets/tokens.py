@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine.datasets.documents import positions_in_documents
-from everstep.engine.datasets.order import Order
+from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 
@@ -76,15 +76,15 @@ class Tokens:
     document_end: int | None
     shuffle: bool
     seed: int | None
-    order: Order | None = None
+    order: RowOrder | None = None
 
     in_a_thread = True  # draws nothing at random: may be loaded beside the computation
 
     def for_job(self, job: Job) -> Self:
         return replace(self, order=self.order_in(job.microbatches_in_step, job.seed))
 
-    def order_in(self, microbatches: int, seed: int) -> Order:
-        return Order(
+    def order_in(self, microbatches: int, seed: int) -> RowOrder:
+        return RowOrder(
             size=self.num_rows,
             rows=self.rows,
             microbatches=microbatches,

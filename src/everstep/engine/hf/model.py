@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
-from everstep.engine.hf.stage import StageModel, taken_by
+from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short, token_loss
 from everstep.engine.layers.shard_plan import from_theirs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everstep.engine.layers.model import Model, ModelAssembly, Through, built, evaluating, partition
 from everstep.engine.lightning.cut import WHOLE, ModuleParts, StepOfStage, WholeStep, tied_in
 from everstep.engine.lightning.hooks import StepCalls, loss_of
-from everstep.engine.lightning.optimizer import empty_copy, optimizer_here, rate_from
+from everstep.engine.lightning.module_optimizers import empty_copy, optimizer_here, rate_from
 from everstep.engine.state.schedules import Rate
 from everstep.errors import UserError
 

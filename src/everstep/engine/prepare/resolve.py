@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, of_job
-from everstep.engine.datasets.table import table
+from everstep.engine.datasets.table_rows import table
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.layers.model import Model, in_short, slots, token_loss
 from everstep.engine.stage.evaluation import Evaluation, Metric

@@ -42,7 +42,7 @@ from everstep.launch.local.arguments import (
     named_optimizer,
     shape_of_call,
 )
-from everstep.launch.local.data import buffered, prepare, steps_of
+from everstep.launch.local.data_needs import buffered, prepare, steps_of
 from everstep.launch.local.history import History, settings_of
 from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.outcome import Outcome

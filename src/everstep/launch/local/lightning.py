@@ -33,7 +33,7 @@ from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local.arguments import shape_of_call
-from everstep.launch.local.data import steps_of
+from everstep.launch.local.data_needs import steps_of
 from everstep.log import say, warn
 from everstep.store.folder import complete_steps
 

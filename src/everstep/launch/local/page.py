@@ -1,7 +1,7 @@
 """The launcher's end of a run's page: a port on loopback, and a follower behind it after the first request.
 
 Until a browser calls, the page is a listening socket in the launcher's selector and nothing else. Then the
-follower (`server.follower`) is started with that socket, gets a snapshot, and is sent every event. Sending
+follower (`server.run_page`) is started with that socket, gets a snapshot, and is sent every event. Sending
 never waits: a follower that does not read is let go, and the next call starts another. So the page can fail
 in any way it likes; training goes on.
 
@@ -164,7 +164,7 @@ class RunPage:
         self._unwatch()
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
-        command = [sys.executable, "-m", "everstep.server.follower", *map(str, fds)]
+        command = [sys.executable, "-m", "everstep.server.run_page", *map(str, fds)]
         with theirs:
             try:
                 self._follower = subprocess.Popen(

@@ -27,7 +27,7 @@ from everstep.drive.thinking import Thinking
 from everstep.engine.telemetry.beacon import BeaconReading
 from everstep.engine.telemetry.faults import PlantedFault
 from everstep.job.job import Job
-from everstep.launch.local.data import DataWaits
+from everstep.launch.local.data_needs import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer
 from everstep.node.recent_ops import last_steps
@@ -39,7 +39,7 @@ from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import EpochFacts
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import gantt
+from everstep.server import step_timeline
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
 from everstep.store.places import root_of
 
@@ -213,7 +213,9 @@ class LocalTask:
     def gantt_document(self) -> dict[str, Any]:
         """The last step, as planned and as run."""
         measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
-        return gantt.document(self.scheduler, {worker: steps for worker, steps in measured.items() if steps})
+        return step_timeline.document(
+            self.scheduler, {worker: steps for worker, steps in measured.items() if steps}
+        )
 
     def _begin(self) -> None:
         self._driver.hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))

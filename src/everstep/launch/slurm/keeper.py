@@ -2,7 +2,7 @@
 
 Every keeper keeps its node's agent running. One of them leads: it holds the lock of the run's folder, keeps
 the coordinator running beside its agent (unless that runs elsewhere), gives it the task, and every few
-seconds lays what Slurm says beside what the coordinator says (`rules`). When the leader's node dies,
+seconds lays what Slurm says beside what the coordinator says (`node_rules`). When the leader's node dies,
 the lock is free, and the next keeper that tries it leads: it starts the coordinator from the same journal,
 and the agents find it by its file. The first node of the job tries at once, the others later by rank, so that
 it is slow on purpose: a thousand nodes must not overload the file server.
@@ -30,7 +30,7 @@ from typing import Any
 from everstep.errors import EverstepError
 from everstep.launch.slurm import shell as slurm
 from everstep.launch.slurm.address import free_port, in_url
-from everstep.launch.slurm.leader import Leader
+from everstep.launch.slurm.leading_keeper import Leader
 from everstep.launch.slurm.run import Run
 from everstep.log import append_to, trim
 

@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.diagnose.case import Case
-from everstep.diagnose.record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Ints, Log, most_by
+from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Ints, Log, most_by
 
 Floats = NDArray[np.float64]
 _LONGEST_PERIOD = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class RoleWork:
     """Ranks that do the same work, and the seconds of own work each did in each step."""
 
     name: str
@@ -42,7 +42,7 @@ class Role:
     labels: tuple[str, ...] = ()  # what else its ranks are called
 
 
-def roles_of(case: Case, offsets: Mapping[int, int]) -> list[Role]:
+def roles_of(case: Case, offsets: Mapping[int, int]) -> list[RoleWork]:
     """Every role with the work of its ranks; ranks with too few records are left out."""
     log = case.log
     if not len(log):
@@ -87,7 +87,7 @@ def _own_ns(case: Case, offsets: Mapping[int, int]) -> Ints:
     return own
 
 
-def _recorded_times(case: Case) -> list[Role]:
+def _recorded_times(case: Case) -> list[RoleWork]:
     """Where ranks record their own work: a role is a group, a record's number its step."""
     log, roles = case.log, []
     rows = np.flatnonzero(log.is_kind(COMPUTE) & (log.took_ns != UNKNOWN))
@@ -105,7 +105,7 @@ def _recorded_times(case: Case) -> list[Role]:
         )
         span = (log.enqueued_ns[mine].max() - log.enqueued_ns[mine].min()) / 1e9 if len(mine) else 0.0
         roles.append(
-            Role(
+            RoleWork(
                 name=case.name(group),
                 ranks=tuple(ranks.tolist()),
                 steps=tuple(range(first, last + 1)),
@@ -221,7 +221,7 @@ def _role(
     group: int,
     period: int,
     bounds: dict[int, tuple[int, int]],
-) -> Role | None:
+) -> RoleWork | None:
     sums: dict[int, tuple[Ints, Floats, float]] = {}
     for rank in ranks:
         first, last = bounds[rank]
@@ -243,7 +243,7 @@ def _role(
     if not common:
         return None
     own_s = np.stack([values[np.searchsorted(steps, common)] for steps, values, _ in sums.values()], axis=1)
-    return Role(
+    return RoleWork(
         name=name,
         ranks=tuple(sums),
         steps=tuple(common),

@@ -223,7 +223,7 @@ def _refuse(status: int, sentence: str) -> web.Response:
 
 
 def main() -> None:
-    """`python -m everstep.server.follower LISTENER LINE`: two inherited file descriptors."""
+    """`python -m everstep.server.run_page LISTENER LINE`: two inherited file descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the launcher; its end is ours
     with contextlib.suppress(OSError):
         os.nice(NICENESS)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import Client
-from everstep.launch.slurm import rules
+from everstep.launch.slurm import node_rules
 from everstep.launch.slurm import shell as slurm
 from everstep.launch.slurm.run import Run
 from everstep.launch.slurm.words import SlurmJob
@@ -130,12 +130,12 @@ class Leader:
             return  # it is being ended; so are we
         spares = slurm.jobs_named(self.spares_name)
         members = {
-            node["node"]: rules.AllocatedNode(state=node["state"], connected=node["connected"])
+            node["node"]: node_rules.AllocatedNode(state=node["state"], connected=node["connected"])
             for node in status["nodes"]
         }
         self._note_who_is_away(job.nodes, members, now)
         ours = [*job.nodes, *(node for spare in spares for node in spare.nodes)]
-        view = rules.View(
+        view = node_rules.View(
             wanted=self.run.wanted,
             job=job,
             nodes=slurm.nodes(ours),
@@ -146,31 +146,31 @@ class Leader:
             asked=self._asked,
             asked_s_ago=now - self._asked_at,
         )
-        for action in rules.decide(view):
+        for action in node_rules.decide(view):
             self._carry_out(action, job, now)
         self._steps = [step for step in self._steps if step.poll() is None]
 
     def _note_who_is_away(
-        self, nodes: tuple[str, ...], members: dict[str, rules.AllocatedNode], now: float
+        self, nodes: tuple[str, ...], members: dict[str, node_rules.AllocatedNode], now: float
     ) -> None:
         away = [node for node in nodes if node not in members or not members[node].connected]
         self._away_since = {node: self._away_since.get(node, now) for node in away}
 
-    def _carry_out(self, action: rules.Action, job: SlurmJob, now: float) -> None:
+    def _carry_out(self, action: node_rules.Action, job: SlurmJob, now: float) -> None:
         match action:
-            case rules.DrainNode(node=node):
+            case node_rules.DrainNode(node=node):
                 self.say(f"drains {node}: {action.because}")
                 self.run.remember_drained(self.run.drained | {node})
                 self.client.post(f"/v1/nodes/{node}/drain")
-            case rules.ReadmitNode(node=node):
+            case node_rules.ReadmitNode(node=node):
                 self.say(f"readmits {node}: {action.because}")
                 self.client.post(f"/v1/nodes/{node}/readmit")
                 self.run.remember_drained(self.run.drained - {node})
-            case rules.StartKeeper(node=node):
+            case node_rules.StartKeeper(node=node):
                 self._start_keeper(node, action.because, now)
-            case rules.AskForNodes(count=count):
+            case node_rules.AskForNodes(count=count):
                 self._ask_for(count, action.because, job, now)
-            case rules.GiveBack(job=number):
+            case node_rules.GiveBack(job=number):
                 self.say(f"cancels the request {number}: {action.because}")
                 slurm.cancel(number)
 
@@ -186,7 +186,7 @@ class Leader:
         self._steps.append(slurm.start_step(self.settings.job, node, command, log))
 
     def _ask_for(self, count: int, because: str, job: SlurmJob, now: float) -> None:
-        options = [*rules.like(job), "--nodes=1", f"--job-name={self.spares_name}", "--no-requeue"]
+        options = [*node_rules.like(job), "--nodes=1", f"--job-name={self.spares_name}", "--no-requeue"]
         options += [f"--output={self.run.logs / 'spare-%j.out'}"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SLURMD_"))}
         environment |= {"EVERSTEP_RUN": str(self.run.folder)}

@@ -20,9 +20,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from everstep.diagnose.comm_record import UNKNOWN, Dump, Group, Log, Record, concatenate
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance
-from everstep.diagnose.pace import Role
-from everstep.diagnose.record import UNKNOWN, Dump, Group, Log, Record, concatenate
+from everstep.diagnose.own_work import RoleWork
 from everstep.diagnose.verdict import Analysis, analyse
 
 _LEAST_STEPS = 3
@@ -36,7 +36,7 @@ class DiagnosisStream:
         self._keep = keep
         self._parts: dict[tuple[str, tuple[int, ...]], Dump] = {}
         self._seen: set[Sign] = set()
-        self._roles: list[Role] = []
+        self._roles: list[RoleWork] = []
         self.imbalances: list[Imbalance] = []
 
     def feed(self, part: Dump) -> None:

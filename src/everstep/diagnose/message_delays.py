@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.diagnose.case import Case
-from everstep.diagnose.record import RECV, SEND, UNKNOWN, Ints
+from everstep.diagnose.comm_record import RECV, SEND, UNKNOWN, Ints
 
 Floats = NDArray[np.float64]
 
