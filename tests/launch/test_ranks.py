@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from everstep.ranks import report as rank_report
 from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, rank_environment
 from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+from everstep.ranks.output import OutputStream
 from everstep.ranks.rank_main import PARENT
 from everstep.ranks.run import Ran, Ranks, ScriptLaunch
 from everstep.ranks.words import RestartPolicy
@@ -389,3 +391,29 @@ def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     assert os.getpid() not in pids
+
+
+def test_a_progress_bar_is_a_line_now_and_then_and_its_last_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tqdm's bars of two ranks came out as `[0] [0]   5%|▌ … [0]  10%|█`."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("everstep.ranks.output.time", SimpleNamespace(monotonic=lambda: clock.now))
+    with (tmp_path / "terminal").open("wb") as terminal:
+        stream = OutputStream(0, tmp_path / "out.log", terminal)
+        for percent in range(0, 101, 5):
+            os.write(stream.writer, f"\r{percent:3d}%|{'#' * (percent // 10)}".encode())
+            stream.take()
+            clock.now += 0.3
+        os.write(stream.writer, b"\nepoch 1 is over\r\n\nloss 2\rloss 1")
+        stream.take()
+        stream.started()
+        stream.close()
+        stream.show()
+    os.close(stream.reader)
+    lines = (tmp_path / "terminal").read_text().splitlines()
+    assert lines[0] == "[0]   0%|"
+    assert [line for line in lines if "%" in line][-1] == "[0] 100%|##########"
+    assert 5 <= sum("%" in line for line in lines) <= 8, "about one per second, and the last"
+    assert lines[-3:] == ["[0] epoch 1 is over", "[0] ", "[0] loss 1"]
+    assert (tmp_path / "out.log").read_bytes().startswith(b"\r  0%|\r  5%|"), "the file has every byte"

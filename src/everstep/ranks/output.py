@@ -11,6 +11,7 @@ import io
 import os
 import selectors
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +21,13 @@ from everstep.log import MOST_LOG, warn
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 8192
 _MAX_LINE_BYTES = 1 << 16  # a longer one is passed on in parts
+_BAR_EVERY_S = 1.0  # progress bars of several ranks cannot be drawn in place: a line now and then
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line: a progress bar is written over itself after each carriage return."""
+    parts = [part for part in line.split(b"\r") if part.strip()]
+    return parts[-1] if parts else b""
 
 
 def _opened(path: Path) -> io.FileIO | None:
@@ -40,7 +48,8 @@ class OutputStream:
         self._in_file = 0
         self._terminal = terminal
         self._tail: deque[bytes] = deque()
-        self._partial = b""
+        self._partial = self._bar = b""  # a line that has not ended; what was shown of it
+        self._bar_at = 0.0
         self._lines: list[bytes] = []
         self._lock = threading.Lock()
         self.is_closed = False
@@ -81,8 +90,8 @@ class OutputStream:
 
     def _close(self) -> None:
         self.is_closed = True
-        if self._partial:
-            self._lines.append(self._prefix + self._partial + b"\n")
+        if (rest := _visible(self._partial)) and rest != self._bar:
+            self._lines.append(self._prefix + rest + b"\n")
             self._partial = b""
         if self._file is not None:
             self._file.close()
@@ -93,12 +102,22 @@ class OutputStream:
         self._tail.append(data)
         while sum(map(len, self._tail)) - len(self._tail[0]) > _TAIL_BYTES:
             self._tail.popleft()
-        *whole, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]
-        if self._partial.endswith((b"\n", b"\r")):
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _MAX_LINE_BYTES:
             whole, self._partial = [*whole, self._partial], b""
-        elif len(self._partial) > _MAX_LINE_BYTES:
-            whole, self._partial = [*whole, self._partial + b"\n"], b""
-        self._lines += [self._prefix + line for line in whole]
+        for line in whole:
+            if not self._bar or _visible(line) != self._bar:
+                self._lines.append(self._prefix + _visible(line) + b"\n")
+            self._bar = b""
+        if b"\r" in self._partial:
+            self._draw(_visible(self._partial))
+
+    def _draw(self, bar: bytes) -> None:
+        """Of a progress bar, what it shows now; and no more of it is kept."""
+        self._partial = b"\r" + bar + (b"\r" if self._partial.endswith(b"\r") else b"")
+        if bar not in (b"", self._bar) and time.monotonic() - self._bar_at >= _BAR_EVERY_S:
+            self._bar, self._bar_at = bar, time.monotonic()
+            self._lines.append(self._prefix + bar + b"\n")
 
     def _write(self, data: bytes) -> None:
         """This thread reads for all ranks: if it ended, they would wait in `print` for ever."""

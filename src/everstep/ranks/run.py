@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, assert_never
 
+from everstep.log import say
 from everstep.ranks import words
 from everstep.ranks.environment import RankPlace
 from everstep.ranks.fork_server import RankStarter
@@ -170,3 +171,5 @@ class Ranks:
             for number in range(launch.policy.ranks)
         )
         self._pids.append(list(pids.values()))
+        shown = ", ".join(f"{rank}: {pid}" for rank, pid in list(pids.items())[:16])
+        say(f"everstep: processes by rank  {shown}{', …' * (len(pids) > 16)}")  # for kill, py-spy and gdb
