@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,6 +103,16 @@ def agent_command(
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
     ] = 0.25,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Run `everstep check` first, and do not join if a check fails."),
+    ] = False,
+    check_command: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check-command", metavar="COMMAND", help="With --check: a check of your own. Repeatable."
+        ),
+    ] = None,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
     log_level: Annotated[render.LogLevel, render.LOG_LEVEL] = render.LogLevel.INFO,
     as_json: Annotated[
@@ -120,6 +133,8 @@ def agent_command(
       everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
 
       everstep agent --coordinator https://head:7077 --tls n1 --cloud aws
+
+      everstep agent --coordinator https://head:7077 --tls n1 --check --check-command "dcgmi diag -r 1"
     """
     log.start(form=log_format.value, level=log_level)
     from everstep.launch import coordinator_token
@@ -149,6 +164,8 @@ def agent_command(
         CloudNotice(cloud, log.warn)
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
+    if check:
+        _refuse_unfit(check_command or [])
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
 
@@ -161,6 +178,25 @@ def agent_command(
         await agent.run()
 
     return until_signalled(run)
+
+
+def _refuse_unfit(commands: list[str]) -> None:
+    """In a process of its own: checks use torch and the GPUs, an agent must not."""
+    program = "from everstep.cli.main import main; main()"
+    own = [word for command in commands for word in ("--command", command)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "check", "--json", *own], capture_output=True, text=True, check=False
+    )
+    try:
+        rows = json.loads(done.stdout)["checks"]
+    except (ValueError, KeyError):
+        raise UserError(f"--check did not run: {done.stderr.strip()[-300:] or done.returncode}.") from None
+    for row in rows:
+        if row["state"] != "passed":
+            log.warn(f"check {row['check']}: {row['state']}: {row['says']}")
+    failed = [f"{row['check']} ({row['says']})" for row in rows if row["state"] == "failed"]
+    if failed:
+        raise UserError(f"this node does not join, because it fails: {'; '.join(failed)}.")
 
 
 def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:

@@ -28,6 +28,7 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "submit": "everstep.cli.cluster:submit_command",
     "status": "everstep.cli.cluster:status_command",
     "drain": "everstep.cli.cluster:drain_command",
+    "check": "everstep.cli.check:check_command",
     "expect": "everstep.cli.cluster:expect_command",
     "notice": "everstep.cli.notice:notice_command",
     "cancel": "everstep.cli.cluster:cancel_command",

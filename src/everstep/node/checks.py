@@ -1,0 +1,304 @@
+"""Is this node fit to train? Checks with known answers, bounded in time: `everstep check`.
+
+A check measures, through a `Probe`, and gives findings: passed, warning or failed, with its figures. Failed
+means that the node should get no workers: it computes wrong numbers, loses bytes, or lacks what every worker
+needs. Figures are compared with a baseline where there is one: the median of other nodes, or of this node on
+other days.
+
+To add a check: a function of a `Probe` in `CHECKS`. Checks of others are commands; exit code 0 passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from everstep.core.faults.severity import Severity, judge
+
+TOTAL_S = 20.0  # for all checks together
+SIZE = 256  # of matrices: whole numbers whose products are exact in every order of addition
+MEMORY_BYTES = 64 << 20
+DISK_BYTES = 16 << 20
+LEAST_MEMORY, LEAST_SHM, LEAST_DISK = 1 << 30, 64 << 20, 1 << 30
+LEAST_FILES = 1024
+SLOW = 0.5  # of the baseline's median: slower than this is a warning
+KERNEL_LINES = 5000
+State = Literal["passed", "warning", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFinding:
+    check: str
+    state: State
+    says: str
+    figures: Mapping[str, float] = field(default_factory=dict)  # larger is better
+    facts: Mapping[str, str] = field(default_factory=dict)  # to be the same on all nodes
+    seconds: float = 0.0
+
+
+class Probe:
+    """What checks ask of the machine; tests put a defect into one of its answers."""
+
+    def __init__(self, directory: Path, devices: Sequence[str] = ("cpu",)) -> None:
+        self.directory, self.devices = directory, tuple(devices)
+
+    def product(self, device: str, kind: str, a: Any, b: Any) -> Any:
+        import torch
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kind]
+        return (a.to(device, dtype) @ b.to(device, dtype)).float().cpu()
+
+    def copied(self, device: str, block: Any) -> Any:
+        """There and back through another block of memory."""
+        there = block.to(device, copy=True)
+        return there.clone().cpu()
+
+    def write(self, path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def free_bytes(self, directory: Path) -> int:
+        return shutil.disk_usage(directory).free
+
+    def available_memory(self) -> int:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {
+            name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)
+        }
+        return found.get("MemAvailable", 0)
+
+    def open_files(self) -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def clock_is_kept(self) -> bool:
+        """Does a time service keep the clock? The kernel knows."""
+        status = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
+        return bool(status != 5 and status >= 0)
+
+    def kernel_lines(self) -> list[str]:
+        """The last lines of the kernel's log; none without permission."""
+        try:
+            handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return []
+        lines: list[str] = []
+        try:
+            while len(lines) < 100_000:
+                lines.append(os.read(handle, 8192).decode(errors="replace").partition(";")[2].strip())
+        except OSError:
+            pass  # that was the last one
+        finally:
+            os.close(handle)
+        return lines[-KERNEL_LINES:]
+
+    def ecc_errors(self) -> list[tuple[str, int]]:
+        """Of each GPU: uncorrected errors since the driver was loaded. None without nvidia-smi."""
+        asked = "--query-gpu=index,ecc.errors.uncorrected.volatile.total"
+        query = ["nvidia-smi", asked, "--format=csv,noheader"]
+        try:
+            told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return []
+        rows = (line.split(",") for line in told.splitlines() if "," in line)
+        return [(index.strip(), int(count)) for index, count in rows if count.strip().isdigit()]
+
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        from everstep import __version__
+
+        return {"everstep": __version__, "python": platform.python_version(), "torch": torch.__version__}
+
+
+# ------------------------------------------------------------------ the checks
+
+
+def compute(probe: Probe) -> Iterable[CheckFinding]:
+    """Whole numbers: every order of addition gives the same bits, on every device."""
+    import torch
+
+    row = torch.arange(SIZE, dtype=torch.int64)
+    a = (row[:, None] * 7 + row[None, :] * 3) % 13 - 6
+    b = (row[:, None] * 5 + row[None, :] * 11) % 9 - 4
+    right = (a @ b).float()
+    for device in probe.devices:
+        for kind in ("fp32", "bf16"):
+            wanted = right if kind == "fp32" else right.bfloat16().float()
+            runs, wrong, began = 0, 0, time.monotonic()
+            while runs < 3 or (time.monotonic() - began < 0.5 and runs < 1000):
+                wrong += not torch.equal(probe.product(device, kind, a, b), wanted)
+                runs += 1
+            name, rate = f"compute {device} {kind}", runs / (time.monotonic() - began)
+            says = f"{wrong} of {runs} products are wrong" if wrong else f"{runs} products are right"
+            state: State = "failed" if wrong else "passed"
+            yield CheckFinding(check=name, state=state, says=says, figures={"products per second": rate})
+
+
+def memory(probe: Probe) -> Iterable[CheckFinding]:
+    """Patterns and places, so that a stuck bit and a wrong line both show."""
+    import torch
+
+    words = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64)
+    for device in probe.devices:
+        began, wrong = time.monotonic(), 0
+        for block in (words, ~words, torch.full_like(words, 0x5555555555555555)):
+            wrong += int((probe.copied(device, block) != block).sum())
+        rate = 3 * MEMORY_BYTES / (time.monotonic() - began) / 1e9
+        says = f"{wrong} words were changed" if wrong else f"{rate:.2f} GB/s, written and read back"
+        state: State = "failed" if wrong else "passed"
+        yield CheckFinding(check=f"memory {device}", state=state, says=says, figures={"GB per second": rate})
+
+
+def disk(probe: Probe) -> Iterable[CheckFinding]:
+    data = hashlib.shake_128(b"everstep").digest(1 << 20) * (DISK_BYTES >> 20)
+    path = Path(tempfile.mkdtemp(prefix="everstep-check-", dir=probe.directory)) / "block"
+    try:
+        began = time.monotonic()
+        probe.write(path, data)
+        rate = DISK_BYTES / (time.monotonic() - began) / 1e6
+        same, free = probe.read(path) == data, probe.free_bytes(probe.directory)
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    figures = {"MB per second": rate}
+    if not same:
+        yield CheckFinding(check="disk", state="failed", says="other bytes were read than written")
+    elif free < LEAST_DISK:
+        says = f"{free >> 20} MiB are free in {probe.directory}"
+        yield CheckFinding(check="disk", state="warning", says=says, figures=figures)
+    else:
+        says = f"{rate:.0f} MB/s written and flushed, {free >> 30} GiB free"
+        yield CheckFinding(check="disk", state="passed", says=says, figures=figures)
+
+
+def room(probe: Probe) -> Iterable[CheckFinding]:
+    available, files = probe.available_memory(), probe.open_files()
+    yield _least("free memory", available >> 20, LEAST_MEMORY >> 20, "MiB available")
+    shared = Path("/dev/shm")
+    there = probe.free_bytes(shared) if shared.is_dir() else 0
+    yield _least("shared memory", there >> 20, LEAST_SHM >> 20, "MiB free in /dev/shm")
+    limited = files != resource.RLIM_INFINITY
+    yield _least("open files", files if limited else 1 << 20, LEAST_FILES, "open files allowed (ulimit -n)")
+
+
+def _least(check: str, found: int, least: int, what: str) -> CheckFinding:
+    says = f"{found} {what}" if found >= least else f"{found} {what}, at least {least} are needed"
+    return CheckFinding(check=check, state="passed" if found >= least else "failed", says=says)
+
+
+def clock(probe: Probe) -> Iterable[CheckFinding]:
+    kept = probe.clock_is_kept()
+    says = "kept by a time service" if kept else "no time service keeps it: times of incidents may be off"
+    yield CheckFinding(check="clock", state="passed" if kept else "warning", says=says)
+
+
+def hardware_log(probe: Probe) -> Iterable[CheckFinding]:
+    """What the kernel and the GPUs' counters have seen since they were started."""
+    worst = ""
+    for line in probe.kernel_lines():
+        if judge("kernel", line).severity is Severity.SEV1:
+            worst = line
+    says = f"the kernel says: {worst[:200]}" if worst else "no hardware fault in the kernel's log"
+    yield CheckFinding(check="kernel log", state="failed" if worst else "passed", says=says)
+    for gpu, count in probe.ecc_errors():
+        says = f"GPU {gpu} has {count} uncorrected ECC errors" if count else f"GPU {gpu} has none"
+        yield CheckFinding(check=f"ecc {gpu}", state="failed" if count else "passed", says=says)
+
+
+def software(probe: Probe) -> Iterable[CheckFinding]:
+    facts = probe.versions()
+    says = ", ".join(f"{name} {version}" for name, version in facts.items())
+    yield CheckFinding(check="versions", state="passed", says=says, facts=facts)
+
+
+CHECKS: dict[str, Callable[[Probe], Iterable[CheckFinding]]] = {
+    "software": software,
+    "room": room,
+    "clock": clock,
+    "hardware-log": hardware_log,
+    "compute": compute,
+    "memory": memory,
+    "disk": disk,
+}
+
+# ------------------------------------------------------------------ all of them
+
+
+def run_checks(
+    probe: Probe,
+    *,
+    only: Sequence[str] = (),
+    commands: Sequence[str] = (),
+    baseline: Sequence[Sequence[CheckFinding]] = (),
+    total_s: float = TOTAL_S,
+) -> list[CheckFinding]:
+    """`baseline`: the findings of other nodes, or of earlier days."""
+    found: list[CheckFinding] = []
+    ends = time.monotonic() + total_s
+    for name in only or CHECKS:
+        began = time.monotonic()
+        if began > ends:
+            found.append(CheckFinding(check=name, state="warning", says=f"not run: {total_s:.0f} s are over"))
+            continue
+        try:
+            made = list(CHECKS[name](probe))
+        except Exception as error:
+            says = f"{type(error).__name__}: {error}"[:300]
+            made = [CheckFinding(check=name, state="failed", says=says)]
+        seconds = (time.monotonic() - began) / max(1, len(made))
+        found += [_compared(one, baseline, seconds) for one in made]
+    return found + [_command(text, max(1.0, ends - time.monotonic())) for text in commands]
+
+
+def _command(text: str, limit_s: float) -> CheckFinding:
+    """A check of others. It leads a process group of its own, which ends with it."""
+    began, name = time.monotonic(), f"command {text}"[:80]
+    process = subprocess.Popen(
+        text, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        told = process.communicate(timeout=limit_s)[0].decode(errors="replace").strip()
+        last = told.splitlines()[-1][:200] if told else "it said nothing"
+        state: State = "passed" if process.returncode == 0 else "failed"
+        says = last if state == "passed" else f"exit code {process.returncode}: {last}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        state, says = "failed", f"no answer within {limit_s:.0f} s"
+    return CheckFinding(check=name, state=state, says=says, seconds=time.monotonic() - began)
+
+
+def _compared(one: CheckFinding, baseline: Sequence[Sequence[CheckFinding]], seconds: float) -> CheckFinding:
+    """With the same check elsewhere: slower than half of the median, or other facts, is a warning."""
+    others = [other for findings in baseline for other in findings if other.check == one.check]
+    worse = []
+    for name, figure in one.figures.items():
+        known = [other.figures[name] for other in others if name in other.figures]
+        if known and figure < SLOW * (usual := statistics.median(known)):
+            worse.append(f"{figure:.4g} {name}, the median of {len(known)} others is {usual:.4g}")
+    for name, fact in one.facts.items():
+        usual_facts = [other.facts[name] for other in others if name in other.facts]
+        if usual_facts and fact != (usual_fact := statistics.mode(usual_facts)):
+            worse.append(f"{name} is {fact}, {usual_fact} elsewhere")
+    state: State = "warning" if worse and one.state == "passed" else one.state
+    says = "; ".join(worse) if worse and one.state == "passed" else one.says
+    return CheckFinding(
+        check=one.check, state=state, says=says, figures=one.figures, facts=one.facts, seconds=seconds
+    )
