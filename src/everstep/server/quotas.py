@@ -58,7 +58,8 @@ def num_workers(shape: Shape) -> int:
 
 class Quotas:
     def __init__(self, path: Path | None) -> None:
-        self._path, self._seen = path, None
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
         self._default = Quota()
         self._owners: dict[str, Quota] = {}
         self._read()
