@@ -269,17 +269,18 @@ class Fleet:
 
     def think(self, action: msg.Think) -> None:
         began = time.process_time()
-        answer = self.thinking.answer(self.machine, action)
+        events = self.thinking.answer(self.machine, action)
         self.busy.think_s += time.process_time() - began
-        if answer is not None:
-            self.hear(answer)
+        for event in events:
+            self.hear(event)
 
     def choose(self, action: msg.ChooseAssignment) -> None:
         """As in a daemon: several changes at once are one question, and the loop answers it."""
 
         def answer() -> None:
             if action.version == self.machine.version:
-                self.hear(self.thinking.choose(self.machine, action, self.now))
+                for event in self.thinking.choose(self.machine, action, self.now):
+                    self.hear(event)
 
         self._events.append(("choose", answer))
 

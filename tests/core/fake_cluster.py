@@ -52,6 +52,7 @@ class FakeCluster:
         self.copies = True  # off: joiners get no state
         self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
+        self.hang_at_start: set[Worker] = set()  # their processes never report
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
         self.heard: list[msg.ClusterEvent] = []
@@ -223,12 +224,12 @@ class FakeCluster:
 
     def choose(self, action: msg.ChooseAssignment) -> None:
         if action.version == self.coordinator.version:
-            self.hear(self.thinking.choose(self.coordinator, action, self.now))
+            for event in self.thinking.choose(self.coordinator, action, self.now):
+                self.hear(event)
 
     def think(self, action: msg.Think) -> None:
-        answer = self.thinking.answer(self.coordinator, action)
-        if answer is not None:
-            self.hear(answer)
+        for event in self.thinking.answer(self.coordinator, action):
+            self.hear(event)
 
     def _obey(self, node: str, order: msg.Order) -> None:
         match order:
@@ -268,6 +269,8 @@ class FakeCluster:
 
     def _start(self, node: str, order: msg.StartProcess) -> None:
         self.actors[order.task, order.worker] = Actor(node, order.incarnation)
+        if order.worker in self.hang_at_start:
+            return
         started = ev.WorkerStarted(
             worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
         )

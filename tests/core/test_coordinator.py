@@ -12,13 +12,15 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.core.task.states import Copied, Member
+from everstep.core.task.states import Copied, Member, Running
+from everstep.drive import thinking
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
+from everstep.schedule.task_scheduler import TaskScheduler
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
@@ -687,3 +689,104 @@ def test_a_worker_that_was_lost_with_its_node_and_then_exits_twice_is_restarted(
     cluster.exits(W01, "killed by SIGKILL")
     assert task.seats[W01].incarnation == 2
     assert incident.remedies[-1].what == "restart the worker"
+
+
+def test_a_scheduler_that_raises_is_an_incident_and_costs_no_worker_its_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exception was kept for nobody: the task stood in Planning for ever, without a word."""
+
+    def raises(self: TaskScheduler, question: object, slow: object = None) -> ev.PlanComputed:
+        raise ZeroDivisionError("a stage of no time")
+
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.submit()
+    monkeypatch.setattr(TaskScheduler, "answer", raises)
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    recovery = cluster.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    assert isinstance(recovery.phase, Running)
+    found = {incident.what: incident for incident in cluster.coordinator.log.incidents}
+    failed = found["no schedule could be computed"]
+    assert [e.text for e in failed.evidence] == ["ZeroDivisionError: a stage of no time"]
+    assert failed.closed
+    assert failed.remedies[-1].what == "use a plain schedule, which is slower"
+
+
+def test_a_planner_that_raises_leaves_no_task_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object, **__: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(thinking, "choose", raises)
+    cluster = FakeCluster(nodes={"a": 2, "b": 2}, planned=True)
+    cluster.submit()
+    assert len(cluster.coordinator.tasks["t"].seats) == 4
+    assert {i.what for i in cluster.coordinator.log.incidents} == {"no plan could be computed"}
+
+
+# ------------------------------------------------------------------ starts that hang
+
+
+def kills(cluster: FakeCluster) -> list[msg.KillProcess]:
+    dispatched = [action.order for action in cluster.actions if isinstance(action, msg.Dispatch)]
+    return [order for order in dispatched if isinstance(order, msg.KillProcess)]
+
+
+def test_a_process_that_never_reports_is_noticed_and_started_again() -> None:
+    """Before: no timer, no incident, `running` for ever (a sick GPU, a hung mount under an import)."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.hang_at_start.add(Worker(0, 1))
+    cluster.submit()
+    assert cluster.coordinator.due_at() is not None
+    cluster.wait(119.0)
+    assert kills(cluster) == []
+    cluster.hang_at_start.clear()
+    cluster.wait(2.0)
+    assert [order.worker for order in kills(cluster)] == [Worker(0, 1)]
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.label == "SEV2 task hang"
+    assert "worker 0:1 has not started after 12" in incident.evidence[0].text
+    recovery = cluster.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    assert recovery.num_members == 4
+    assert cluster.coordinator.due_at() is None
+
+
+def test_the_first_start_of_a_task_has_more_time() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    workers = [Worker(k, s) for k in range(2) for s in range(2)]
+    cluster.hang_at_start.update(workers)
+    cluster.submit()
+    cluster.wait(1799.0)
+    assert kills(cluster) == []
+    cluster.wait(2.0)
+    assert sorted(order.worker for order in kills(cluster)) == workers
+
+
+def test_a_place_whose_processes_hang_again_and_again_moves_to_another_node() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.hang_at_start.add(Worker(0, 1))
+    cluster.submit()
+    sick = cluster.coordinator.tasks["t"].seats[Worker(0, 1)].node
+    for _ in range(6):
+        cluster.wait(200.0)
+    assert cluster.coordinator.nodes[sick].state is not NodeState.UP
+    assert cluster.coordinator.tasks["t"].seats[Worker(0, 1)].node != sick
+
+
+def test_restarting_all_workers_again_and_again_makes_no_healthy_node_a_lemon() -> None:
+    """As when the data network of a node is dead and its agent is heard. The SIGKILLs of restart-all counted
+    as failures of each place, and the third round isolated the node that comes first.
+    """
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2, "d": 2})
+    cluster.submit()
+    for _ in range(12):
+        for _, worker in list(cluster.actors):
+            if ("t", worker) in cluster.actors:
+                cluster.overdue(worker, busy=False, doing="1F0.0", elapsed_s=9.0, expected_s=0.5)
+        cluster.wait(70.0)
+    restarted = [i for i in cluster.coordinator.log.incidents if len(i.workers) == 4]
+    assert len(restarted) >= 3
+    assert {node.name: node.state for node in cluster.coordinator.nodes.values()} == dict.fromkeys(
+        "abcd", NodeState.UP
+    )

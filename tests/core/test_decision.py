@@ -141,7 +141,8 @@ def test_the_answer_to_a_loss_is_ready_before_it_comes_and_is_the_same() -> None
     assert ready.is_prepared
     cluster.thinking.ready.table.clear()
     question = msg.ChooseAssignment(version=ready.version, because="again")
-    again = cluster.thinking.choose(cluster.coordinator, question, cluster.now)
+    (again,) = cluster.thinking.choose(cluster.coordinator, question, cluster.now)
+    assert isinstance(again, msg.AssignmentChosen)
     assert not again.is_prepared
     assert (again.workers, again.wishes) == (ready.workers, ready.wishes)
 

@@ -237,3 +237,20 @@ def test_a_worker_that_only_waits_and_takes_no_order_is_hung() -> None:
     assert isinstance(found, Hung)
     assert found.worker == V
     assert "has not taken an order for 6.00 s" in found.because
+
+
+def test_a_first_op_has_the_time_of_a_first_op_and_no_multiple_of_it() -> None:
+    """120 s were taken for its usual time: a hang in it was called after 24 minutes."""
+    first = replace(overdue(W, busy=True, elapsed_s=110.0), expected_s=LIMITS.first_op_s)
+    waits = overdue(V, busy=False, elapsed_s=110.0)
+    assert located({W: first, V: waits}, (W, V)) is None
+    assert isinstance(located({W: replace(first, elapsed_s=121.0), V: waits}, (W, V)), Hung)
+
+
+def test_an_op_that_spins_for_three_steps_while_others_wait_is_a_hang() -> None:
+    """It was called after 120 times the op's usual time."""
+    spins = replace(overdue(W, busy=True, elapsed_s=20.0), expected_s=1.0, active_s=20.0)
+    waits = replace(overdue(V, busy=False, elapsed_s=20.0), expected_s=8.0)
+    assert located({W: spins, V: waits}, (W, V)) is None
+    assert isinstance(located({W: replace(spins, elapsed_s=25.0, active_s=25.0), V: waits}, (W, V)), Hung)
+    assert located({W: replace(spins, elapsed_s=70.0, active_s=70.0)}, (W, V)) is None, "nobody waits for it"

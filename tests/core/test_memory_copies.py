@@ -223,8 +223,8 @@ def cannot_load(cluster: FakeCluster, *workers: Worker) -> None:
         event = ev.RestoreFailed(
             worker=worker,
             incarnation=task.seats[worker].incarnation,
-            step=order.words.order.restore,
-            epoch=order.words.order.epoch,
+            step=order.facts.restore,
+            epoch=order.facts.epoch,
         )
         cluster.report("t", worker, msg.TaskEvent(task="t", event=event))
         if task.state is not TaskState.RUNNING:
@@ -236,13 +236,13 @@ def test_a_checkpoint_that_a_worker_cannot_load_is_verified_and_an_older_one_is_
     cluster.on_disk = 5
     cluster.submit(has_checkpoints=True)
     assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False]
-    assert {order.words.order.restore for order in resumes(cluster)} == {5}
+    assert {order.facts.restore for order in resumes(cluster)} == {5}
     cluster.on_disk = 3  # that of step 5 is set aside
     cannot_load(cluster, Worker(0, 1))
     task = cluster.coordinator.tasks["t"]
     assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False, True]
     assert task.state is TaskState.RUNNING
-    assert {order.words.order.restore for order in resumes(cluster)[-4:]} == {3}
+    assert {order.facts.restore for order in resumes(cluster)[-4:]} == {3}
     cluster.seal()
     assert task.recovery is not None
     assert task.recovery.recorded == 4

@@ -14,9 +14,21 @@ import pytest
 from everstep.cli.main import run as everstep
 from everstep.core.cluster import fences
 from everstep.protocol import messages as msg
-from everstep.protocol.events import ChunksFilled
+from everstep.protocol.actions import ComputePlan
+from everstep.protocol.events import ChunksFilled, PlanComputed
+from everstep.protocol.shape import Shape
+from everstep.schedule.cache import PlanCache
+from everstep.schedule.recovery_answer import plain_answer
 from everstep_lab.draw import Draw
-from everstep_lab.storm import StormKind, draw_spec, draw_storm, is_of_cluster, run_storm, with_sharded_states
+from everstep_lab.storm import (
+    StormKind,
+    cluster_world,
+    draw_spec,
+    draw_storm,
+    is_of_cluster,
+    run_storm,
+    with_sharded_states,
+)
 from everstep_lab.storm.faults import OF_CLUSTERS
 from everstep_lab.storm.shrink import shrink
 from everstep_lab.storm.spec import OF_TASKS
@@ -182,6 +194,22 @@ def test_a_third_holder_of_a_chunk_that_is_never_let_go_is_seen(monkeypatch: pyt
     assert run_storm(spec, cluster=True).violation is None
     monkeypatch.setattr(fences, "refused", forgetful)
     assert "keeps its three holders" in str(run_storm(spec, cluster=True).violation)
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sharded-cluster"])
+def test_with_plain_schedules_alone_every_storm_still_ends(
+    kind: StormKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used when the scheduler raises: nobody waits for a worker that waits for it."""
+
+    def plain(question: ComputePlan, plans: PlanCache, mode: str) -> PlanComputed:
+        healthy = plans.healthy
+        return plain_answer(question, Shape(healthy.replicas, healthy.stages, healthy.microbatches))
+
+    monkeypatch.setattr(cluster_world, "answer", plain)
+    for seed in range(15):
+        violation = run_storm(draw_storm(seed, kind), cluster=True).violation
+        assert violation is None, f"{kind} {seed} with plain schedules: {violation}"
 
 
 @pytest.mark.parametrize("name", SHARDED_SEEN_AT)

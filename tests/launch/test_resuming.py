@@ -21,7 +21,9 @@ from everstep.launch.local.arguments import shape_of_call
 from everstep.launch.local.history import History
 from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
 from everstep.layout.box import Box
-from everstep.protocol.messages import Sender
+from everstep.node.disk_orders import work_on_disk
+from everstep.protocol.events import CheckpointCommitted
+from everstep.protocol.messages import CheckpointFolder, CommitCheckpoint, Sender, TaskEvent
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import SaveCheckpoint, StateDirections
 from everstep.store import folder
@@ -121,9 +123,9 @@ def test_a_layer_with_a_slash_in_its_name_is_found_in_its_checkpoint(tmp_path: P
     states = StateKeeper(me, made, node="n", memory_root=tmp_path / "memory", secret="00", say=said.append)
     states.save(SaveCheckpoint(1, 0), whole_tensors(updater.state(1), 0, 1), updater.groups(1))
     states.finish()
-    part = dict(said[0].part)
-    groups, meta = part.pop("groups"), part.pop("meta")
-    folder.commit(tmp_path / "kept", 1, [part], meta, groups=groups)
+    at = CheckpointFolder(base=str(tmp_path), folder="kept", keep=3)
+    order = CommitCheckpoint(task="task", step=1, parts=(said[0].part,))
+    assert work_on_disk(order, at) == TaskEvent(task="task", event=CheckpointCommitted(step=1))
     refuse_another_model(made, model)
     found: dict[str, torch.Tensor] = {}
     assert states.load(1, list(stage.slots), StateDirections(), found.update)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,32 @@ def test_a_ping_that_nobody_waits_for_is_no_error(monkeypatch: pytest.MonkeyPatc
     owner.send(b'{"ping": 1}')
     owner.close()
     module.serve(server.detach(), [])
+
+
+def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loaders and uploads of four workers were alive after the cluster's end, with their GPU memory."""
+
+    def live(spec: object, output: str) -> None:
+        os.setsid()
+        if (grandchild := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        Path(output).write_text(str(grandchild))
+        os._exit(0)
+
+    monkeypatch.setattr(module, "_ALWAYS", ())
+    monkeypatch.setattr(module, "_live", live)
+    owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    serving = threading.Thread(target=module.serve, args=(server.detach(), []))
+    serving.start()
+    owner.send(json.dumps({"spawn": {}, "output": str(tmp_path / "pid")}).encode())
+    answer, fds, _, _ = socket.recv_fds(owner, 1000, 1)
+    select.select(fds, [], [])
+    started = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    assert select.select([started], [], [], 0.0)[0] == [], "it lives"
+    owner.send(json.dumps({"reap": json.loads(answer)["pid"]}).encode())
+    owner.close()
+    serving.join()
+    assert select.select([started], [], [], 60.0)[0] == [started], "it has ended"
+    for fd in (*fds, started):
+        os.close(fd)

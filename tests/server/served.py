@@ -15,6 +15,7 @@ import aiohttp
 
 from everstep.cli.client import Client
 from everstep.protocol import messages as msg
+from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Worker
 from everstep.server.serve import ServerSettings, serve
@@ -62,7 +63,9 @@ def served(
 
 
 class WordyAgent:
-    """Speaks the agents' protocol by hand: what it hears is kept, what it says is up to the test."""
+    """Speaks the agents' protocol by hand, of the version before: its hello says no number. What it hears is
+    kept, what it says is up to the test.
+    """
 
     def __init__(self, line: aiohttp.ClientWebSocketResponse, welcome: dict[str, Any]) -> None:
         self.line, self.welcome = line, welcome
@@ -86,7 +89,7 @@ class WordyAgent:
             message = await self.line.receive_json(timeout=within_s)
             self.heard = max(self.heard, message.get("heard", 0))
             if "order" in message:
-                order = decode(msg.Order, message["order"])
+                order = decode(msg.Order, older.order_of_protocol_3(message["order"]))
                 self.orders.append((message["number"], order))
                 if isinstance(order, kind):
                     return order

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import threading
 import urllib.error
 import urllib.request
@@ -146,7 +147,7 @@ def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> No
             assert start.worker == Worker(0, 0)
             started = ev.WorkerStarted(worker=start.worker, incarnation=1, address=("127.0.0.1", 1))
             await one.say(1, msg.TaskEvent(task="t", event=started))
-            await one.until(msg.NotifyWorker)
+            await one.until(msg.ResumeTask)
             for step in (1, 2, 3):
                 sealed = ev.StepSealed(step=step, stage=0, attempt=1, microbatches=2, executed=6)
                 await one.say(step + 1, msg.TaskEvent(task="t", event=sealed))
@@ -182,6 +183,32 @@ def test_orders_not_acknowledged_are_sent_again_and_reports_heard_twice_count_on
             assert second.incarnation == 2
 
     asyncio.run(play())
+
+
+def test_a_report_that_no_journal_entry_holds_is_refused_and_the_coordinator_lives(address: str) -> None:
+    """The description of a part of 16 GiB ended the coordinator, and again at every restart."""
+    hashes = secrets.token_hex(1200 << 10)
+
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            start = await one.until(msg.StartProcess)
+            started = ev.WorkerStarted(worker=start.worker, incarnation=1, address=("127.0.0.1", 1))
+            await one.say(1, msg.TaskEvent(task="t", event=started))
+            await one.until(msg.ResumeTask)
+            part = {"file": "stage-0.safetensors", "bytes": 16 << 30, "slices": [{"xxh3": hashes}]}
+            await one.say(2, msg.PartWritten(task="t", step=1, stage=0, attempt=1, part=part))
+            await one.acknowledged(2)
+            raised = ev.WorkerRaised(worker=start.worker, incarnation=1, error=hashes, where="F")
+            await one.say(3, msg.TaskEvent(task="t", event=raised))
+            await one.acknowledged(3)
+
+    asyncio.run(play())
+    incidents = Client(address=address).get("/v1/incidents")
+    said = {incident["what"]: incident for incident in incidents}
+    assert set(said) == {"its checkpoint cannot be saved", "a report (WorkerRaised) of node a is refused"}
+    assert "more than the 1048576 that one journal entry holds" in str(said["its checkpoint cannot be saved"])
+    assert Client(address=address).get("/v1/tasks/t")["state"] == "running"
 
 
 def test_a_second_agent_of_the_same_name_is_refused(address: str) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint is complete or not there, whatever moment a writer dies at."""
 
+import json
 import os
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from everstep.store.folder import (
     newest_valid,
     open_checkpoint,
     prune,
+    read_description,
+    write_description,
     write_part,
     write_slices,
 )
-from everstep.store.index import num_chunks
+from everstep.store.index import Refused, num_chunks
+from everstep.store.places import place_of
 from tests.store.states import all_of, same, save, tensors
 
 
@@ -225,3 +229,22 @@ def test_our_own_mistakes_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="complex128"):
         write_part(tmp_path, 1, "c", {"x": torch.zeros(1, dtype=torch.complex128)})
     assert complete_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["path", "url"])
+def test_a_label_is_small_whatever_the_part_and_its_description_is_checked(tmp_path: Path, kind: str) -> None:
+    root = tmp_path if kind == "path" else f"memory://{tmp_path.name}"
+    state = {f"model/{k}": torch.ones(3) for k in range(500)}
+    part = write_part(root, 5, "stage-0", state)
+    label = write_description(root, 5, "stage-0", part | {"meta": {"a": 1}})
+    assert len(json.dumps(label)) < 200 < len(json.dumps(part))
+    found = read_description(root, 5, label)
+    assert found.pop("meta") == {"a": 1}
+    with pytest.raises(Refused, match="fails its checksum"):
+        read_description(root, 5, {**label, "xxh3": "0" * 16})
+    with pytest.raises(UserError, match="not a name for a part"):
+        read_description(root, 5, {**label, "name": "../stage-0"})
+    name = commit(root, 5, [found], {})
+    assert complete_steps(root) == [5]
+    with pytest.raises(Refused, match="missing"):
+        place_of(root).file(name, "stage-0.json")

@@ -55,5 +55,6 @@ class ClusterPorts:
                     self.thinkers.think(action)
                 case msg.ChooseAssignment():
                     self.thinkers.choose(action)
-        if isinstance(one.event, msg.FromNode):
-            self.transport.received(one.event.node, one.event.number)
+        match one.event:
+            case msg.FromNode(node=node, number=number) | msg.EventSetAside(node=node, report=number) if node:
+                self.transport.received(node, number)

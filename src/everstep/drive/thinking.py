@@ -12,11 +12,12 @@ from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
-from everstep.core.cluster.task import Task
+from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Member
 from everstep.diagnose.link_watch import LinkWatch
 from everstep.diagnose.slowness_watch import Watch
 from everstep.drive.ports import HandledEvent
+from everstep.errors import clipped
 from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import choose
 from everstep.plan.change_times import copying_s
@@ -24,6 +25,7 @@ from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.schedule.modes import training_mode
+from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.task_scheduler import TaskScheduler
 
 
@@ -53,24 +55,27 @@ class Thinking:
         peers = {str(worker): worker for worker in task.seats}
         return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report, peers)]
 
-    def answer(self, machine: Coordinator, action: msg.Think) -> msg.PlanAnswered | None:
+    def answer(self, machine: Coordinator, action: msg.Think) -> list[msg.ClusterEvent]:
         task = machine.tasks.get(action.task)
-        if task is None:
-            return None
-        answer = self.scheduler(task).answer(action.question, action.slow)
-        return msg.PlanAnswered(task=action.task, event=answer)
+        return [] if task is None else answered(self.scheduler(task), action)
 
-    def choose(self, machine: Coordinator, action: msg.ChooseAssignment, now: float) -> msg.AssignmentChosen:
+    def choose(
+        self, machine: Coordinator, action: msg.ChooseAssignment, now: float
+    ) -> list[msg.ClusterEvent]:
         """How many workers each task gets, and in which shape."""
-        self._measure_ops(machine)
-        return choose(
-            machine,
-            action.version,
-            action.because,
-            now=now,
-            measured=self.measured,
-            ready=self.ready.table,
-        )
+        try:
+            self._measure_ops(machine)
+            chosen = choose(
+                machine,
+                action.version,
+                action.because,
+                now=now,
+                measured=self.measured,
+                ready=self.ready.table,
+            )
+        except Exception as error:  # whatever a planner can raise: tasks must not wait for ever
+            return [msg.PlanFailed(task="", because=_sentence(error)), _plain_assignment(machine, action)]
+        return [chosen]
 
     def think_ahead(self, machine: Coordinator, now: float) -> int:
         """In an idle moment: prepare the planner's answer to one of the events that may come next."""
@@ -122,6 +127,42 @@ class Thinking:
         self.schedulers.pop(task, None)
         self._watches.pop(task, None)
         self._links.pop(task, None)
+
+
+def answered(scheduler: TaskScheduler, action: msg.Think) -> list[msg.ClusterEvent]:
+    """The scheduler's answer. A worker that is lost must not wait for a bug to be fixed: a scheduler that
+    raises is an incident, and a plain schedule is its answer.
+    """
+    try:
+        answer = scheduler.answer(action.question, action.slow)
+    except Exception as error:  # whatever it can raise
+        return unanswered(scheduler, action, _sentence(error))
+    return [msg.PlanAnswered(task=action.task, event=answer)]
+
+
+def unanswered(scheduler: TaskScheduler, action: msg.Think, because: str) -> list[msg.ClusterEvent]:
+    plain = plain_answer(action.question, scheduler.profile.shape)
+    failed = msg.PlanFailed(task=action.task, because=because)
+    return [failed, msg.PlanAnswered(task=action.task, event=plain)]
+
+
+def _plain_assignment(machine: Coordinator, action: msg.ChooseAssignment) -> msg.AssignmentChosen:
+    """Tasks keep what they have, and free slots go to them in their order."""
+    workers: dict[str, int] = {}
+    free = machine.roster.num_free
+    for task in machine.tasks.values():
+        if task.state in OVER:
+            continue
+        has, shape = len(task.staying()), task.shape
+        most = min(shape.replicas * shape.stages, has + free // shape.shards)
+        workers[task.name] = most if most >= shape.stages else has
+        free -= max(0, workers[task.name] - has) * shape.shards
+    because = f"{action.because}; without the planner, which failed"
+    return msg.AssignmentChosen(version=action.version, workers=workers, because=because)
+
+
+def _sentence(error: Exception) -> str:
+    return clipped(f"{type(error).__name__}: {error}")
 
 
 def _members(task: Task) -> int:

@@ -82,12 +82,16 @@ def _committed(order: msg.CommitCheckpoint, at: CheckpointFolder | None) -> msg.
 def _commit(at: CheckpointFolder, order: msg.CommitCheckpoint) -> None:
     """All parts of this step are in the folder: from now on it is a checkpoint."""
     root = folder.root_of(at.base, at.folder)
-    groups = merged(group for part in order.parts for group in part.get("groups", ()))
-    meta = {key: value for part in order.parts for key, value in part.get("meta", {}).items()}
+    # Workers of the version before, and their reports in a journal, tell the whole description.
+    found = [
+        part if "slices" in part else folder.read_description(root, order.step, part) for part in order.parts
+    ]
+    groups = merged(group for part in found for group in part.get("groups", ()))
+    meta = {key: value for part in found for key, value in part.get("meta", {}).items()}
     if order.loss is not None and math.isfinite(order.loss):
         meta["loss"] = order.loss
     told = ("groups", "meta")  # once, by one part
-    parts = [{key: value for key, value in part.items() if key not in told} for part in order.parts]
+    parts = [{key: value for key, value in part.items() if key not in told} for part in found]
     folder.commit(root, order.step, parts, meta, at.keep, groups=groups)
     place_of(root).clean(before=order.step)  # what is not whole by now never will be
 

@@ -197,6 +197,15 @@ def serve(fd: int, preload: list[str]) -> None:
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        _end_session(pid)
+
+
+def _end_session(worker: int) -> None:
+    """Whatever a worker has started (loaders, uploads) ends with it: it leads a session. Its number is still
+    its own, because it was not reaped yet.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
 
 
 def _answer(sock: socket.socket, children: set[int]) -> None:
@@ -207,6 +216,7 @@ def _answer(sock: socket.socket, children: set[int]) -> None:
             sock.send(b"{}")
             continue
         if "reap" in request:
+            _end_session(request["reap"])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(request["reap"], 0)
             children.discard(request["reap"])

@@ -168,7 +168,7 @@ class WorkerProcesses:
             for process in list(self._all.values()):
                 if not process.dead:
                     self._look(process, now)
-            for name in self.tasks:
+            for name in dict.fromkeys(sender.task for sender in self._all):  # not all that were ever here
                 self._look_into_rings(name, now)
         if now >= self._trim_at:
             self._trim_at = now + TRIM_EVERY_S

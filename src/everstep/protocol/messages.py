@@ -164,7 +164,8 @@ class CheckpointUnusable(TaskReport):
 class PartWritten(TaskReport, WorkerReport):
     """One stage's part of a checkpoint is in the directory, or in the memory of a node.
 
-    `part` is for the one who commits or loads it.
+    `part` is its label (name, sizes, hash): the description is a file beside it, for the one who commits or
+    loads it. A description grows with the model; a report does not.
     """
 
     task: str
@@ -762,6 +763,9 @@ class Patience:
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains
+    first_start_s: float = 1800.0  # a process that never reports, of a task none of whose workers has started
+    start_s: float = 120.0  # one of a task whose other workers have started; or, if that is longer:
+    start_factor: float = 5.0  # times as long as their longest start
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
 
@@ -962,6 +966,16 @@ class PlanAnswered(TaskRequest):
     event: Event
 
 
+@message(since=4, says="no plan could be computed: {because}")
+class PlanFailed(ClusterEvent):
+    """The scheduler of a task, or the planner (task: empty), has raised or does not answer. A plain plan
+    follows.
+    """
+
+    task: str
+    because: str
+
+
 class ChosenShape(NamedTuple):
     """Another shape for a task, and its job in that shape."""
 
@@ -1031,11 +1045,13 @@ class PolicySet(ClusterEvent):
     planned: bool
 
 
-@message(says="event {number} is set aside after an internal error: {what}")
+@message(says="{what} is set aside: {error}")
 class EventSetAside(ClusterEvent):
-    """Handling this entry of the journal failed twice. It takes the entry's place."""
+    """Handling this entry of the journal failed twice, and this takes the entry's place; or a report is too
+    large to be one.
+    """
 
-    number: int
+    number: int  # 0: it never was an entry
     what: str  # the name of its class
     error: str
     node: str = ""  # if a node reported it: it is not to be sent again

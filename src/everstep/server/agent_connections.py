@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -19,7 +20,7 @@ from everstep.net.sockets import watch_path
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode
 from everstep.server.access import CALLER, Role
-from everstep.server.journal import LostLeadership
+from everstep.server.journal import MAX_ENTRY_BYTES, LostLeadership
 
 if TYPE_CHECKING:
     from everstep.server.term import Term
@@ -154,7 +155,7 @@ class AgentConnections:
                 if self._queues.get(node) is not queue:
                     break  # the agent has another line, or another agent has this name
                 if message.type is aiohttp.WSMsgType.TEXT:
-                    self._take(hello, json.loads(message.data))
+                    self._take(hello, json.loads(message.data), len(message.data))
                     await self._term.has_room()
         except (PeerError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             self._term.record.say(f"node {node} sent an invalid message: {error}")
@@ -177,7 +178,7 @@ class AgentConnections:
             await line.send_str(text)
         await line.close()
 
-    def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any]) -> None:
+    def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any], size: int) -> None:
         node = hello.node
         if self._term.hearts.heard(node, time.monotonic()):
             self._term.hear(hello)  # it was silent and is back
@@ -203,7 +204,28 @@ class AgentConnections:
             if not fences.refused(node, said.report, said.sender, self._term.machine.tasks):
                 self._term.learn(said.report)
             return
-        self._term.hear(said)
+        if size > MAX_ENTRY_BYTES and (packed := self._term.packed_bytes(said)) > MAX_ENTRY_BYTES:
+            self._term.hear(_refused(said, packed))
+        else:
+            self._term.hear(said)
+
+
+def _refused(said: msg.FromNode, packed: int) -> msg.ClusterEvent:
+    """In place of a report that no journal entry holds. It counts as heard, or it would come again."""
+    because = f"{packed} bytes are more than the {MAX_ENTRY_BYTES} that one journal entry holds"
+    report = said.report
+    if isinstance(report, msg.PartWritten):
+        failed = msg.SaveFailed(
+            task=report.task,
+            step=report.step,
+            attempt=report.attempt,
+            because=f"the description of its part: {because}",
+            memory_of=report.memory_of,
+        )
+        return replace(said, report=failed)
+    inner = report.event if isinstance(report, msg.TaskEvent) else report
+    what = type(inner).__name__
+    return msg.EventSetAside(number=0, what=what, error=because, node=said.node, report=said.number)
 
 
 def _hello(message: Any) -> tuple[msg.NodeJoined, int, dict[str, int]]:

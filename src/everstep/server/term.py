@@ -25,13 +25,13 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
-from everstep.drive.thinking import Thinking
+from everstep.drive.thinking import Thinking, answered, unanswered
 from everstep.errors import InternalError, PeerError, UserError, clipped
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server.agent_connections import AgentConnections
-from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership
+from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership, check_entries
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.step_files import StepFiles
 
@@ -40,6 +40,7 @@ AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and t
 SNAPSHOT_EVERY = 5000  # entries
 MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
 FORGET_S = 10.0
+MOST_THINK_S = 120.0  # for a schedule: then a plain one is used
 TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
@@ -196,6 +197,7 @@ class Term:
         """Something has happened; returns when it is durable and carried out."""
         if self._is_over:
             raise LostLeadership("another coordinator leads, or may; try again")
+        check_entries([pack(event, 0.0)])
         if isinstance(event, msg.NodeJoined):
             self.returns.came(event.node)
         caller: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -203,6 +205,10 @@ class Term:
         caller.add_done_callback(lambda done: self._callers.pop(done, None))
         self.driver.hear(event, handled=lambda: None if caller.done() else caller.set_result(None))
         await caller
+
+    def packed_bytes(self, event: msg.ClusterEvent) -> int:
+        """Of its journal entry."""
+        return len(pack(event, self.driver.now))
 
     async def has_room(self) -> None:
         """Returns when the journal has taken most of what waits. A journal that stands still must not fill
@@ -214,7 +220,12 @@ class Term:
 
     def learn(self, report: msg.TimesReported) -> None:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
-        for found in self.thinking.learn(self.machine, report):
+        try:
+            learned = list(self.thinking.learn(self.machine, report))
+        except Exception:  # the main loop: it would end the agent's line, and the report would come again
+            self.record.say(f"coordinator: nothing learned from {report.task}\n{traceback.format_exc()}")
+            return
+        for found in learned:
             self.hear(found)
 
     def _decide(self, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
@@ -337,13 +348,18 @@ class Term:
         task = self.machine.tasks.get(action.task)
         if task is not None:
             scheduler = self.thinking.scheduler(task)
-            answer = await asyncio.to_thread(scheduler.answer, action.question, action.slow)
-            self.hear(msg.PlanAnswered(task=action.task, event=answer))
+            try:
+                events = await asyncio.wait_for(asyncio.to_thread(answered, scheduler, action), MOST_THINK_S)
+            except TimeoutError:
+                events = unanswered(scheduler, action, f"no answer within {MOST_THINK_S:g} s")
+            for event in events:
+                self.hear(event)
 
     async def _choose(self, action: msg.ChooseAssignment) -> None:
         await asyncio.sleep(0)  # several changes at once are one question: the last
         if action.version == self.machine.version:
-            self.hear(self.thinking.choose(self.machine, action, self._clock()))
+            for event in self.thinking.choose(self.machine, action, self._clock()):
+                self.hear(event)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         job = asyncio.create_task(work)

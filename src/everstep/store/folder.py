@@ -4,6 +4,7 @@
         index.json                   step, meta, groups, and of every tensor: file, place, dtype, hashes
         <part>.safetensors           written by one worker each
     <root>/step-00000020.partial/    being written, or left by a crash; readers do not see it
+        <part>.json                  what is in a part, until the index says it
 
 Tensors are named logically ("model/embed.tokens.weight"), never by stage or rank: a reader of another shape
 finds what it needs by name. Writers flush their parts to disk before `commit` names them, and `commit`
@@ -15,18 +16,19 @@ sentence. No pickle. `root` may be any fsspec URL; see `places`. The format is d
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.errors import InternalError, UserError
+from everstep.errors import InternalError, UserError, clipped
 from everstep.layout.box import Box
 from everstep.store import index as indexes
 from everstep.store.index import Part, Refused
-from everstep.store.parts import CHUNK_BYTES, PlannedSlice, Progress, plan_whole, stored_of
+from everstep.store.parts import CHUNK_BYTES, Label, PlannedSlice, Progress, labelled, plan_whole, stored_of
 from everstep.store.places import place_of, root_of
 from everstep.store.ranges import Access
-from everstep.store.reader import Checkpoint, UnusableCheckpointError, open_in, unusable
+from everstep.store.reader import Checkpoint, UnusableCheckpointError, open_in, read_small, unusable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +87,29 @@ def write_slices(
         PlannedSlice(key, tuple(shape), box, stored_of(key, values)) for key, shape, box, values in slices
     ]
     return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes, progress=progress)
+
+
+def write_description(root: str | Path, step: int, name: str, part: Part) -> Label:
+    """What is in part `name`, as a file beside it until `commit`; returns what a report says of it."""
+    text, label = labelled(name, part)
+    place_of(root).write_description(step, name, text)
+    return label
+
+
+def read_description(root: str | Path, step: int, label: Label) -> Part:
+    """What `write_description` wrote, and nothing else."""
+    name, place = str(label["name"]), place_of(root)
+    if not indexes.PART_NAME.fullmatch(f"{name}.safetensors"):
+        raise UserError(f"{clipped(repr(name), 100)} is not a name for a part of a checkpoint.")
+    file = place.file(place.staging_name(step), f"{name}.json")
+    try:
+        text = read_small(file, f"{name}.json", indexes.MAX_INDEX_BYTES)
+    finally:
+        file.close()
+    if indexes.digest(memoryview(text)) != label["xxh3"]:
+        raise Refused(f"{name}.json fails its checksum")
+    part: Part = json.loads(text)
+    return part
 
 
 def commit(

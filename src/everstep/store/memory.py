@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everstep.errors import UserError
 from everstep.layout.box import Box
@@ -28,6 +28,7 @@ from everstep.store import index as indexes
 from everstep.store import parts
 from everstep.store.index import Part, Refused, digest
 from everstep.store.owned_folders import new_folder
+from everstep.store.parts import Label
 from everstep.store.places import STEP, step_name
 from everstep.store.ranges import Access, LocalFile, RangeFile
 from everstep.store.reader import Checkpoint, read_small, unusable
@@ -39,7 +40,6 @@ CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
 _PREFIX = "everstep-memory-"
-Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
 
 
 def new_directory() -> tuple[Path, int]:
@@ -66,9 +66,9 @@ def put(
     ]
     folder = folder_of(store, task, step)
     part = parts.write_part(folder, name, planned, chunk_bytes=CHUNK_BYTES)
-    text = json.dumps(part, separators=(",", ":")).encode()
+    text, label = parts.labelled(name, part)
     (folder / f"{name}.json").write_bytes(text)
-    return {"name": name, "bytes": part["bytes"], "index_bytes": len(text), "xxh3": digest(memoryview(text))}
+    return label
 
 
 def drop(store: Path, task: str, before: int) -> None:

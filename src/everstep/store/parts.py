@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 128 << 10  # hashed as one: what a partial read may read too much, at either end
 BLOCK_BYTES = 4 << 20  # read and written as one; a multiple of any chunk size we write
 Progress = Callable[[int], None]  # bytes done since the last call
+Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
 _mine = threading.local()
 
 
@@ -111,6 +112,15 @@ def describe(
         for one, at, text in zip(slices, places, hashes, strict=True)
     ]
     return {"file": file, "bytes": total, "chunk_bytes": chunk_bytes, "slices": rows}
+
+
+def labelled(name: str, part: Part) -> tuple[bytes, Label]:
+    """A part's description as it is written beside the part, and what a report says of it. A description has
+    16 bytes for every chunk: 2 MiB for 16 GiB, more than a journal entry or an order may hold.
+    """
+    text = json.dumps(part, separators=(",", ":")).encode()
+    label = {"name": name, "bytes": part["bytes"], "index_bytes": len(text), "xxh3": digest(memoryview(text))}
+    return text, label
 
 
 def header(

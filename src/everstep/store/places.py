@@ -62,6 +62,9 @@ class Place(Protocol):
     ) -> Part:
         """Into the step's staging folder."""
 
+    def write_description(self, step: int, name: str, text: bytes) -> None:
+        """Beside part `name`, in the staging folder, until the step is committed."""
+
     def staging_name(self, step: int) -> str:
         """The folder that a step's parts are in until it is committed."""
 
@@ -155,6 +158,12 @@ class LocalPlace:
         return parts.write_part(
             folder, name, slices, threads=threads, chunk_bytes=chunk_bytes, progress=progress
         )
+
+    def write_description(self, step: int, name: str, text: bytes) -> None:
+        with open(self.root / self.staging_name(step) / f"{name}.json", "wb") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
 
     def staging_name(self, step: int) -> str:
         return f"{step_name(step)}.partial"
@@ -293,6 +302,9 @@ class UrlPlace:
                 hashes.append("".join(texts))
         return parts.describe(file, slices, places, hashes, total, chunk_bytes)
 
+    def write_description(self, step: int, name: str, text: bytes) -> None:
+        self._fs.pipe_file(f"{self._path}/{step_name(step)}/{name}.json", text)
+
     def staging_name(self, step: int) -> str:
         return step_name(step)
 
@@ -307,6 +319,9 @@ class UrlPlace:
             if self._fs.size(f"{folder}/{file}") != size:
                 raise InternalError(f"{folder}/{file} is not as long as its writer said.")
         self._fs.pipe_file(f"{folder}/index.json", text.encode())
+        for file in files:
+            with contextlib.suppress(OSError):  # it is in the index now
+                self._fs.rm_file(f"{folder}/{file.removesuffix('.safetensors')}.json")
         return step_name(step)
 
     def remove(self, folder: str) -> None:

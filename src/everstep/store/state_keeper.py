@@ -126,10 +126,12 @@ class StateKeeper:
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
         try:
             part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
+            part |= self._told_once(step, share, groups)
+            label = folder.write_description(self._root, step, name, part)
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
-        self._say(self._written(step, attempt, part | self._told_once(step, share, groups), share=share))
+        self._say(self._written(step, attempt, label, share=share))
 
     def _told_once(self, step: int, share: tuple[int, int], groups: Groups) -> dict[str, Any]:
         """Peers know the same: one of each stage tells its groups, and one of all what the run is."""

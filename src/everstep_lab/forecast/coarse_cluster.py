@@ -119,9 +119,8 @@ class CoarseCluster:
         """Nothing is sent again here."""
 
     def think(self, action: msg.Think) -> None:
-        answer = self.thinking.answer(self.machine, action)
-        if answer is not None:
-            self.after(0.01, self.tell, answer)
+        for event in self.thinking.answer(self.machine, action):
+            self.after(0.01, self.tell, event)
 
     def choose(self, action: msg.ChooseAssignment) -> None:
         if action.version == self.machine.version:
@@ -129,7 +128,8 @@ class CoarseCluster:
 
     def _chosen(self, action: msg.ChooseAssignment) -> None:
         if action.version == self.machine.version:
-            self.tell(self.thinking.choose(self.machine, action, self.time()))
+            for event in self.thinking.choose(self.machine, action, self.time()):
+                self.tell(event)
 
     # -------------------------------------------------------------- lines
 

@@ -35,12 +35,25 @@ from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.tasks import PlannerQuestion, Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults.detector import DetectorLimits
+from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import ClusterEvent, Patience
 from everstep.protocol.moment import Moment
 from everstep.protocol.table import Handlers
+
+# What an incident says of an answer that could not be computed: what, remedy, outcome.
+NO_PLAN = (
+    "no plan could be computed",
+    "keep the workers of every task, give free slots to those that wait",
+    "tasks have the workers that they had",
+)
+NO_SCHEDULE = (
+    "no schedule could be computed",
+    "use a plain schedule, which is slower",
+    "the task has a schedule",
+)
 
 
 class Coordinator:
@@ -159,7 +172,7 @@ class Coordinator:
         if self.question.review_at is not None:
             dues.append(self.question.review_at)
         for task in self.tasks.values():
-            dues += task.starts.due_at()
+            dues += task.starts.due_at(self.policy.patience)
             if task.checkpoints.search_at is not None:
                 dues.append(task.checkpoints.search_at)
             if task.lives is not None and (due := task.lives.due_at()) is not None:
@@ -236,16 +249,30 @@ class Coordinator:
         if node is not None:
             node.heard = max(node.heard, event.report)
         what = f"internal error while handling {event.what}: event {event.number} is set aside"
+        if not event.number:
+            what = f"a report ({event.what}) of node {event.node} is refused"
         incident = self.incidents.new(task=None, what=what, now=now)
         incident.stops_training, incident.node = False, event.node
         self.incidents.tell(incident, "coordinator", (event.error,), now)
         return self.incidents.close(incident, "the state is as if it had not happened", now)
 
     @on
+    def _plan_failed(self, event: msg.PlanFailed, now: Moment) -> Actions:
+        """A bug of ours, not of the cluster's: it is shown, and training goes on with less."""
+        task = self.tasks.get(event.task)
+        what, instead, outcome = NO_PLAN if task is None else NO_SCHEDULE
+        incident = self.incidents.new(task=task, what=what, now=now)
+        incident.stops_training = False
+        self.incidents.tell(incident, "coordinator", (event.because,), now)
+        self.incidents.judge(incident, known(ErrorKind.OTHER, event.because), now)
+        self.incidents.treat(incident, instead, "training does not wait for it", now)
+        return self.incidents.close(incident, outcome, now)
+
+    @on
     def _time_passed(self, event: msg.TimePassed, now: Moment) -> Actions:
         actions: Actions = []
         for task in list(self.tasks.values()):
-            actions += self._tasks.time_passed(task, now)
+            actions += self._tasks.time_passed(task, now) + self._failures.starts_late(task, now)
         self._tasks.review_if_due(now)
         return actions + self._nodes.time_passed(now)
 
@@ -442,6 +469,7 @@ class Coordinator:
         match event:
             case ev.WorkerStarted():
                 task.seats[event.worker].address = event.address
+                task.starts.arrived(event.worker, now.at)
             case ev.CheckpointCommitted():
                 saved = self._checkpoints.committed(task, event.step, now)
                 return saved + self._training.inform(task, event, now)

@@ -68,6 +68,7 @@ class Failures:
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
         task.failures.overdue.drop(worker)
+        task.starts.under_way.pop(worker, None)
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
         if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
@@ -76,11 +77,15 @@ class Failures:
         incident, judgement = self._judge_exit(task, event, now)
         incident.node = seat.node
         times, patience = task.failures.times, self._policy.patience
-        times[worker] = [*remedies.recent(times.get(worker, []), now.at, patience), now.at]
-        first = len(times[worker]) == 1
+        times[worker] = remedies.recent(times.get(worker, []), now.at, patience)
+        # Where all were ended, no place is known to be at fault: it says nothing about this one's node.
+        is_its_own = task.failures.ended.pop(worker, 0) != event.incarnation
+        if is_its_own:
+            times[worker].append(now.at)
+        first = is_its_own and len(times[worker]) == 1
         actions = self._staffing.grant(task, now, clean=frozenset({worker})) if first else []
         seat.incarnation, seat.address = 0, None
-        situation = self._situation(task, worker, judgement, failures=len(times[worker]))
+        situation = self._situation(task, worker, judgement, failures=max(1, len(times[worker])))
         actions += self._treat(task, worker, incident, situation, now)
         return actions + self._training.inform(task, event, now)
 
@@ -171,6 +176,31 @@ class Failures:
         judgement = known(ErrorKind.TASK_HANG, found.because)
         self._incidents.judge(incident, judgement, now)
         task.failures.overdue.clear()
+        recent = remedies.recent(task.failures.times.get(worker, []), now.at, self._policy.patience)
+        situation = self._situation(task, worker, judgement, is_alive=True, failures=len(recent) + 1)
+        return self._treat(task, worker, incident, situation, now)
+
+    def starts_late(self, task: Task, now: Moment) -> Actions:
+        """Processes that hang before they report: in an import, in building layers, in opening a device."""
+        actions: Actions = []
+        starts = task.starts
+        for worker in starts.late(now.at, self._policy.patience):
+            waited_s = now.at - starts.under_way[worker]
+            starts.ordered(worker, now.at)  # to be looked at again, whatever comes of it
+            seat = task.seats.get(worker)
+            if seat is None or not seat.incarnation or task.state is not TaskState.RUNNING:
+                del starts.under_way[worker]
+            elif self._roster.is_heard(seat.node):  # else the node is in doubt already
+                usual = f"; other workers of {task.name} took at most {starts.longest_s:.0f} s"
+                because = f"worker {worker} has not started after {waited_s:.0f} s"
+                actions += self._start_hung(task, worker, because + (usual if starts.longest_s else ""), now)
+        return actions
+
+    def _start_hung(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
+        incident = self._incidents.suspect(task, worker, "progress", because, now)
+        incident.node = task.seats[worker].node
+        judgement = known(ErrorKind.TASK_HANG, because)
+        self._incidents.judge(incident, judgement, now)
         recent = remedies.recent(task.failures.times.get(worker, []), now.at, self._policy.patience)
         situation = self._situation(task, worker, judgement, is_alive=True, failures=len(recent) + 1)
         return self._treat(task, worker, incident, situation, now)
@@ -456,6 +486,7 @@ class Failures:
         actions: Actions = []
         for worker in [w for w, seat in task.seats.items() if seat.incarnation]:
             incident.workers.append(worker)
+            task.failures.ended[worker] = task.seats[worker].incarnation
             actions += self._staffing.kill(task, worker, because, now)
         return actions
 

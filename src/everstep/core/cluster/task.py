@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any
 
 from everstep.core.cluster.lives import Lives
@@ -14,7 +15,7 @@ from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.protocol.actions import ComputePlan, StartWorker
 from everstep.protocol.lifecycle import move
-from everstep.protocol.messages import TaskSubmitted
+from everstep.protocol.messages import Patience, TaskSubmitted
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
@@ -104,13 +105,37 @@ class Progress:
 
 @dataclass(slots=True)
 class HeldStarts:
-    """Starts that are put off. `Training` changes it."""
+    """Starts that are put off, and those under way. `Training` changes it."""
 
     not_before: dict[Worker, float] = field(default_factory=dict)
     waiting: dict[Worker, StartWorker] = field(default_factory=dict)
+    under_way: dict[Worker, float] = field(default_factory=dict)  # when each was ordered, the first one first
+    longest_s: float = 0.0  # that a start of this task took
 
-    def due_at(self) -> list[float]:
-        return [self.not_before[worker] for worker in self.waiting]
+    def due_at(self, patience: Patience) -> list[float]:
+        dues = [self.not_before[worker] for worker in self.waiting]
+        if self.under_way:
+            dues.append(next(iter(self.under_way.values())) + self.limit_s(patience))
+        return dues
+
+    def ordered(self, worker: Worker, now: float) -> None:
+        self.under_way.pop(worker, None)
+        self.under_way[worker] = now
+
+    def arrived(self, worker: Worker, now: float) -> None:
+        since = self.under_way.pop(worker, None)
+        if since is not None:
+            self.longest_s = max(self.longest_s, now - since)
+
+    def limit_s(self, patience: Patience) -> float:
+        """What a start may take: the task's other starts say what is usual."""
+        if not self.longest_s:
+            return patience.first_start_s
+        return max(patience.start_s, patience.start_factor * self.longest_s)
+
+    def late(self, now: float, patience: Patience) -> list[Worker]:
+        limit_s = self.limit_s(patience)
+        return list(takewhile(lambda worker: self.under_way[worker] + limit_s <= now, self.under_way))
 
     def take_due(self, now: float) -> list[StartWorker]:
         due = [worker for worker in self.waiting if self.not_before[worker] <= now]
@@ -123,6 +148,7 @@ class FailureHistory:
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
+    ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
     overdue: OverdueReports = field(default_factory=OverdueReports)
 

@@ -162,6 +162,7 @@ class Training:
         progress, recovery = task.progress, task.recovery
         progress.question = None
         task.starts.waiting.clear()
+        task.starts.under_way.clear()
         if resumes and recovery is not None:
             progress.lived, progress.recorded = recovery.lived(), recovery.recorded
             task.checkpoints.newest = recovery.checkpoint
@@ -312,6 +313,7 @@ class Training:
                 starts.waiting[wish.worker] = wish
                 continue
             starts.not_before.pop(wish.worker, None)
+            starts.ordered(wish.worker, now.at)
             seat.incarnation, seat.address = wish.incarnation, None
             order = msg.StartProcess(
                 task=task.name,

@@ -96,6 +96,7 @@ class DetectorLimits:
     hang_factor: float = 12.0  # of an op's usual time: evidence, if another worker waits
     hang_floor_s: float = 1.0
     active_factor: float = 10.0  # times longer where the process was running, or starved of a CPU
+    active_steps: float = 3.0  # or as long as so many usual steps, where another worker waits for it
     hang_alone_s: float = 60.0  # where no other worker could wait
     wait_factor: float = 1.0  # of a usual step
     wait_floor_s: float = 0.25
@@ -406,14 +407,22 @@ def locate(
     busy = overdue.busiest()
     if busy is not None:
         worst = busy
-        patience = max(limits.hang_floor_s, limits.hang_factor * worst.expected_s)
-        if worst.active_s > 0.5 * worst.elapsed_s:
-            patience *= limits.active_factor
+        is_first = worst.expected_s >= limits.first_op_s  # no usual time is known: that is its limit already
+        factor = 1.0 if is_first else limits.hang_factor
+        patience = max(limits.hang_floor_s, factor * worst.expected_s)
         if not overdue.num_waiting:
             patience = max(patience, limits.hang_alone_s)
         if worst.elapsed_s < patience:
             return None
         waiting = overdue.waiting()
+        if worst.active_s > 0.5 * worst.elapsed_s:
+            longer = patience * limits.active_factor
+            if waiting:  # an op that takes several steps is no slow op
+                step_s = max(overdue[worker].expected_s for worker in waiting)
+                floor_s = limits.hang_floor_s * limits.active_factor
+                longer = min(longer, max(patience, floor_s, limits.active_steps * step_s))
+            if worst.elapsed_s < longer:
+                return None
         return Hung(
             worker=worst.worker,
             because=f"{_subject(worst)} hung in {worst.doing} for {_duration(worst.elapsed_s)} "

@@ -282,9 +282,8 @@ class LocalTask:
 
     def think(self, action: msg.Think) -> None:
         self.watch("action", action.question)
-        answer = self._thinking.answer(self.coordinator, action)
-        if answer is not None:
-            self._driver.hear(answer)
+        for event in self._thinking.answer(self.coordinator, action):
+            self._driver.hear(event)
 
     def choose(self, action: msg.ChooseAssignment) -> None:
         """One task has all slots."""
