@@ -90,7 +90,7 @@ class Checkpoints:
         they have compared the states that it was written from.
         """
         actions: Actions = []
-        written, recorded, recovery = task.checkpoints.parts, _recorded(task), task.recovery
+        written, recorded, recovery = task.checkpoints.parts, _recorded(task), task.managed
         for step in sorted(step for step in written if step <= recorded):
             if recovery is not None and not recovery.is_state_verified(step):
                 continue

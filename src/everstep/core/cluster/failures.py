@@ -188,7 +188,9 @@ class Failures:
             waited_s = now.at - starts.under_way[worker]
             starts.ordered(worker, now.at)  # to be looked at again, whatever comes of it
             seat = task.seats.get(worker)
-            if seat is None or not seat.incarnation or task.state is not TaskState.RUNNING:
+            # Processes that keep the ranks of a script do not say that they have started.
+            reports = task.state is TaskState.RUNNING and task.managed is not None
+            if seat is None or not seat.incarnation or not reports:
                 del starts.under_way[worker]
             elif self._roster.is_heard(seat.node):  # else the node is in doubt already
                 usual = f"; other workers of {task.name} took at most {starts.longest_s:.0f} s"

@@ -131,7 +131,7 @@ class Training:
 
     def unrestored(self, task: Task, event: ev.RestoreFailed, now: Moment) -> Actions:
         """A worker could not load a state: which one is the newest may be another one now."""
-        if task.recovery is not None and task.recovery.loads_from_disk(event):
+        if task.managed is not None and task.managed.loads_from_disk(event):
             because = f"worker {event.worker} could not load the checkpoint of step {event.step}"
             again = self._checkpoints.load_failed(task)
             ending = Ending(state=TaskState.WAITING, because=f"{because}; it is verified", gently=True)
