@@ -23,8 +23,9 @@ def simulate_command(
     trace: Annotated[
         str,
         typer.Option(
-            help="trace-a, trace-b, llama3, poisson, or a file: InfiniteHBD's faults, spot events, Parcae's "
-            "segments, counts of nodes, Slurm's sacct or sacctmgr events, Titan; see docs/simulator.md."
+            help="trace-a, trace-b, llama3, c4, poisson, or a file: InfiniteHBD's faults, spot events, "
+            "Parcae's segments, counts of nodes, Slurm's sacct or sacctmgr events, Titan; "
+            "see docs/simulator.md."
         ),
     ] = "",
     policies: Annotated[str, typer.Option(help="Policies, comma-separated, or all.")] = "",

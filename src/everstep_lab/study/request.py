@@ -12,7 +12,7 @@ from everstep_lab.study import churn, readers, sources
 from everstep_lab.study.failures import DAY_S, Trace
 from everstep_lab.study.policies import Elastic, Megatron, Policy
 from everstep_lab.study.setting import DEFAULT_MIX, Asked, build, of_mix, parse_task
-from everstep_lab.study.study import ABLATIONS, POLICIES, Setup
+from everstep_lab.study.study import ABLATIONS, OF_C4, POLICIES, Setup
 
 VARIED = ("spares", "rate", "mtbf_hours", "checkpoint_minutes", "repair_hours", "nodes")
 
@@ -60,13 +60,17 @@ class Request:
                     sources.llama3(seed, nodes=self.nodes or 2048, days=self.days or 54.0)
                     for seed in range(self.seeds)
                 ]
+            case "c4":
+                repair = self.repair_hours or (4.0, 72.0)
+                nodes = self.nodes or sources.C4_NODES
+                return [sources.c4(seed, nodes=nodes, repair_h=repair) for seed in range(self.seeds)]
             case "poisson":
                 return [self._poisson(seed) for seed in range(self.seeds)]
         if self.trace in churn.KINDS:
             nodes, days = self.nodes or churn.NODES, self.days or churn.DAYS
             return [churn.churn(self.trace, seed, nodes=nodes, days=days) for seed in range(self.seeds)]
         if self.text is None:
-            known = ("trace-a", "trace-b", "llama3", "poisson", *churn.KINDS)
+            known = ("trace-a", "trace-b", "llama3", "c4", "poisson", *churn.KINDS)
             near = get_close_matches(self.trace, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)} or a file."
             raise UserError(f"trace {self.trace!r} is neither a name nor a file; {hint}")
@@ -134,6 +138,8 @@ class Request:
             asked = [parse_task(text) for text in self.tasks]
         elif self.trace == "llama3":
             asked = [Asked(model="llama3-405b")]
+        elif self.trace == "c4":
+            asked = [Asked(model="gpt3-175b")]
         else:
             asked = [Asked(model="gpt3-1.3b")] if alone else of_mix(self.mix)
         llama = self.trace == "llama3"
@@ -148,7 +154,8 @@ class Request:
 
     def chosen(self) -> Mapping[str, Callable[[], Policy]]:
         known = ABLATIONS if self.ablation else POLICIES
-        names = tuple(known) if not self.policies or self.policies == ("all",) else self.policies
+        every = tuple(name for name in known if self.trace == "c4" or name not in OF_C4)
+        names = every if not self.policies or self.policies == ("all",) else self.policies
         for name in names:
             if name not in known:
                 near = get_close_matches(name, list(known), n=1)

@@ -4,6 +4,7 @@
     trace-b    7 days, 26 severe and 80 other: about twenty times as often                      (Unicron)
     poisson    any published rate, per 1,000 node-days
     llama3     the interruptions of 54 days of Llama-3 405B on 16,384 GPUs, by their table
+    c4         a month of one job of 4,096 GPUs with 40 crashes, by C4's table of causes          (C4)
     titan      GPU lifetimes of Titan: a window in time, consecutive locations mapped onto nodes
 
 Spot markets and Slurm are read by `readers.py`.
@@ -67,6 +68,18 @@ LLAMA3 = (
 )
 LLAMA3_DAYS, LLAMA3_NODES, LLAMA3_COUNT = 54.0, 2048, 419
 LLAMA3_REPAIR_H = (4.0, 72.0)  # an assumption: the report says nothing of how long a host is away
+# C4, table I, as recalled: shares of crashes, and how many of each are local to a node (82.5 % of all).
+C4_CRASHES, C4_DAYS, C4_NODES = 40, 30.0, 512
+C4 = (
+    Cause("CUDA error", 12.5, 1, Seen.EXCEPTION),
+    Cause("ECC or NVLink error", 27.5, 1, Seen.EXCEPTION),
+    Cause("NCCL timeout, local", 15.0, 1, Seen.STATISTICS),
+    Cause("NCCL timeout, not local", 5.0, 3, Seen.STATISTICS),
+    Cause("ACK timeout, local", 22.5, 1, Seen.STATISTICS),
+    Cause("ACK timeout, not local", 5.0, 3, Seen.STATISTICS),
+    Cause("network or other, local", 5.0, 1, Seen.EXIT),
+    Cause("network or other, not local", 7.5, 3, Seen.EXIT),
+)
 
 
 def trace_a(seed: int, *, nodes: int = 16) -> Trace:
@@ -143,6 +156,26 @@ def llama3(seed: int, *, nodes: int = LLAMA3_NODES, days: float = LLAMA3_DAYS) -
     )
 
 
+def c4(seed: int, *, nodes: int = C4_NODES, repair_h: tuple[float, float] = (4.0, 72.0)) -> Trace:
+    """Forty crashes in a month, whatever the number of nodes."""
+    draw = Draw(seed, "c4")
+    horizon = C4_DAYS * DAY_S
+    failures = []
+    for _ in range(C4_CRASHES):
+        cause = pick(C4, draw)
+        failures.append(
+            Failure(
+                at_s=draw.uniform(0, horizon),
+                node=draw.below(nodes),
+                severity=cause.severity,
+                seen=cause.seen,
+                cause=cause.name,
+                repair_s=draw.uniform(*repair_h) * HOUR_S if cause.severity == 1 else 0.0,
+            )
+        )
+    return _trace("c4", horizon, nodes, failures)
+
+
 def titan(
     text: str,
     *,
@@ -186,7 +219,12 @@ def titan(
     return _trace("titan", days * DAY_S, nodes, failures)
 
 
-SYNTHETIC: Mapping[str, Callable[[int], Trace]] = {"trace-a": trace_a, "trace-b": trace_b, "llama3": llama3}
+SYNTHETIC: Mapping[str, Callable[[int], Trace]] = {
+    "trace-a": trace_a,
+    "trace-b": trace_b,
+    "llama3": llama3,
+    "c4": c4,
+}
 
 
 def _gap(draw: Draw, rate: float) -> float:

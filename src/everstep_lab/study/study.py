@@ -17,11 +17,23 @@ from everstep.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec, assign
 from everstep_lab.study.failures import Failure, Trace
 from everstep_lab.study.life import Life, StudyTask, lost_by_kind
 from everstep_lab.study.planned import Ideal, Means, PlannedPolicy, everstep, unicron
-from everstep_lab.study.policies import Bamboo, Elastic, Megatron, Oobleck, Policy, Recycle, Varuna
+from everstep_lab.study.policies import (
+    C4D,
+    Bamboo,
+    BeforeC4D,
+    Elastic,
+    Megatron,
+    Oobleck,
+    Policy,
+    Recycle,
+    Varuna,
+)
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "megatron": Megatron,
     "megatron+memory": lambda: Megatron(in_memory=True),
+    "before-c4d": BeforeC4D,
+    "c4d": C4D,
     "elastic": Elastic,
     "varuna": Varuna,
     "varuna-idealised": lambda: Varuna(idealised=True),
@@ -35,6 +47,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "everstep": everstep,
     "ideal": Ideal,
 }
+OF_C4 = ("before-c4d", "c4d")  # accounts of that month, not policies for any trace
 NO_MEANS = Means(
     reroute=False, stagger=False, mid_step=False, repair_aware=False, placement=False, fast_detection=False
 )
