@@ -248,8 +248,8 @@ class Oobleck(Policy):
     A broken connection is seen in 5 s [A], the step under way is lost. A process that restarts leaves and
     returns: two reconfigurations. Charged: pipelines run whole microbatches (`templates.py`), and a change
     takes what was measured, 57 s for a loss and 100 s for a join at 6.7B on 32 GPUs [T], in proportion to
-    [O]'s own seconds at other sizes [A]. Idealised: [O]'s 2 to 10 s by size, and every number of nodes is as
-    good as a mixture of the good ones (the concave hull of the curve).
+    [O]'s own seconds at other sizes [A]. Idealised: [O]'s 2 to 10 s by size, and every number of nodes is at
+    least as good as a mixture of the good ones (the concave hull of the curve).
     """
 
     change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
@@ -281,7 +281,7 @@ class Oobleck(Policy):
         workers = min(here * life.slots, task.curve.most)
         best = np.maximum.accumulate(task.curve.throughput)  # more nodes than it can use do no harm
         if self.idealised:
-            return float(concave_hull(best)[workers])
+            best = concave_hull(best)
         return max(float(best[workers]), by_templates(task.curve, workers))
 
 
