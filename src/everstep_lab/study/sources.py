@@ -71,14 +71,14 @@ LLAMA3_REPAIR_H = (4.0, 72.0)  # an assumption: the report says nothing of how l
 # C4, table I, as recalled: shares of crashes, and how many of each are local to a node (82.5 % of all).
 C4_CRASHES, C4_DAYS, C4_NODES = 40, 30.0, 512
 C4 = (
-    Cause("CUDA error", 12.5, 1, Seen.EXCEPTION),
-    Cause("ECC or NVLink error", 27.5, 1, Seen.EXCEPTION),
-    Cause("NCCL timeout, local", 15.0, 1, Seen.STATISTICS),
-    Cause("NCCL timeout, not local", 5.0, 3, Seen.STATISTICS),
-    Cause("ACK timeout, local", 22.5, 1, Seen.STATISTICS),
-    Cause("ACK timeout, not local", 5.0, 3, Seen.STATISTICS),
-    Cause("network or other, local", 5.0, 1, Seen.EXIT),
-    Cause("network or other, not local", 7.5, 3, Seen.EXIT),
+    FailureCause("CUDA error", 12.5, 1, Seen.EXCEPTION),
+    FailureCause("ECC or NVLink error", 27.5, 1, Seen.EXCEPTION),
+    FailureCause("NCCL timeout, local", 15.0, 1, Seen.STATISTICS),
+    FailureCause("NCCL timeout, not local", 5.0, 3, Seen.STATISTICS),
+    FailureCause("ACK timeout, local", 22.5, 1, Seen.STATISTICS),
+    FailureCause("ACK timeout, not local", 5.0, 3, Seen.STATISTICS),
+    FailureCause("network or other, local", 5.0, 1, Seen.EXIT),
+    FailureCause("network or other, not local", 7.5, 3, Seen.EXIT),
 )
 
 
