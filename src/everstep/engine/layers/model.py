@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import register_parametrization
@@ -288,11 +289,11 @@ def _kept_buffers(layers: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, 
                     yield (layer, f"{path}.{key}".removeprefix(".")), buffer
 
 
-def _image(buffer: Tensor) -> bytes | int:
-    """Its bits; of one without memory how often it was written to."""
+def _image(buffer: Tensor) -> int:
+    """The hash of its bits; of one without memory how often it was written to."""
     if buffer.is_meta:
         return buffer._version
-    return buffer.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return xxhash.xxh3_64_intdigest(buffer.detach().reshape(-1).view(torch.uint8).cpu().numpy())
 
 
 def in_short(error: BaseException) -> str:
