@@ -77,7 +77,7 @@ def test_the_example_runs_by_everstep_run(everstep: Everstep, monkeypatch: pytes
         "run",
         "--json",
         "--replicas",
-        "3",
+        "4",
         "--kill",
         "stage=1,replica=2,step=3,op=F1",
         EXAMPLES / "own_model.py",
@@ -87,7 +87,7 @@ def test_the_example_runs_by_everstep_run(everstep: Everstep, monkeypatch: pytes
     told = ran.document()
     assert ran.code == 0
     assert len(told["losses"]) == 5
-    assert told["microbatches"] == {"issued": 60, "committed": 60}
+    assert told["microbatches"] == {"issued": 40, "committed": 40}, "the batch of the script, on 4 replicas"
     assert [i["worker"] for i in told["incidents"]] == ["2:1"]
     assert "1 incidents healed" in ran.err  # the script's own print, kept off stdout
 

@@ -16,13 +16,12 @@ from everstep.cli import render
 from everstep.drive.step_rows import StepRow
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job, load_job
-from everstep.launch.local.run import LocalTask, Watcher
 from everstep.protocol.incidents import Incident
 from everstep.server.scalars import RunScalars
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage
-    from everstep.launch.local.run import Watcher
+    from everstep.launch.local.run import LocalTask, Watcher
 
 KILL = typer.Option(
     metavar="stage=1,replica=0,step=7[,op=F3]",
@@ -144,8 +143,6 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
     if folder is None:
         yield watch
         return
-    from everstep.cli.train import ScalarWatcher
-
     with closing(ScalarWatcher(folder, watch)) as both:
         yield both
 
@@ -173,7 +170,7 @@ class ScalarWatcher:
         match what:
             case (int() as step, dict() as values) if kind == "evaluation":
                 self._run.evaluation(step, values, time.time())
-            case LocalTask():
+            case _ if kind == "tick":
                 self._task = what
             case StepRow():
                 recovery = self._task.recovery if self._task is not None else None
