@@ -46,8 +46,9 @@ def test_a_script_heals_over_nodes_and_grows_back(tmp_path: Path) -> None:
         cluster.step_reached(3)
         pid = tmp_path / "pids" / "3"
         cluster.until(lambda: pid.exists() and pid.read_text(), "rank 3 runs")
+        before = script()["life"]  # a node that was slow to start may have been let in by a second one
         os.kill(int(pid.read_text()), signal.SIGKILL)
-        cluster.until(lambda: script()["life"] == 2, "another life has begun")
+        cluster.until(lambda: script()["life"] > before, "another life has begun")
         (incident,) = cluster.incidents()
         assert incident["what"] == "rank 3 killed by SIGKILL"
         assert incident["node"] == script()["groups"][1]["node"]
