@@ -124,7 +124,9 @@ def _staged(value: Any, key: str, shards: dict[str, Any], *, is_first: bool) -> 
             f"state{key.replace('/', '.')} is a {type(value).__name__}; a state is made of dicts, lists, "
             "tensors, numbers and texts. Give its state_dict()."
         )
-    if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
