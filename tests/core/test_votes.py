@@ -146,6 +146,8 @@ def test_every_needs_bits_that_can_be_compared() -> None:
         with pytest.raises(UserError, match=r"verify\.votes"):
             replace(job, **changes).refuse_contradictions()  # type: ignore[arg-type]
     assert Job(model=ModelSpec(preset="gpt-tiny"), accumulate="fp32", replicas=2).vote_period == (0, 0)
+    assert Job(model=ModelSpec(preset="gpt-tiny"), replicas=2).vote_period != (0, 0)
+    assert Job(model=ModelSpec(preset="gpt-tiny"), device="cuda", replicas=2).vote_period == (0, 0)
 
 
 # ------------------------------------------------------------------ what the coordinator does about it

@@ -187,7 +187,8 @@ class CheckpointSpec:
 class VerifySpec:
     """Replicas compute a share of each other's microbatches again and compare the bits."""
 
-    votes: Literal["off", "sampled", "every"] = "sampled"  # every: all microbatches of every step
+    # auto: sampled on CPUs, off on GPUs, where votes are untried. every: all microbatches of every step
+    votes: Literal["auto", "off", "sampled", "every"] = "auto"
     cost: float = 0.01  # sampled: at most this part of a step is spent on it
 
     def __post_init__(self) -> None:
@@ -314,6 +315,8 @@ class Job:
     def vote_period(self) -> tuple[int, int]:
         """As `VerifySpec.period`; (0, 0) where no two workers compute the same bits."""
         if self.replicas == 1 or self.shards > 1 or self.accumulate == "fp32":
+            return 0, 0
+        if self.verify.votes == "auto" and self.device != "cpu":
             return 0, 0
         return self.verify.period(self.microbatches)
 
