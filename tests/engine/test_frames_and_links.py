@@ -32,7 +32,7 @@ from everstep.net.envelope import (
 from everstep.net.handshake import ANSWER, HELLO, PROOF, Acceptor, Opener
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.protocol.ops import Microbatch
-from everstep.protocol.parcels import Parcel, ParcelKind, Part, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind, Part, RunHashes, StateTransfer, StepHashes
 
 TOKEN = b"t" * 32
 PART = Part((Microbatch(0, 1), Microbatch(1, 0)), ((Microbatch(0, 1), 2.5),), 6, (3.0, 0.0))
@@ -42,6 +42,8 @@ SAID = {  # of every kind that has a value
     ParcelKind.COPY: (0.5, PART),
     ParcelKind.NEWS: 2.0,
     ParcelKind.FEED: 0.25,
+    ParcelKind.HASHES: StepHashes(2, "cpu", {"w": "a1"}, {"0.1": {"loss": "b2"}}),
+    ParcelKind.ANSWER: RunHashes(2, ({"loss": "b2"}, {})),
 }
 PIECE = {ParcelKind.FILL: StateEnd(3), ParcelKind.PART: PartRest(1, (Stretch(0, 2, 5),), (), (0,), (5,))}
 
