@@ -135,7 +135,7 @@ def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
     """This machine's part of a run over several."""
     from everstep.cli import render
     from everstep.cli.coordinator import Signalled, until_signalled
-    from everstep.launch import nodes, tokens
+    from everstep.launch import coordinator_token, nodes
 
     is_endpoint = at.is_endpoint
     if is_endpoint is None and at.node_rank is not None:
@@ -163,14 +163,14 @@ def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
             is_endpoint=is_endpoint,
             order=at.node_rank,
             host=at.local_address,
-            token=tokens.found("", None) or nodes.shared_token(at.run_id, at.endpoint),
+            token=coordinator_token.found("", None) or nodes.shared_token(at.run_id, at.endpoint),
             ranks=ranks,
             output=sys.stderr.buffer if as_json else sys.stdout.buffer,
             grace_s=run.grace_s + 5.0,
             join_timeout_s=at.join_timeout_s,
         )
     )
-    tokens.clean_environment()
+    coordinator_token.clean_environment()
     codes: list[int] = []
 
     async def go(signalled: Signalled) -> None:

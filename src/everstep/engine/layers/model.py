@@ -293,7 +293,7 @@ def _image(buffer: Tensor) -> int:
     """The hash of its bits; of one without memory how often it was written to."""
     if buffer.is_meta:
         return buffer._version
-    return xxhash.xxh3_64_intdigest(buffer.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    return xxhash.xxh3_64_intdigest(buffer.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def in_short(error: BaseException) -> str:
