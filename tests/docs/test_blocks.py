@@ -23,6 +23,8 @@ import pytest
 from everstep.fabric.document import tasks_from, topology_from
 from everstep.job.job import Job
 from everstep.launch.local import api
+from everstep.server.quotas import read_quotas
+from everstep.server.webhooks import read_webhooks
 from everstep_lab.plan.document import world_from
 from everstep_lab.study.request import from_document
 from tools.pages import DOCS, ROOT, Block, blocks, pages
@@ -65,6 +67,8 @@ BEFORE = {
     ("the-loop.md", 0): TEXT,
     ("the-loop.md", 1): "",
     ("your-data.md", 0): TEXT,
+    ("your-data.md", 1): "import everstep, numpy\n"
+    "for name in ('web', 'code'): numpy.zeros(20_000, dtype='uint16').tofile(name + '.bin')\n",
     ("your-model.md", 2): "import everstep\n",
     ("your-model.md", 3): "from torch import nn\n",
 }
@@ -149,6 +153,7 @@ def test_a_python_block_trains(place: tuple[str, int], tmp_path: Path) -> None:
     assert not trains or "4 of 4 steps" in ran.stderr
 
 
+SERVERS_OWN = {"access.md": read_quotas, "alerts.md": read_webhooks}
 JOB = {"model": {"preset": "gpt-tiny"}, "data": {"kind": "synthetic"}}
 
 
@@ -161,6 +166,11 @@ def test_a_toml_block_is_read_as_the_commands_read_it(place: tuple[str, int], tm
         assert "clos" in table or tasks_from(table, topology)
     elif page == "planner.md":
         world_from(table)
+    elif page in SERVERS_OWN:
+        path = tmp_path / "table.toml"
+        path.write_text(of_language("toml")[place].text)
+        path.chmod(0o600)
+        assert SERVERS_OWN[page](path)
     elif page == "simulator.md":
         from_document(table, "study")
     else:

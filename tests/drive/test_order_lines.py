@@ -226,7 +226,8 @@ def test_an_agent_of_the_version_before_is_told_in_its_own_words_and_understood(
     back = decode(msg.Order, older.order_of_protocol_3(told[0]))
     assert isinstance(back, msg.ResumeTask)
     facts = cluster.coordinator.tasks["t"].progress.facts
-    assert back.facts == facts
+    assert facts is not None
+    assert back.facts == replace(facts, votes_from=0)  # of which that version does not know
     numbers = [a.number for a in cluster.actions if isinstance(a, msg.Dispatch)]
     assert numbers == list(range(1, len(numbers) + 1))
 

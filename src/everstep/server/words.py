@@ -52,6 +52,9 @@ PARCELS: Mapping[str, str] = {  # what a worker waits for; of a stage, a microba
     "J": "state of the joining worker",
     "W": "updated weights",
     "K": "optimizer state",
+    "D": "hashes of a vote",
+    "Q": "request to compute again",
+    "V": "answer to a replay",
 }
 PLACES: Mapping[str, str] = {  # of a worker that does not run ops; see `views`
     "absent": "gone; work rerouted",
