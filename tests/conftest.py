@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from everstep import log
 from everstep.node.fork_server import ForkServer
 
 # Read when torch is loaded, and some CPU kernels heed nothing else. Two tests run at a time, and some fork: a
@@ -78,6 +79,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             return (yield)
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # not by closing: a child may have it too
+
+
+@pytest.fixture(autouse=True)
+def plain_lines() -> Iterator[None]:
+    """A test that runs an agent's command in its own process would leave that agent's kind of lines behind."""
+    yield
+    log.start()
 
 
 @pytest.fixture(scope="session")

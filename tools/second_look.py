@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MOST = 60  # one state that a test leaves behind can fail a whole module of others
+MOST = 12
 TRIES = 2  # alone: with the first run, a test has three
 
 
