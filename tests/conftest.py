@@ -83,7 +83,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def plain_lines() -> Iterator[None]:
-    """A test that runs an agent's command in its own process would leave that agent's kind of lines behind."""
+    """A test that runs an agent's command in its own process would leave its kind of lines behind."""
     yield
     log.start()
 
