@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.errors import UserError
+from everstep.errors import EverstepError, UserError
 from everstep.protocol.messages import KeptFile, SnapshotFile
 from everstep.ranks import line as rank_line
 from everstep.ranks import snapshots
@@ -32,6 +34,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, world: int
     line = Line(folder)
     monkeypatch.setattr(rank_line, "current", line)
     monkeypatch.setattr(snapshots, "_writing", None)
+    monkeypatch.setattr(snapshots, "_compared", False)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
     return line
@@ -80,7 +83,7 @@ def test_shards_of_any_number_of_ranks_become_whole_tensors(
 ) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
 
-    def staged(value: Any, key: str, shards: dict[str, Any], *, is_first: bool) -> Any:
+    def staged(value: Any, key: str, shards: dict[str, Any], *, keeps_rest: bool) -> Any:
         rank = int(snapshots.os.environ["RANK"])
         shards["/w"] = ((6, 4), (2 * rank, 0), whole[2 * rank : 2 * rank + 2].clone())
         return {"w": None, "n": 5}
@@ -95,6 +98,61 @@ def test_shards_of_any_number_of_ranks_become_whole_tensors(
     assert found is not None
     assert torch.equal(found.state["w"], whole)
     assert found.state["n"] == 5
+    (snapshots.step_folder(tmp_path, 4) / "rank-1-of-3.pt").unlink()
+    with pytest.raises(EverstepError, match="the shard of a rank is missing"):
+        everstep.restore()
+
+
+def test_each_rank_can_keep_its_own_for_as_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        as_rank(monkeypatch, tmp_path, rank, 2)
+        everstep.snapshot({"part": torch.full((3,), float(rank))}, 4, per_rank=True)
+        written()
+    for rank in range(2):
+        as_rank(monkeypatch, tmp_path, rank, 2).restore_step = 4
+        found = everstep.restore()
+        assert found is not None
+        assert found.state["part"].tolist() == [rank] * 3
+    as_rank(monkeypatch, tmp_path, 0, 3).restore_step = 4
+    assert everstep.restore() is None
+    assert "kept by each of 2 ranks for itself, and there are 3 now" in capsys.readouterr().err
+
+
+DIFFERENT = """
+import os, sys
+import torch
+from torch import distributed
+from everstep.errors import EverstepError, UserError
+from everstep.ranks.snapshots import _require_alike
+
+rank = int(sys.argv[1])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+distributed.init_process_group("gloo", rank=rank, world_size=2)
+_require_alike({"step": 3, "model": {"w": torch.ones(3)}, "betas": (0.9, 0.95)}, 2)
+for state in ({"optim": {"w": torch.ones(3), "part": torch.full((2,), rank)}}, {f"of {rank}": 1}):
+    try:
+        _require_alike(state, 2)
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_state_of_which_each_rank_has_another_part_is_refused() -> None:
+    """Else all parts but rank 0's would be lost, and nobody told."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIFFERENT, str(rank), str(port)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert said[0] == said[1]
+    assert "state.optim.part is not the same on all ranks" in said[0]
+    assert "ranks have other keys" in said[0]
 
 
 def test_a_state_of_objects_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,11 +186,15 @@ def test_another_node_reads_a_file_and_refuses_one_that_was_changed() -> None:
         absent = KeptFile(name="no", file=SnapshotFile(size=1, hash=""), holders=(first.address,))
         assert "does not have it" in second.fetch(5, [absent])
         stranger = NodeMemory("127.0.0.1", "other")
-        assert stranger.fetch(5, [wanted])
+        assert "does not know the task's secret" in stranger.fetch(5, [wanted])
         stranger.close()
+        with socket.create_connection(first.address) as sock, sock.makefile("rb") as stream:
+            snapshots._prove(sock, stream, snapshots.Opener(first._key))
+            sock.sendall(b'{"step": 5, "name": "../../../etc/passwd"}\n')
+            assert stream.read(8) == (-1).to_bytes(8, "little", signed=True)
         with socket.create_connection(first.address) as sock:
-            sock.sendall(b'{"secret": "s", "step": 5, "name": "../../../etc/passwd"}\n')
-            assert sock.recv(8) == (-1).to_bytes(8, "little", signed=True)
+            sock.sendall(b'{"secret": "s", "step": 5, "name": "rank-0-of-1.pt"}\n')
+            assert sock.recv(8) == b""
     finally:
         first.close()
         second.close()

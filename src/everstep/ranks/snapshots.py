@@ -5,7 +5,9 @@
 
 A rank's file has what only this rank has: its shards of DTensors (FSDP2), and from rank 0 all the rest, which
 is the same on every rank (DDP). So a state can be restored by any number of ranks: whole tensors are put
-together from the boxes that shards say they are.
+together from the boxes that shards say they are. That the rest is the same is looked at once, at the first
+state: an optimizer of which each rank has another part (ZeRO) would lose all parts but one. With `per_rank`
+each rank keeps all of its own, for as many ranks as there are now.
 
 Handing over copies the tensors to host memory before it returns; writing and hashing follow in a thread. A
 state that was not written by all ranks does not count.
@@ -24,18 +26,22 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError, PeerError, UserError
+from everstep.layout.box import Box, uncovered
+from everstep.log import warn
+from everstep.net.handshake import Acceptor, Opener
 from everstep.protocol.messages import KeptFile, SnapshotFile
 from everstep.ranks import line as rank_line
 from everstep.store.owned_folders import new_folder
 
 KEPT_STEPS = 3  # per node: two that are whole, and one that is being written
 _CHUNK = 1 << 22
-_TIMEOUT_S = 60.0
+_TIMEOUT_S, _STRANGER_S = 60.0, 5.0
 _LENGTH = struct.Struct("<q")
-_SHARDS, _REST = "shards", "rest"
+_SHARDS, _REST, _PER_RANK = "shards", "rest", "per_rank"
+MOST_STRANGERS = 64  # connections at once to a node's memory; the tasks of a node have a few each
 
 
 def file_name(rank: int, world: int) -> str:
@@ -57,29 +63,36 @@ class Restored(NamedTuple):
 
 
 _writing: threading.Thread | None = None
+_compared = False  # whether all ranks have the same rest
 
 
-def snapshot(state: Any, step: int) -> None:
+def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
     """Keep this state in the memory of two nodes, to continue from after a failure. All ranks call it.
 
     `state`: dicts and lists of tensors, numbers and texts, as `state_dict()` gives them; tensors may be
-    DTensors. What is no DTensor is taken from rank 0. Returns when the tensors are copied; the rest happens
-    meanwhile. Does nothing where the script is not run as a script task of Everstep.
+    DTensors. What is no DTensor is taken from rank 0, and the first state is refused if it is not the same on
+    all ranks. `per_rank`: each rank keeps its own; only as many ranks can continue from it. Returns when the
+    tensors are copied; the rest happens meanwhile. Does nothing where the script is not run as a script task
+    of Everstep.
     """
-    global _writing
+    global _writing, _compared
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(f"step is {step!r}; give a whole number, at least 0.")
     line = rank_line.current
     if line is None or line.snapshots is None:
         return
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not per_rank and not _compared:
+        _require_alike(state, world)
+        _compared = True
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {}
-    rest = _staged(state, "", shards, is_first=rank == 0)
+    keeps_rest = rank == 0 or per_rank
+    rest = _staged(state, "", None if per_rank else shards, keeps_rest=keeps_rest)
     if _writing is not None:
         _writing.join()
-    content = {_SHARDS: shards} | ({_REST: rest} if rank == 0 else {})
+    content = {_SHARDS: shards, _PER_RANK: per_rank} | ({_REST: rest} if keeps_rest else {})
     folder, name = step_folder(line.snapshots, step), file_name(rank, world)
-    if not shards and rank:
+    if not shards and not keeps_rest:
         line.say(kind="snapshot", step=step, name="")
         return
     _writing = threading.Thread(
@@ -96,10 +109,13 @@ def restore() -> Restored | None:
     import torch
 
     folder = step_folder(line.snapshots, line.restore_step)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     rest: Any = None
     shards: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
     for path in sorted(folder.glob("rank-*.pt")):
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if content[_PER_RANK]:
+            return _own(folder, rank, world, line.restore_step)
         rest = content.get(_REST, rest)
         for key, shard in content[_SHARDS].items():
             shards.setdefault(key, []).append(shard)
@@ -108,14 +124,85 @@ def restore() -> Restored | None:
     return Restored(_rebuilt(rest, "", shards), line.restore_step)
 
 
-def _staged(value: Any, key: str, shards: dict[str, Any], *, is_first: bool) -> Any:
+def _own(folder: Path, rank: int, world: int, step: int) -> Restored | None:
+    import torch
+
+    path = folder / file_name(rank, world)
+    if not path.is_file():
+        kept = len(list(folder.glob("rank-*.pt")))
+        warn(
+            f"the state of step {step} was kept by each of {kept} ranks for itself, and there are {world} "
+            "now: it cannot be used"
+        )
+        return None
+    return Restored(torch.load(path, map_location="cpu", weights_only=True)[_REST], step)
+
+
+def _require_alike(state: Any, world: int) -> None:
+    """That all ranks have the same, but for DTensors. All ranks ask at once, and all get the same answer."""
+    import torch
+    from torch import distributed
+
+    if world == 1 or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    found: dict[str, int] = {}
+    _digests(state, "", found)
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+
+    def differ(numbers: list[int]) -> list[bool]:
+        least = torch.tensor(numbers, dtype=torch.int64, device=device)
+        most = least.clone()
+        distributed.all_reduce(least, distributed.ReduceOp.MIN)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        return (least != most).tolist()
+
+    if any(differ([len(found), _number("\0".join(found).encode())])):
+        where = "ranks have other keys"
+    else:
+        different = differ(list(found.values())) if found else []
+        keys = [key for key, is_other in zip(found, different, strict=True) if is_other]
+        if not keys:
+            return
+        where = f"state{keys[0].replace('/', '.')} is not the same on all ranks"
+    raise UserError(
+        f"{where}, and only what rank 0 has would be kept: give what ranks share, DTensors, or per_rank=True."
+    )
+
+
+def _digests(value: Any, key: str, found: dict[str, int]) -> None:
+    """Of every value that is no DTensor."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            _digests(v, f"{key}/{k}", found)
+    elif isinstance(value, list | tuple):
+        for i, v in enumerate(value):
+            _digests(v, f"{key}/{i}", found)
+    elif isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor):
+            held = value.detach().cpu().contiguous()
+            form = f"{held.dtype}{tuple(held.shape)}".encode()
+            found[key] = _number(form + held.view(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        found[key] = _number(repr(value).encode())
+
+
+def _number(data: bytes) -> int:
+    import xxhash
+
+    return int(xxhash.xxh3_64_intdigest(data)) >> 1  # it fits into an int64
+
+
+def _staged(value: Any, key: str, shards: dict[str, Any] | None, *, keeps_rest: bool) -> Any:
     """A copy of the state; DTensors leave their shard in `shards` and None in their place."""
     import torch
 
     if isinstance(value, Mapping):
-        return {k: _staged(v, f"{key}/{k}", shards, is_first=is_first) for k, v in value.items()}
+        return {k: _staged(v, f"{key}/{k}", shards, keeps_rest=keeps_rest) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        items = [_staged(v, f"{key}/{i}", shards, is_first=is_first) for i, v in enumerate(value)]
+        items = [_staged(v, f"{key}/{i}", shards, keeps_rest=keeps_rest) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, torch.Tensor):
         if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
@@ -127,13 +214,18 @@ def _staged(value: Any, key: str, shards: dict[str, Any], *, is_first: bool) -> 
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
+        if shards is None:
+            raise UserError(
+                f"state{key.replace('/', '.')} is a DTensor, which is kept without per_rank; give its "
+                "to_local(), or leave per_rank out."
+            )
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         local = value.to_local()
         shards[key] = (tuple(value.shape), tuple(offset), _on_host(local))
         return None
-    return _on_host(value) if is_first else None
+    return _on_host(value) if keeps_rest else None
 
 
 def _on_host(tensor: Any) -> Any:
@@ -155,6 +247,9 @@ def _joined(parts: list[tuple[tuple[int, ...], tuple[int, ...], Any]]) -> Any:
     import torch
 
     shape, _, first = parts[0]
+    boxes = [Box(tuple(offset), tuple(part.shape)) for _, offset, part in parts]
+    if uncovered(tuple(shape), [box for box in boxes if box.volume]) is not None:
+        raise EverstepError("a state that was kept is not whole: the shard of a rank is missing.")
     whole = torch.empty(shape, dtype=first.dtype)
     for _, offset, part in parts:
         whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
@@ -198,7 +293,8 @@ class NodeMemory:
         base = Path("/dev/shm")
         root = base if base.is_dir() and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
         self.folder, self._lock = new_folder("everstep-snapshots-", root)
-        self._secret = secret
+        self._key = hmac.digest(secret.encode(), b"everstep snapshots", "sha256")
+        self._room = threading.BoundedSemaphore(MOST_STRANGERS)
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._serve, name="everstep-snapshots", daemon=True).start()
@@ -234,9 +330,9 @@ class NodeMemory:
         part = path.with_name(f"{path.name}.part")
         try:
             with socket.create_connection(holder, timeout=_TIMEOUT_S) as sock, part.open("wb") as file:
-                asked = {"secret": self._secret, "step": step, "name": wanted.name}
-                sock.sendall(json.dumps(asked).encode() + b"\n")
                 stream = sock.makefile("rb")
+                _prove(sock, stream, Opener(self._key))
+                sock.sendall(json.dumps({"step": step, "name": wanted.name}).encode() + b"\n")
                 (size,) = _LENGTH.unpack(stream.read(_LENGTH.size))
                 if size != wanted.file.size:
                     return f"{holder[0]}:{holder[1]} does not have it"
@@ -250,7 +346,7 @@ class NodeMemory:
             if described(part) != wanted.file:
                 return f"what {holder[0]}:{holder[1]} sent fails its checksum"
             part.replace(path)
-        except (OSError, struct.error) as error:
+        except (OSError, struct.error, PeerError) as error:
             return f"{holder[0]}:{holder[1]}: {error}"
         finally:
             part.unlink(missing_ok=True)
@@ -262,14 +358,24 @@ class NodeMemory:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
+            if not self._room.acquire(blocking=False):
+                sock.close()
+                continue
             threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
 
     def _answer(self, sock: socket.socket) -> None:
-        sock.settimeout(_TIMEOUT_S)
-        with sock, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            asked = json.loads(sock.makefile("rb").readline(1 << 16))
-            if not hmac.compare_digest(str(asked["secret"]).encode(), self._secret.encode()):
-                return
+        try:
+            self._give(sock)
+        finally:
+            self._room.release()
+
+    def _give(self, sock: socket.socket) -> None:
+        sock.settimeout(_STRANGER_S)
+        with sock, contextlib.suppress(OSError, ValueError, KeyError, TypeError, PeerError):
+            stream = sock.makefile("rb")
+            _prove(sock, stream, Acceptor(self._key))
+            sock.settimeout(_TIMEOUT_S)
+            asked = json.loads(stream.readline(1 << 16))
             path = step_folder(self.folder, int(asked["step"])) / Path(str(asked["name"])).name
             if not path.is_file():
                 sock.sendall(_LENGTH.pack(-1))
@@ -277,3 +383,15 @@ class NodeMemory:
             with path.open("rb") as file:
                 sock.sendall(_LENGTH.pack(os.fstat(file.fileno()).st_size))
                 sock.sendfile(file)
+
+
+def _prove(sock: socket.socket, stream: BinaryIO, side: Opener | Acceptor) -> None:
+    """To each other that both know the task's secret; a PeerError if not."""
+    if isinstance(side, Opener):
+        sock.sendall(side.hello())
+    while side.wants > 0:
+        data = stream.read(side.wants)
+        if not data:
+            raise PeerError("the connection closed")
+        if answer := side.feed(data):
+            sock.sendall(answer)
