@@ -175,40 +175,44 @@ time.sleep(60)
 
 def noticed(kind: str, faults: int, seed: int) -> list[float]:
     """Milliseconds, one for each fault of this kind."""
-    from everstep.ranks.fork_server import PlainStarter
-    from everstep.ranks.run import Ranks, ScriptLaunch
-    from everstep.ranks.words import RestartPolicy, TellPerson
+    from everstep.core.cluster import lives
+    from everstep.launch.local.script_run import ScriptLaunch, ScriptRun
+    from everstep.protocol.messages import RankRules
+    from everstep.ranks import keeper
 
+    keeper.STOPPED_PATIENCE_S, lives.BACKOFF_S = 0.1, 0.0
     with tempfile.TemporaryDirectory(prefix="ranks-") as root:
         folder = Path(root)
         (folder / "script.py").write_text(_SCRIPT)
-        launch = ScriptLaunch(
-            command=[str(folder / "script.py"), kind, root],
-            policy=RestartPolicy(ranks=RANKS, max_restarts=faults - 1, backoff_s=0.0, stopped_patience_s=0.1),
+        rules = RankRules(
+            command=("script.py", kind, root),
             run_id="bench",
-            log_dir=folder / "logs",
-            output=io.BytesIO(),
-            errors=io.BytesIO(),
+            folder=root,
+            ranks=RANKS,
+            max_restarts=faults - 1,
+            logs=str(folder / "logs"),
         )
         named: list[float] = []
 
-        def tell(action: object, at_s: float) -> None:
-            if isinstance(action, TellPerson) and "is stopped" in action.because:
+        def note(text: str) -> None:
+            if "is stopped (SIGSTOP)" in text:
                 named.append(time.monotonic())
 
-        run = Ranks(launch, PlainStarter(), tell)
+        run = ScriptRun(ScriptLaunch(rules=rules, output=io.BytesIO(), errors=io.BytesIO()), note)
         struck: list[float] = []
         sender = {"sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP}.get(kind)
         if sender is not None:
             arguments = (folder, sender, faults, struck, random.Random(seed))
             threading.Thread(target=_strike, args=arguments, daemon=True).start()
         ran = run.run()
-        wrong = [i.what for i in ran.incidents if i.rank != i.life % 2]
+        wrong = [one.what for life, one in enumerate(ran.incidents) if one.rank != life % 2]
         assert not wrong, f"the wrong rank was named: {wrong}"
         assert len(ran.incidents) == faults
+        noticed = [one.verdict.at for one in ran.incidents if one.verdict is not None]
         if kind == "exception":
-            return [incident.noticed_ms for incident in ran.incidents]
-        seen = named if kind == "sigstop" else [incident.at for incident in ran.incidents]
+            began = [one.evidence_at for one in ran.incidents]
+            return [(b - a) * 1e3 for a, b in zip(began, noticed, strict=True)]
+        seen = named if kind == "sigstop" else noticed
         return [(b - a) * 1e3 for a, b in zip(struck, seen, strict=True)]
 
 

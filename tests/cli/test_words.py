@@ -13,8 +13,8 @@ import pytest
 
 from everstep.cli import cluster, main, worker_output
 from everstep.cli.client import Client
+from everstep.launch.local import script_run
 from everstep.node.agent import _plain
-from everstep.ranks import report
 
 TASK: dict[str, Any] = {
     "task": "three",
@@ -150,9 +150,9 @@ def test_an_agent_without_a_coordinator_says_why_in_plain_words() -> None:
 
 
 def test_the_last_line_of_a_script_counts_in_good_english() -> None:
-    launch = SimpleNamespace(log_dir=Path("runs"), run_id="a")
+    launch = SimpleNamespace(logs=Path("runs/a"))
     lines = [
-        report.summary(launch, SimpleNamespace(seconds=55.3, restarts=n, incidents=[None] * n))  # type: ignore[arg-type]
+        script_run.summary(launch, SimpleNamespace(seconds=55.3, restarts=n, incidents=[None] * n))  # type: ignore[arg-type]
         for n in (1, 2)
     ]
     assert lines == [

@@ -456,3 +456,45 @@ def test_a_state_that_a_node_cannot_read_is_given_up_for_the_one_before() -> Non
     cluster.fail(0, "cannot be read", source="log", lost_snapshot=7)
     cluster.wait(2.0)
     assert cluster.life[0].restore.step == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("told", "own", "code"),
+    [
+        ({"source": "exit", "code": 3}, 3, 3),
+        ({"source": "exit", "code": -9}, -9, 137),
+        ({"source": "exception", "code": 1}, 5, 5),  # it ended by itself after it had raised
+        ({"source": "exception", "code": 1}, -15, 1),  # it was ended while it was saying last words
+        ({"source": "progress"}, -9, 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    told: dict[str, Any], own: int, code: int
+) -> None:
+    cluster = Cluster(1)
+    cluster.submit(most=1, max_restarts=0)
+    lives = cluster.task.lives
+    cluster.deaf.add("n0")
+    cluster.fail(1, "exited", **told)
+    cluster.deaf.clear()
+    cluster.tell(0, msg.RanksIdle, address=("n0", 8), codes={0: -15, 1: own})
+    assert cluster.ended == ["failed"]
+    assert lives.exit_code == code
+    assert lives.exit_codes == {0: -15, 1: own}
+
+
+def test_a_life_that_ends_well_after_another_that_failed_has_exit_code_0() -> None:
+    cluster = Cluster(1)
+    cluster.submit(most=1)
+    lives = cluster.task.lives
+    cluster.fail(1, "killed by SIGKILL", code=-9)
+    assert len(cluster.begun) == 2
+    cluster.tell(0, msg.RanksIdle, address=("n0", 8), codes={0: 0, 1: 0})
+    assert (cluster.ended, lives.exit_code) == (["finished"], 0)
+
+
+def test_an_incident_of_a_script_has_the_rank_and_its_traceback() -> None:
+    cluster = Cluster(1)
+    cluster.submit(most=1)
+    cluster.fail(1, "OSError: no disk", source="exception", traceback="Traceback: here")
+    assert (cluster.incident.rank, cluster.incident.traceback) == (1, "Traceback: here")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
-from everstep.ranks import report
-from everstep.ranks.supervision import Supervision
-from everstep.ranks.words import RankExited, RestartPolicy, RunRequested, StartRanks
+from everstep.launch.local.script_run import ScriptLaunch, ScriptRun
+from everstep.protocol.messages import RankRules
 from tools.pages import DOCS, blocks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -64,15 +64,16 @@ def test_the_incidents_of_the_page_say_what_incidents_say() -> None:
     assert shown <= said(), shown - said()
 
 
-def test_the_page_about_scripts_quotes_what_the_supervisor_says() -> None:
-    machine = Supervision(RestartPolicy(ranks=2, max_restarts=3))
-    killed = RankExited(rank=1, life=0, code=-9, reason="killed by SIGKILL", words="")
-    ended = RankExited(rank=0, life=0, code=-15, reason="killed by SIGTERM", words="")
-    events = ((RunRequested(), 0.0), (killed, 1.0), (ended, 1.1))
-    actions = [action for event, now in events for action in machine.handle(event, now)]
-    lines = {plain(report.line(action, 1.0)) for action in actions if not isinstance(action, StartRanks)}
-    lines |= {plain(report.line(actions[-1], 1.0))}
+def test_the_page_about_scripts_quotes_what_a_run_says(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(
+        "import os, time\nfirst = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "if first and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nif first: time.sleep(600)"
+    )
+    rules = RankRules(command=("s.py",), run_id="x", folder=str(tmp_path), ranks=2, logs=str(tmp_path))
+    lines: list[str] = []
+    run = ScriptRun(ScriptLaunch(rules=rules, output=io.BytesIO(), errors=io.BytesIO()), lines.append)
+    assert run.run().code == 0
     page = [line for block in blocks(DOCS / "own-script.md") for line in block.text.splitlines()]
     shown = {re.sub(r"\s+", " ", plain(line)) for line in page if line.startswith("everstep: ")}
     assert len(shown) == 3
-    assert shown <= {re.sub(r"\s+", " ", line) for line in lines}, shown
+    assert shown <= {re.sub(r"\s+", " ", plain(line)) for line in lines}, shown

@@ -101,33 +101,29 @@ def endpoint(text: str, option: str, default_port: int) -> tuple[str, int]:
 def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
     """All ranks on this machine."""
     from everstep.cli import render
-    from everstep.ranks import report as rank_report
-    from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
-    from everstep.ranks.rank_main import EXEC
-    from everstep.ranks.run import Ranks, ScriptLaunch
-    from everstep.ranks.words import RestartPolicy
+    from everstep.launch.local import script_run
+    from everstep.protocol.messages import RankRules
 
-    policy = RestartPolicy(
+    rules = RankRules(
+        command=tuple(run.command),
+        run_id=script_run.run_id(),
+        folder=str(Path.cwd()),
         ranks=run.ranks,
+        is_program=run.is_program,
         max_restarts=run.max_restarts,
         hang_after_s=run.hang_after_s,
         grace_s=run.grace_s,
-    )
-    launch = ScriptLaunch(
-        command=[EXEC, *run.command] if run.is_program else run.command,
-        policy=policy,
-        run_id=rank_report.run_id(),
-        log_dir=run.log_dir.resolve(),
-        master_port=port,
+        preload=tuple(run.preload),
+        port=port,
+        logs=str(run.log_dir.resolve()),
         role=run.role,
-        output=sys.stderr.buffer if as_json else sys.stdout.buffer,
     )
-    starter: RankStarter = ForkingStarter(run.preload).open() if run.preload else PlainStarter()
-    ranks = Ranks(launch, starter, lambda action, at_s: render.note(rank_report.line(action, at_s)))
-    ran = ranks.run()
+    output = sys.stderr.buffer if as_json else sys.stdout.buffer
+    launch = script_run.ScriptLaunch(rules=rules, output=output)
+    ran = script_run.ScriptRun(launch, render.note).run()
     if as_json:
-        render.emit(rank_report.document(launch, ran))
-    render.note(rank_report.summary(launch, ran))
+        render.emit(script_run.document(launch, ran))
+    render.note(script_run.summary(launch, ran))
     return ran.code
 
 

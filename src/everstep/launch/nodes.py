@@ -119,7 +119,7 @@ class RunOnNodes:
             followed.look()
         if self.document is None:
             return 143 if self._left else 1
-        return 0 if self.document["state"] == "finished" else 1
+        return 0 if self.document["state"] == "finished" else self.document["script"]["exit_code"] or 1
 
     def _address(self, leads: bool) -> str:
         host, port = self.run.endpoint

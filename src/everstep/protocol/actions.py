@@ -165,3 +165,5 @@ class LifeFailed(Action):
     remedy: str
     is_over: bool  # there is no other life
     because: str
+    finding: str = ""  # what the stacks of a hang show; empty: the text says it all
+    traceback: str = ""

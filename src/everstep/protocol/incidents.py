@@ -128,6 +128,8 @@ class Incident:
     evidence_at: float
     task: str = ""
     node: str = ""
+    rank: int | None = None  # of a script, if one can be named
+    traceback: str = ""
     planned_at: float | None = None
     resumed_at: float | None = None
     replayed_ops: int = 0

@@ -471,6 +471,7 @@ class RanksLocated(RankReport, WorkerReport):
     incarnation: int
     life: int
     positions: tuple[RankPosition, ...]
+    finished: tuple[int, ...] = ()  # ranks of this node that have ended with code 0
 
 
 @message(by=WORKER, fleeting=True, says="{task} is at step {step}, says rank {rank}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import sys
 import threading
@@ -23,19 +24,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from everstep.core.faults import testimony
 from everstep.errors import EverstepError, UserError
 from everstep.log import say, warn
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import RankPosition, RankRules, Sender
-from everstep.ranks import suspects, words
+from everstep.ranks import looks as rank_looks
+from everstep.ranks import words
 from everstep.ranks.environment import RankPlace
 from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
 from everstep.ranks.group import RankGroup, rank_folder
-from everstep.ranks.hang_diagnosis import HangDiagnosis
-from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS
+from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS, STACKS_SIGNAL
+from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory
 from everstep.ranks.stillness import Stillness
 
@@ -45,6 +47,9 @@ STILL_S = 2.0  # without progress, after which the coordinator hears of it; then
 STOPPED_PATIENCE_S = 5.0
 LAST_WORDS_S = 0.5  # a rank that has raised may end by itself for so long
 PROGRESS_EVERY_S = 1.0
+KILL_EVERY_S = 1.0  # what is being killed may have forked meanwhile
+ANSWER_S = 1.5  # for ranks to write their stacks and records
+LEAST_ANSWER_S = 0.2  # a stack that is half written would blame the wrong rank
 IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
 
 Say = Callable[[Any], None]  # a row of RankReport
@@ -79,6 +84,9 @@ class KeeperSettings:
     environment: Mapping[str, str]
     order: int = 0  # of this node among those of the task
     secret: str = ""  # of the task: its keepers know each other by it
+    output: BinaryIO = field(default_factory=lambda: sys.stdout.buffer)
+    errors: BinaryIO = field(default_factory=lambda: sys.stderr.buffer)
+    note: Callable[[str], None] = say  # what it sees and does, for people
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +106,7 @@ class _Life:
     handed: dict[int, dict[int, words.RankHandedOver]] = field(default_factory=dict)  # by step and rank
     terminate_at: float | None = None  # those that were saying last words
     kill_at: float | None = None  # it is ending
+    is_killed: bool = False
 
 
 class Keeper:
@@ -117,34 +126,49 @@ class Keeper:
             [EXEC, *rules.command] if rules.is_program else rules.command,
             starter,
             happened=self._happened,
-            output=sys.stdout.buffer,
-            errors=sys.stderr.buffer,
+            output=settings.output,
+            errors=settings.errors,
             environment=settings.environment,
             folder=rules.folder,
         )
+        self.codes: dict[int, int] = {}  # of the ranks of the last life that has ended
         self._life: _Life | None = None
         self._number = 0  # of the last life
-        self._diagnosis: HangDiagnosis | None = None
+        self._question: _StacksQuestion | None = None
         self._look_at = self._family_at = 0.0
         self._is_leaving = False
         self._memory = memory
 
     def run(self) -> int:
-        self._group.open()
-        self._group.selector.register(self._inbox.reader, selectors.EVENT_READ, (-1, "order"))
         try:
-            self._is_idle({})
-            while self._life is not None or not self._is_leaving:
-                self._turn()
+            self.open()
+            while not self.is_done:
+                self.turn()
         finally:
-            self._group.close()
-            self._memory.close()
+            self.close()
         return 0
 
-    def _turn(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        """It was told to leave, and no rank is left."""
+        return self._is_leaving and self._life is None
+
+    def open(self) -> None:
+        self._group.open()
+        self._group.selector.register(self._inbox.reader, selectors.EVENT_READ, (-1, "order"))
+        self._is_idle({})
+
+    def close(self) -> None:
+        """No process and no state is left behind."""
+        self._group.close()
+        self._memory.close()
+
+    def turn(self, until: float | None = None) -> None:
+        """Wait for what happens next, at most until then, and see to it."""
         now = time.monotonic()
         life = self._life
         dues = [now + 1.0] if life is None else [self._look_at, life.terminate_at, life.kill_at]
+        dues.append(until)
         due = min(at for at in dues if at is not None)
         ready = self._group.selector.select(max(0.0, due - now))
         for key, _ in sorted(ready, key=lambda item: item[0].data[1] == "exited"):  # last words first
@@ -165,20 +189,17 @@ class Keeper:
             case msg.BeginLife():
                 self._begin(order)
             case msg.EndLife(life=number) if self._life is not None and number == self._life.number:
-                self._end(self._life, order.grace_s)
+                self._end(self._life, order.grace_s, f"{order.because}; all ranks end together")
             case msg.EndLife(life=number) if self._life is None and number == self._number:
                 pass  # its ranks have ended by themselves, and that was told
             case msg.LocateRanks(life=number) if self._life is not None and number == self._life.number:
-                ranks = tuple(sorted(self._group.ranks))
-                asked = words.DiagnoseHang(life=number, ranks=ranks, finished=(), because=order.because)
-                self._diagnosis = HangDiagnosis(asked, time.monotonic())
-                self._diagnosis.ask(self._group.ranks)
+                self._question = _StacksQuestion(self._group.ranks)
             case msg.CopySnapshot():
                 threading.Thread(target=self._copy, args=(order, self._number), daemon=True).start()
             case msg.EndWorker(gently=gently):
                 self._is_leaving = True
                 if self._life is not None:
-                    self._end(self._life, self._rules.grace_s if gently else 0.0)
+                    self._end(self._life, self._rules.grace_s if gently else 0.0, "the run is stopped")
 
     def _begin(self, order: msg.BeginLife) -> None:
         assert self._life is None, "a life begins within another"
@@ -249,7 +270,7 @@ class Keeper:
         self._fail(life, rank=first, what=what, source="log", text=what, lost_snapshot=step)
         self._is_over(life)
 
-    def _end(self, life: _Life, grace_s: float) -> None:
+    def _end(self, life: _Life, grace_s: float, because: str) -> None:
         now = time.monotonic()
         at = now + grace_s
         if life.kill_at is not None:
@@ -258,15 +279,23 @@ class Keeper:
         life.kill_at = at
         speaking = {rank for rank, since in life.raised_at.items() if now - since < LAST_WORDS_S}
         life.terminate_at = now + LAST_WORDS_S if speaking else None
-        self._group.signal([rank for rank in self._group.ranks if rank not in speaking], "SIGTERM")
+        self._signal([rank for rank in self._group.ranks if rank not in speaking], "SIGTERM", because)
 
     def _press(self, life: _Life, now: float) -> None:
         if life.terminate_at is not None and now >= life.terminate_at:
             life.terminate_at = None
-            self._group.signal(life.raised_at, "SIGTERM")
+            late = [rank for rank in life.raised_at if rank in self._group.ranks]
+            self._signal(late, "SIGTERM", f"has raised, and has not ended within {LAST_WORDS_S:g} s")
         if life.kill_at is not None and now >= life.kill_at:
-            life.kill_at = now + 1.0
-            self._group.signal(list(self._group.ranks), "SIGKILL")
+            life.kill_at = now + KILL_EVERY_S
+            because = "" if life.is_killed else "not gone when its grace was over"
+            life.is_killed = True
+            self._signal(list(self._group.ranks), "SIGKILL", because)
+
+    def _signal(self, ranks: list[int], name: str, because: str) -> None:
+        if ranks and because:
+            self._settings.note(f"{name} to {testimony.names(tuple(sorted(ranks)))}: {because}.")
+        self._group.signal(ranks, name)
 
     # -------------------------------------------------------------- what has happened
 
@@ -314,7 +343,7 @@ class Keeper:
 
     def _is_over(self, life: _Life) -> None:
         if not self._group.ranks and len(life.codes) == len(life.ranks):
-            self._life, self._diagnosis = None, None
+            self._life, self._question, self.codes = None, None, life.codes
             self._is_idle(life.codes)
 
     def _is_idle(self, codes: Mapping[int, int]) -> None:
@@ -383,10 +412,11 @@ class Keeper:
         )
 
     def _look(self, life: _Life, now: float) -> None:
-        if self._diagnosis is not None and (answer := self._diagnosis.answered(self._group.ranks)):
-            self._diagnosis = None
-            positions = tuple(_position(rank, found, life.steps.get(rank)) for rank, found in answer.items())
-            self._say(msg.RanksLocated, positions=positions)
+        if self._question is not None and (answer := self._question.answers(self._group.ranks)):
+            self._question = None
+            positions = tuple(position(rank, found, life.steps.get(rank)) for rank, found in answer.items())
+            finished = tuple(sorted(rank for rank, code in life.codes.items() if code == 0))
+            self._say(msg.RanksLocated, positions=positions, finished=finished)
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
@@ -394,12 +424,16 @@ class Keeper:
             self._family_at = now + FAMILY_EVERY_S
             self._group.look_at_families()
         stopped, resumed = life.stillness.see(self._group.looks(), now)
+        patience_s = min(STOPPED_PATIENCE_S, self._rules.hang_after_s or STOPPED_PATIENCE_S)
         for rank in stopped:
-            say(f"rank {rank} is stopped (SIGSTOP); it has {STOPPED_PATIENCE_S:g} s to continue")
+            self._settings.note(
+                f"rank {rank} is stopped (SIGSTOP); the others wait for it; it has {patience_s:g} s to "
+                "continue before all ranks are restarted."
+            )
         for rank, after_s in resumed:
-            say(f"rank {rank} continues after {after_s:.1f} s")
+            self._settings.note(f"rank {rank} continues after {after_s:.1f} s; no action was needed.")
         for rank, since in life.stillness.stopped.items():
-            if now - since >= STOPPED_PATIENCE_S:
+            if now - since >= patience_s:
                 because = "its process is in state T since a SIGSTOP; the other ranks wait for it"
                 what = f"rank {rank} has been stopped for {now - since:.1f} s"
                 self._fail(
@@ -411,7 +445,8 @@ class Keeper:
                     ago_s=now - since,
                     evidence=(because,),
                 )
-        self._tell_stillness(life, now)
+        if not life.stillness.stopped:  # else that is the reason, and it is on its way
+            self._tell_stillness(life, now)
 
     def _tell_stillness(self, life: _Life, now: float) -> None:
         """By CPU time and output; where the script tells its steps, by these once they are late."""
@@ -433,8 +468,12 @@ class Keeper:
 
 def keep(settings: KeeperSettings, tell: Say, inbox: Inbox) -> int:
     """The whole life of a keeper."""
+    return made(settings, tell, inbox).run()
+
+
+def made(settings: KeeperSettings, tell: Say, inbox: Inbox) -> Keeper:
     memory = NodeMemory(settings.host, settings.secret)
-    return Keeper(settings, _starter(settings.rules), memory, tell, inbox).run()
+    return Keeper(settings, _starter(settings.rules), memory, tell, inbox)
 
 
 def _starter(rules: RankRules) -> RankStarter:
@@ -451,9 +490,63 @@ def _starter(rules: RankRules) -> RankStarter:
     return starter
 
 
-def _position(rank: int, found: tuple[str, bytes], step: int | None) -> RankPosition:
+# ------------------------------------------------------------------ where ranks are
+
+
+class _StacksQuestion:
+    """One question to all ranks: where are you? Their stacks and their records of collectives answer."""
+
+    def __init__(self, ranks: Mapping[int, RunningRank]) -> None:
+        self._ranks = tuple(ranks)
+        self._asked_at = time.monotonic()
+        for number, rank in ranks.items():
+            rank.is_recorded = False
+            if rank_looks.handles(rank.process.pid, STACKS_SIGNAL):
+                os.kill(rank.process.pid, STACKS_SIGNAL)
+            with contextlib.suppress(OSError):
+                rank.line.send(json.dumps({"record": str(rank.record_path(number))}).encode())
+
+    def answers(self, ranks: Mapping[int, RunningRank]) -> dict[int, tuple[str, bytes]] | None:
+        """By rank, its stacks and its record of collectives; None while ranks may still answer."""
+        there = {number: ranks[number] for number in self._ranks if number in ranks}
+        since_s = time.monotonic() - self._asked_at
+        has_answered = all(rank.has_answered for rank in there.values())
+        if since_s < LEAST_ANSWER_S or (since_s < ANSWER_S and not has_answered):
+            return None
+        return {number: (rank.stacks(), rank.record(number)) for number, rank in there.items()}
+
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_OURS = ("/everstep/ranks/rank_main", "<frozen runpy>", "/runpy.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.name}"
+
+    @property
+    def is_torch(self) -> bool:
+        return "/torch/" in self.file
+
+
+def main_frames(text: str) -> list[Frame]:
+    """Of the main thread, innermost first, in the newest dump: faulthandler writes it last."""
+    sections = [
+        part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if part.strip()
+    ]
+    found = [match for line in (sections or [""])[-1].splitlines() if (match := _FRAME.match(line))]
+    frames = [Frame(file=m["file"], line=int(m["line"]), name=m["name"]) for m in found]
+    return [frame for frame in frames if not any(ours in frame.file for ours in _OURS)]
+
+
+def position(rank: int, found: tuple[str, bytes], step: int | None) -> RankPosition:
     stacks, record = found
-    frames = suspects.main_frames(stacks)
+    frames = main_frames(stacks)
     if not frames:
         return RankPosition(
             rank=rank, at="an unknown place", is_inside_torch=True, entered=_entered(record), step=step

@@ -1,9 +1,9 @@
 """`python -m everstep.ranks.rank_main script.py args...`: a person's script, as Python would run it, with a
-line to its supervisor.
+line to its keeper.
 
 What it adds to the process, and nothing else: an uncaught exception is reported with its traceback, after it
 has been printed as always; a real-time signal writes the stacks of all threads to a file, in C, whatever the
-script is stuck in; and once the script imports torch, a thread answers when the supervisor asks for PyTorch's
+script is stuck in; and once the script imports torch, a thread answers when the keeper asks for PyTorch's
 record of collectives.
 """
 
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
 
 
 def attach() -> KeeperLine:
-    """What a supervisor relies on. To be called once, before anything of the script runs."""
+    """What a keeper relies on. To be called once, before anything of the script runs."""
     fd = os.environ.pop(LINE, None)
     stacks = os.environ.pop(STACKS, None)
     faulthandler.enable()

@@ -4,8 +4,8 @@ Rejected: the store in rank 0 (it dies with rank 0, and everybody else's error h
 port that is looked up free and bound later (someone else may take it in between); one store for all lives,
 as torchrun 2.13 keeps it (a restarted rank can read the address that a dead one has left there, and wait).
 
-The supervisor listens on port 0, hands ranks the number, and passes the socket to this process once a rank
-loads torch or connects; who connects earlier waits in the socket's backlog. So the supervisor itself never
+The keeper listens on port 0, hands ranks the number, and passes the socket to this process once a rank
+loads torch or connects; who connects earlier waits in the socket's backlog. So the keeper itself never
 loads torch, and the store's own loading runs beside that of the ranks.
 """
 
@@ -40,7 +40,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class StoreHost:
-    """The supervisor's side: a process, started when it is first needed.
+    """The keeper's side: a process, started when it is first needed.
 
     `fork`: starts it from a process that has torch already, and gives its pidfd.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.cluster.followups import FollowUps
@@ -358,6 +359,9 @@ class Failures:
         self._incidents.tell(incident, failed.source, failed.evidence, now)
         source: Source = failed.source if failed.source in ("exception", "exit", "progress") else "log"  # type: ignore[assignment]
         judgement = judge(source, failed.text)
+        if failed.finding:
+            judgement = replace(judgement, because=failed.finding)
+        incident.rank, incident.traceback = failed.rank, failed.traceback
         if judgement.kind not in HEARSAY:  # else the node that is the cause may not have fallen silent yet
             task.failures.overdue.clear()
         self._incidents.judge(incident, judgement, now)

@@ -84,6 +84,7 @@ class Locating:
     until: float
     still_since: float
     positions: dict[Worker, tuple[RankPosition, ...]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)  # ranks that have ended while others have not
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +98,15 @@ class Closing:
 
 
 Phase = Awaiting | Living | Settling | Locating | Closing | Over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeCause:
+    """Why a life has ended, for the exit code."""
+
+    rank: int | None
+    code: int  # negative: a signal
+    has_raised: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +134,8 @@ class LivesBook:
     granted: frozenset[Worker]
     places: dict[Worker, PlaceState]
     life: int = 0  # the number of the present or last one; from 1
+    codes: dict[int, int] = field(default_factory=dict)  # of its ranks that have ended
+    cause: LifeCause | None = None  # of its end, if it failed
     failures: int = 0  # lives that ended by a fault of their ranks
     backoffs: int = 0
     program_error: str = ""  # of the life before
@@ -217,6 +229,21 @@ class Lives:
         """In the order of their group ranks."""
         life = self._living()
         return () if life is None else life.members
+
+    @property
+    def exit_codes(self) -> Mapping[int, int]:
+        """By rank, of those of the last life that have ended; negative: a signal."""
+        return self._book.codes
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell writes it, of the rank that failed first; one that has raised ends by itself."""
+        cause = self._book.cause
+        if cause is None:
+            return 0
+        own = self._book.codes.get(cause.rank, 0) if cause.rank is not None and cause.has_raised else 0
+        code = own if own > 0 else cause.code
+        return 128 - code if code < 0 else code or 1
 
     def is_late(self, said: Any) -> bool:
         incarnation = getattr(said, "incarnation", None)
@@ -337,6 +364,8 @@ class Lives:
         book, worker = self._book, event.worker
         book.places[worker] = Started(event.incarnation)
         book.addresses[worker], book.order[worker] = event.address, event.order
+        if event.life == book.life:
+            book.codes.update(event.codes)
         if event.memory is not None:
             book.memories[worker] = event.memory
         life = self._living()
@@ -404,6 +433,7 @@ class Lives:
     def _begin(self, members: list[Worker], because: str, now: float) -> list[Action]:
         book, rules = self._book, self.rules
         book.life += 1
+        book.codes, book.cause = {}, None
         book.phase = Living(members=tuple(members), began_at=now, starting=set(members))
         self.log.planned(now, book.life)
         restore = self._newest_snapshot()
@@ -480,6 +510,7 @@ class Lives:
             wait_s = self._backoff_s(now - life.began_at)
             book.failures += 1
         remedy = f"restart all ranks, {book.failures} of {book.rules.max_restarts}" if not refusal else "stop"
+        book.cause = LifeCause(rank=cause.rank, code=cause.code, has_raised=cause.source == "exception")
         evidence = [text for each in (cause, *others) for text in (each.what, *each.evidence)]
         if others and not cause.is_hearsay:
             victims = testimony.names(tuple(w.rank for w in others if w.rank is not None))
@@ -496,6 +527,8 @@ class Lives:
             remedy=remedy,
             is_over=bool(refusal),
             because=refusal or cause.what,
+            finding=cause.finding,
+            traceback=cause.traceback,
         )
         over = f"{cause.what}. {refusal}." if refusal else ""
         return [failed, *self._close(now, now + wait_s, cause.what, over=over)]
@@ -549,20 +582,21 @@ class Lives:
         if not isinstance(phase, Locating) or event.life != self._book.life:
             return []
         phase.positions[event.worker] = event.positions
+        phase.finished.update(event.finished)
         working = {w for w in phase.life.members if w not in phase.life.finished}
         return self._hung(phase, now) if working <= phase.positions.keys() else []
 
     def _hung(self, phase: Locating, now: float) -> list[Action]:
         ranks = self.rules.ranks
         members = phase.life.members
-        finished = tuple(
+        finished = phase.finished | {
             rank
             for group, worker in enumerate(members)
             if worker in phase.life.finished
             for rank in range(group * ranks, (group + 1) * ranks)
-        )
+        }
         found = testimony.suspects_of_hang(
-            [position for each in phase.positions.values() for position in each], finished
+            [position for each in phase.positions.values() for position in each], tuple(sorted(finished))
         )
         idle = f"no rank has made progress for {now - phase.still_since:.1f} s"
         named = f"hang at {testimony.names(found.ranks)}" if found.ranks else "hang"

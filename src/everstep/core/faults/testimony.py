@@ -70,6 +70,7 @@ class Witness:
     worker: Worker | None = None  # whose node runs this rank
     source: str = ""
     text: str = ""  # that was judged
+    finding: str = ""  # what the stacks of a hang show
 
     @property
     def is_hearsay(self) -> bool:
@@ -154,13 +155,14 @@ def of_hang(rank: int | None, what: str, found: Suspicion, *, since: float, work
     return Witness(
         rank=rank,
         what=what,
-        judgement=replace(judge("progress", ""), because=found.because),
+        judgement=judge("progress", ""),
         code=1,
         since=since,
         evidence=(found.because, *found.evidence),
         worker=worker,
         source="progress",
         text=what,
+        finding=found.because,
     )
 
 

@@ -1,0 +1,162 @@
+"""Who looks guilty of a hang: by the record of collectives first, then by the stacks, then no rank."""
+
+import json
+
+import pytest
+
+from everstep.core.faults.testimony import Suspicion, suspects_of_hang
+from everstep.ranks.keeper import position
+from everstep.ranks.stillness import Stillness
+from everstep.ranks.words import Look
+
+LINE = """Thread 0x0000ffffaf14f1a0 (most recent call first):
+  File "/x/everstep/scripts/rank_main.py", line 60 in answer_questions
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+"""
+IN_TORCH = (
+    LINE
+    + """Current thread 0x0000ffffb0323020 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "train.py", line 10 in <module>
+  File "/x/everstep/scripts/rank_main.py", line 137 in _run_script
+"""
+)
+IN_SCRIPT = (
+    LINE
+    + """Current thread 0x0000ffff8337f020 (most recent call first):
+  File "train.py", line 8 in read_batch
+  File "train.py", line 9 in <module>
+"""
+)
+
+
+def record(*entries: tuple[int, bool]) -> bytes:
+    """As PyTorch 2.13 writes it for gloo."""
+    dump = {
+        "version": "2.10",
+        "pg_config": {"": {"desc": "", "name": "", "ranks": "[]"}},
+        "entries": [
+            {
+                "collective_seq_id": number,
+                "p2p_seq_id": 0,
+                "op_id": number,
+                "record_id": number - 1,
+                "is_p2p": False,
+                "pg_id": 0,
+                "process_group": ["0", "default_pg"],
+                "profiling_name": "gloo:all_reduce",
+                "input_sizes": [[4]],
+                "output_sizes": [[4]],
+                "input_dtypes": ["Float"],
+                "output_dtypes": ["Float"],
+                "retired": is_done,
+                "state": "scheduled",
+                "time_created_ns": 1_000_000 * number,
+                "time_discovered_started_ns": 0,
+                "time_discovered_completed_ns": 0,
+                "timeout_ms": 1_800_000,
+            }
+            for number, is_done in entries
+        ],
+    }
+    return json.dumps(dump).encode()
+
+
+def suspect(
+    stacks: dict[int, str], records: dict[int, bytes] | None = None, finished: tuple[int, ...] = ()
+) -> Suspicion:
+    found = [position(rank, (text, (records or {}).get(rank, b"")), None) for rank, text in stacks.items()]
+    return suspects_of_hang(found, finished)
+
+
+def test_who_never_entered_the_collective_is_named_whatever_the_stacks_say() -> None:
+    records = {0: record((4, True), (5, True), (6, False)), 1: record((4, True), (5, True))}
+    found = suspect({0: IN_SCRIPT, 1: IN_TORCH}, records)
+    assert found.ranks == (1,)
+    assert "has not entered collective 6" in found.because
+    assert set(found.evidence) == {
+        "rank 0 is at train.py:8 in read_batch",
+        "rank 1 is at train.py:10 in <module>, in torch's all_reduce",
+    }
+
+
+def test_without_records_who_is_outside_torch_is_named() -> None:
+    found = suspect({0: IN_TORCH, 1: IN_SCRIPT})
+    assert found.ranks == (1,)
+    assert found.because == "rank 1 is at train.py:8 in read_batch, outside torch; the others wait inside it"
+
+
+def test_ranks_with_the_same_stack_are_one_sentence() -> None:
+    found = suspect({rank: IN_SCRIPT if rank == 5 else IN_TORCH for rank in range(64)})
+    assert found.ranks == (5,)
+    assert found.evidence[0].startswith("63 ranks (0, 1, 2, …) are at train.py:10")
+
+
+def test_where_all_wait_in_torch_the_one_that_has_ended_is_named() -> None:
+    assert suspect({0: IN_TORCH}, finished=(1,)).ranks == (1,)
+
+
+def test_who_is_left_outside_torch_is_named_and_not_those_who_have_ended() -> None:
+    found = suspect({0: IN_SCRIPT}, finished=(1,))
+    assert found.ranks == (0,)
+    assert found.because.endswith("outside torch; the others have ended")
+
+
+def test_no_rank_is_named_when_all_are_in_the_same_place() -> None:
+    both = record((6, False))
+    assert suspect({0: IN_TORCH, 1: IN_TORCH}, {0: both, 1: both}).ranks == ()
+    assert suspect({0: IN_SCRIPT, 1: IN_SCRIPT}).ranks == ()
+    assert suspect({0: "", 1: "rubbish"}, {0: b"", 1: b"{7"}).ranks == ()
+
+
+# ------------------------------------------------------------------ who moves
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.stillness = Stillness(idle_share=0.02, moved_at=self.now)
+
+    def look(self, states: str, cpu: list[float], after: float) -> tuple[list[int], list[tuple[int, float]]]:
+        self.now += after
+        looks = {
+            rank: Look(state=state, cpu_s=cpu_s, output_bytes=0)
+            for rank, (state, cpu_s) in enumerate(zip(states, cpu, strict=True))
+        }
+        return self.stillness.see(looks, self.now)
+
+    @property
+    def still_s(self) -> float:
+        return self.now - self.stillness.moved_at
+
+
+def test_one_rank_that_works_moves_for_all() -> None:
+    watched = Watched()
+    for turn in range(100):
+        watched.look("RS", [0.2 * turn, 0], after=0.25)
+        assert watched.still_s <= 1.25
+    for _ in range(40):
+        watched.look("SS", [0.2 * 99, 0], after=0.25)
+    assert watched.still_s == pytest.approx(10, abs=1.3)
+
+
+def test_threads_that_wake_up_now_and_then_do_not_hide_a_hang() -> None:
+    watched = Watched()
+    for turn in range(60):
+        watched.look("SS", [turn * 0.25 * 0.01, 0], after=0.25)  # 1 % of a core
+    assert watched.still_s > 10
+
+
+def test_a_rank_in_a_debugger_is_left_alone_for_as_long_as_it_takes() -> None:
+    watched = Watched()
+    for _ in range(100):
+        assert watched.look("St", [0, 0], after=1.0) == ([], [])
+    assert watched.still_s == 0
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_told_of_when_it_stops_and_when_it_continues() -> None:
+    watched = Watched()
+    assert watched.look("ST", [1, 1], after=0.25) == ([1], [])
+    assert watched.look("SS", [1, 1], after=3.0) == ([], [(1, 3.0)])
