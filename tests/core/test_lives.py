@@ -284,6 +284,19 @@ def test_the_same_mistake_twice_is_not_tried_again() -> None:
     assert "The same error twice" in cluster.task.because
 
 
+def test_a_script_that_needs_more_ranks_than_the_least_is_told_so() -> None:
+    cluster = Cluster(1)
+    cluster.submit(least=1, most=2, join_s=1.0)
+    cluster.wait(1.0)
+    for _ in range(2):
+        assert len(cluster.life) == 1
+        error = "ValueError: 2 ranks are not divisible by tp=4"
+        cluster.fail(0, error, source="exception", program_error=f"{error} at train.py:3 in <module>")
+        cluster.wait(0.0)
+    assert cluster.ended == ["failed"]
+    assert cluster.task.because.endswith("or it needs more than the 2 ranks it had; MIN is 1.")
+
+
 def test_a_broken_gpu_isolates_its_node_and_a_bug_of_the_script_does_not() -> None:
     cluster = Cluster(3)
     cluster.submit(least=1, max_restarts=9)

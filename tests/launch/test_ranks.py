@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -270,6 +271,49 @@ if life == 0: time.sleep(60)
     assert "SIGTERM to ranks 0, 1" in said[2]
     assert told.incident["rank"] == 1
     assert told.ran.code == 0
+
+
+DAEMON = """
+import subprocess
+path = os.path.join(os.path.dirname(__file__), f"daemon-{life}")
+if rank == 0 and os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(path + ".new", "w").write(str(os.getpid()))
+        os.rename(path + ".new", path)
+        os.execvp("sleep", ["sleep", "600"])
+    os._exit(0)
+while not os.path.exists(path): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("preload", [(), ("plistlib",)])
+def test_a_daemon_of_a_script_ends_with_the_life_that_started_it(
+    run: Run, tmp_path: Path, preload: tuple[str, ...]
+) -> None:
+    told = run(DAEMON + "if life == 0 and rank == 1: os.kill(os.getpid(), 9)", preload=preload)
+    assert told.ran.code == 0
+    pids = [int((tmp_path / f"daemon-{life}").read_text()) for life in (0, 1)]
+    wait_until(lambda: not any(lives(pid) for pid in pids))
+
+
+def test_a_rank_that_writes_without_end_neither_fills_memory_nor_silences_others(tmp_path: Path) -> None:
+    """A pipe that is never empty was read for ever, and all that was read was kept."""
+    stream = OutputStream(0, tmp_path / "out.log", (tmp_path / "terminal").open("wb"))
+    flood = subprocess.Popen(["cat", "/dev/zero"], stdout=stream.writer)
+    stream.started()
+    try:
+        for _ in range(3):
+            before = stream.num_bytes
+            wait_until(lambda: select.select([stream.reader], [], [], 0)[0])
+            stream.take()
+            assert 0 < stream.num_bytes - before <= 2 << 20
+            stream.show()
+    finally:
+        flood.kill()
+        flood.wait()
+        stream.close()
+        os.close(stream.reader)
 
 
 @pytest.fixture

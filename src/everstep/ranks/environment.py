@@ -18,6 +18,9 @@ FOR_DIAGNOSIS = {
 }
 
 
+MARK = "TORCHELASTIC_ERROR_FILE"  # no other rank, life or run has the same: whose child a process is
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """One rank of one life. Without a word about its group, all ranks are on this machine."""
@@ -64,7 +67,7 @@ def _identity(place: RankPlace) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(place.folder / "error.json"),
+        MARK: str(place.folder / "error.json"),
     }
 
 

@@ -21,12 +21,14 @@ from everstep.errors import UserError
 from everstep.ranks import looks as rank_looks
 from everstep.ranks import store as rank_store
 from everstep.ranks import words
-from everstep.ranks.environment import RankPlace, rank_environment
+from everstep.ranks.environment import MARK, RankPlace, rank_environment
 from everstep.ranks.fork_server import RankStart, RankStarter
 from everstep.ranks.line import MAX_MESSAGE_BYTES
 from everstep.ranks.output import OutputStream, Pump
 from everstep.ranks.rank_main import LINE, STACKS
 from everstep.ranks.running_rank import RunningRank
+
+_MOST_SWEEPS = 10
 
 Happened = Callable[[words.Event], None]
 
@@ -55,6 +57,7 @@ class RankGroup:
         self._listener: socket.socket | None = None
         self._private: Mapping[str, str] = {}
         self._oom_kills = 0
+        self._marks: set[bytes] = set()  # what the environments of this life's processes have, and no others
 
     def open(self) -> None:
         self._pump.start()
@@ -65,6 +68,7 @@ class RankGroup:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
             rank.line.close()
+        self._end_daemons()
         self.stop_listening()
         self._store.close()
         self._starter.close()
@@ -77,6 +81,7 @@ class RankGroup:
         """By rank: its pid. `private`: variables for `rank_main`."""
         self._private = private or {}
         self._oom_kills = rank_looks.oom_kills()
+        self._marks.clear()
         pids = {}
         for place in places:
             self.life = place.life
@@ -92,10 +97,12 @@ class RankGroup:
         ours.setblocking(False)
         private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt"), **self._private}
         inherited = os.environ if self._environment is None else self._environment
+        own = rank_environment(place, inherited)
+        self._marks.add(f"{MARK}={own[MARK]}".encode())
         process = self._starter.start(
             RankStart(
                 command=self._command,
-                environment={**rank_environment(place, inherited), **private},
+                environment={**own, **private},
                 stdout=stdout.writer,
                 stderr=stderr.writer,
                 line=theirs.fileno(),
@@ -224,6 +231,8 @@ class RankGroup:
         rank.line.close()
         rank.process.reap()
         del self.ranks[number]
+        if not self.ranks:
+            self._end_daemons()
         # Written by torchelastic's @record; the rank's own report, if there is one, has come before.
         recorded = rank.recorded_error() if code != 0 else None
         if recorded is not None:
@@ -238,6 +247,16 @@ class RankGroup:
                 words=rank.stderr.tail(),
             )
         )
+
+    def _end_daemons(self) -> None:
+        """What ranks have started outside their process groups ends with the last of them."""
+        for _ in range(_MOST_SWEEPS):  # one that is being killed may have forked meanwhile
+            found = rank_looks.started_with(self._marks)
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not found:
+                return
 
     def _has_words(self, rank: RunningRank) -> bool:
         with selectors.DefaultSelector() as look:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from everstep.ranks.words import Look
@@ -39,6 +41,17 @@ def family(pid: int) -> list[int]:
     except OSError:
         return found
     return [*found, *(grandchild for child in found for grandchild in family(child))]
+
+
+def started_with(variables: Collection[bytes]) -> list[int]:
+    """Processes whose environment has one of these, as NAME=VALUE, from their first moment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                if not set(variables).isdisjoint((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+    return found
 
 
 def handles(pid: int, signum: int) -> bool:

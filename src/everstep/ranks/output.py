@@ -19,6 +19,7 @@ from typing import BinaryIO
 from everstep.log import MOST_LOG, warn
 
 _CHUNK_BYTES = 1 << 16
+_MOST_AT_ONCE = 1 << 20  # of one stream: it may be written faster than it is shown, and others wait
 _TAIL_BYTES = 8192
 _MAX_LINE_BYTES = 1 << 16  # a longer one is passed on in parts
 _BAR_EVERY_S = 1.0  # progress bars of several ranks cannot be drawn in place: a line now and then
@@ -59,9 +60,10 @@ class OutputStream:
         os.close(self.writer)
 
     def take(self) -> None:
-        """Everything that is in the pipe now."""
+        """What is in the pipe now, which is more than a pipe holds."""
+        end = self.num_bytes + _MOST_AT_ONCE
         with self._lock:
-            while not self.is_closed:
+            while not self.is_closed and self.num_bytes < end:
                 try:
                     data = os.read(self.reader, _CHUNK_BYTES)
                 except BlockingIOError:
