@@ -504,9 +504,7 @@ class Lives:
             refusal = "The same error twice at the same line: the script or its input is wrong"
             if len(life.members) < book.rules.most:
                 had, least = len(life.members) * book.rules.ranks, book.rules.least
-                refusal += (
-                    f", or it needs more than the {had} ranks it had (at least {least} nodes were asked for)"
-                )
+                refusal += f", or it needs more than the {had} ranks it had; MIN is {least}"
         elif book.failures >= book.rules.max_restarts:
             allowed = book.rules.max_restarts
             refusal = f"All {allowed} restarts are used up" if allowed else "No restarts are allowed"
