@@ -37,6 +37,7 @@ class Kept:
             host="127.0.0.1",
             logs=folder / "logs",
             environment=os.environ,
+            secret="s",
         )
         self.code: int | None = None
         self.thread = threading.Thread(target=self._keep, args=(settings,))

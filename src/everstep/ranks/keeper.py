@@ -83,7 +83,7 @@ class KeeperSettings:
     logs: Path
     environment: Mapping[str, str]
     order: int = 0  # of this node among those of the task
-    secret: str = ""  # of the task: its keepers know each other by it
+    secret: str  # of the task: its keepers know each other by it
     output: BinaryIO = field(default_factory=lambda: sys.stdout.buffer)
     errors: BinaryIO = field(default_factory=lambda: sys.stderr.buffer)
     note: Callable[[str], None] = say  # what it sees and does, for people

@@ -77,7 +77,7 @@ class ScriptRun:
             port=ClusterPorts(self, self, self).take,
             time_passed=msg.TimePassed(),
         )
-        self._inbox = Inbox()
+        self._inbox, self._secret = Inbox(), secrets.token_hex(32)
         self._keeper: Keeper | None = None
         self._sender: Sender | None = None
         self._lives: Lives | None = None
@@ -96,10 +96,10 @@ class ScriptRun:
             with _handled(self._interrupted):
                 self._driver.hear(msg.NodeJoined(node=NODE, boot=NODE, slots=rules.ranks, host=HOST))
                 shape = Shape(1, 1, 1, shards=rules.ranks)
-                secret = secrets.token_hex(32)
-                self._driver.hear(
-                    msg.TaskSubmitted(task=TASK, job={}, shape=shape, steps=0, secret=secret, ranks=rules)
+                submitted = msg.TaskSubmitted(
+                    task=TASK, job={}, shape=shape, steps=0, secret=self._secret, ranks=rules
                 )
+                self._driver.hear(submitted)
                 assert self._keeper is not None, "the task has not been given its slots"
                 while not self._keeper.is_done and not self._is_stuck:
                     self._keeper.turn(self.coordinator.due_at())
@@ -236,6 +236,7 @@ class ScriptRun:
                 output=self.launch.output,
                 errors=self.launch.errors,
                 note=self._note,
+                secret=self._secret,
             ),
             self._reported,
             self._inbox,
