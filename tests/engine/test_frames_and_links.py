@@ -314,7 +314,7 @@ def test_a_stranger_without_the_token_is_shown_the_door(ends: tuple[End, End]) -
         opener = Opener(b"u" * 32)
         stranger.sendall(opener.hello())
         assert len(stranger.recv(ANSWER, socket.MSG_WAITALL)) == ANSWER
-        stranger.sendall(bytes(PROOF) + frames.encode(name(1), Envelope()))
+        stranger.sendall(bytes(1 + PROOF) + frames.encode(name(1), Envelope()))
         assert closed(stranger)
     here.links.send(there.links.address, name(2), Envelope(), torch.ones(3))
     assert there.inbox.get(timeout=20)[1].parcel == name(2)

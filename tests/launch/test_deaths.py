@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.job.job import CheckpointSpec, DataSpec, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, ModelSpec, NetSpec, OptimizerSpec
+from everstep.net import seal
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.ops import Worker
 from harness.sweep import SHORT, TOLERANCE, Point, Sweep, ahead, compare, points, sharded
@@ -36,6 +37,9 @@ ALSO = {
     "pair neighbours crossed",
     "raises instead of dying",
 }
+needs_cryptography = pytest.mark.skipif(
+    not seal.is_available(seal.Suite.AES_GCM), reason="the package cryptography is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +71,19 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
             marks=pytest.mark.slow,
         ),
         {"accumulate": "strict32", "replicas": 3},
+        pytest.param({"net": NetSpec(authenticate="always"), "memory_interval": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"net": NetSpec(encrypt=True), "memory_interval": 1}, marks=[pytest.mark.slow, needs_cryptography]
+        ),
     ],
-    ids=["tied across stages, dropout", "recompute, sums in fp32", "tied in one stage", "sums in 31 bits"],
+    ids=[
+        "tied across stages, dropout",
+        "recompute, sums in fp32",
+        "tied in one stage",
+        "sums in 31 bits",
+        "authenticated links",
+        "encrypted links",
+    ],
 )
 def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
     job = replace(sweep.job, **{"replicas": 2, "stages": 2, **changes})

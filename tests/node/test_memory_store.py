@@ -5,14 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from everstep.errors import UserError
 from everstep.layout.box import Box, whole
+from everstep.net.seal import Suite
 from everstep.store import memory
-from everstep.store.memory_server import MemoryServer, MemoryStore, token_of
+from everstep.store.memory_server import MemoryServer, MemoryStore
+from tests.tap import Tap
 
 SECRET = "ab" * 32
 
@@ -42,14 +45,19 @@ def whole_slices(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int,
     return [(name, tuple(t.shape), whole(t.shape), t) for name, t in tensors.items()]
 
 
-def remote(door: MemoryServer, token: str = token_of(SECRET)) -> memory.Remote:
-    return memory.Remote("127.0.0.1", door.port, token)
+def remote(door: MemoryServer, suite: Suite = Suite.PLAIN, port: int = 0) -> memory.Remote:
+    return memory.Remote("127.0.0.1", port or door.port, memory.memory_key(SECRET), suite)
 
 
-def ask(door: MemoryServer, method: str, path: str, token: str = token_of(SECRET), **more: object) -> int:
+def ask(door: MemoryServer, method: str, path: str, secret: str = SECRET, size: str = "", **more: Any) -> int:
+    request = memory.Request.new(method, path, size, Suite.PLAIN)
+    headers = {**request.headers(memory.memory_key(secret)), "Everstep-Size": size} if secret else {}
+    return told(door, method, path, headers | more.pop("headers", {}), **more)
+
+
+def told(door: MemoryServer, method: str, path: str, headers: dict[str, str], **more: Any) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=5)
-    headers = {"Authorization": f"Bearer {token}", **more.pop("headers", {})}  # type: ignore[dict-item]
-    connection.request(method, path, headers=headers, **more)  # type: ignore[arg-type]
+    connection.request(method, path, headers=headers, **more)
     status = connection.getresponse().status
     connection.close()
     return status
@@ -111,27 +119,71 @@ def test_older_states_make_room(door: MemoryServer, here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "token", "status"),
+    ("method", "path", "secret", "status"),
     [
         ("GET", "/t/8/stage-0-0.safetensors", "", 403),
-        ("GET", "/t/8/stage-0-0.safetensors", "0" * 64, 403),
-        ("PUT", "/t/8/stage-0-0.safetensors", "0" * 64, 403),
-        ("GET", "/other/8/stage-0-0.safetensors", token_of(SECRET), 403),
-        ("GET", "/%2e%2e/8/stage-0-0.safetensors", token_of(SECRET), 403),
-        ("GET", "/t/8/..%2f..%2fpasswd", token_of(SECRET), 400),
-        ("GET", "/t/8/stage-0-0.txt", token_of(SECRET), 400),
-        ("GET", "/t/-8/stage-0-0.safetensors", token_of(SECRET), 400),
-        ("GET", "/t/8/nothing.safetensors", token_of(SECRET), 404),
+        ("GET", "/t/8/stage-0-0.safetensors", "cd" * 32, 403),
+        ("PUT", "/t/8/stage-0-0.safetensors", "cd" * 32, 403),
+        ("GET", "/other/8/stage-0-0.safetensors", SECRET, 403),
+        ("GET", "/%2e%2e/8/stage-0-0.safetensors", SECRET, 403),
+        ("GET", "/t/8/..%2f..%2fpasswd", SECRET, 400),
+        ("GET", "/t/8/stage-0-0.txt", SECRET, 400),
+        ("GET", "/t/-8/stage-0-0.safetensors", SECRET, 400),
+        ("GET", "/t/8/nothing.safetensors", SECRET, 404),
     ],
 )
 def test_strangers_and_tricks_are_refused(
-    door: MemoryServer, method: str, path: str, token: str, status: int
+    door: MemoryServer, method: str, path: str, secret: str, status: int
 ) -> None:
-    assert ask(door, method, path, token) == status
+    assert ask(door, method, path, secret) == status
 
 
 def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: MemoryServer) -> None:
     path = "/t/8/stage-0-0.safetensors"
-    assert ask(door, "PUT", path, headers={"Content-Length": str(1 << 60)}) == 413
-    assert ask(door, "PUT", path, body=iter([b"no", b"length"]), encode_chunked=True) == 413
+    large = str(1 << 58)
+    assert ask(door, "PUT", path, size=large, headers={"Content-Length": large}) == 413
+    assert ask(door, "PUT", path, size="7", body=iter([b"no", b"length"]), encode_chunked=True) == 400
     assert not list(door.store.folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("suite", [Suite.BLAKE2B, Suite.AES_GCM])
+def test_copies_travel_sealed_and_no_request_can_be_played_again(
+    door: MemoryServer, here: Path, suite: Suite
+) -> None:
+    if suite is Suite.AES_GCM:
+        pytest.importorskip("cryptography", reason="encryption needs cryptography")
+    large = {"model/w": torch.randn(300, 700, generator=torch.Generator().manual_seed(3))}  # several chunks
+    label = memory.put(here, "t", 8, "stage-0-0", whole_slices(large))
+    with Tap(door.port) as tap:
+        memory.send(here, label, remote(door, suite, tap.port), "t", 8)
+        kept = memory.open_copies("t", 8, [(remote(door, suite, tap.port), label)])
+        assert torch.equal(kept.read()["model/w"], large["model/w"])
+        kept.close()
+    seen = bytes(tap.seen)
+    assert SECRET.encode() not in seen
+    assert bytes.fromhex(SECRET) not in seen
+    assert memory.memory_key(SECRET).hex().encode() not in seen
+    in_clear = large["model/w"].numpy().tobytes()[1000:1064] in seen
+    assert in_clear is (suite is Suite.BLAKE2B)
+    request = memory.Request.new("GET", "/t/8/stage-0-0.json", "", Suite.PLAIN)
+    headers = request.headers(memory.memory_key(SECRET))
+    assert [told(door, "GET", request.path, headers) for _ in range(2)] == [200, 403]
+    assert told(door, "GET", "/t/8/stage-0-0.safetensors", headers) == 403
+
+
+@pytest.mark.parametrize("suite", [Suite.BLAKE2B, Suite.AES_GCM])
+def test_a_byte_that_is_changed_on_its_way_to_or_from_a_memory_server_is_noticed(
+    door: MemoryServer, here: Path, suite: Suite
+) -> None:
+    if suite is Suite.AES_GCM:
+        pytest.importorskip("cryptography", reason="encryption needs cryptography")
+    label = memory.put(here, "t", 8, "stage-0-0", whole_slices(state(0)))
+    with Tap(door.port, flip=40_000) as tap, pytest.raises(OSError, match=r"400: .*tag is wrong"):
+        memory.send(here, label, remote(door, suite, tap.port), "t", 8)
+    assert not list(door.store.folder.rglob("stage-0-0*"))
+    memory.send(here, label, remote(door, suite), "t", 8)
+    with Tap(door.port, flip=40_000) as tap:
+        file = memory.PeerFile(remote(door, suite, tap.port), "/t/8/stage-0-0.safetensors", 168_000)
+        with pytest.raises(OSError, match="tag is wrong"):
+            file.read(0, memoryview(bytearray(168_000)))
+        file.close()

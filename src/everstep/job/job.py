@@ -184,6 +184,21 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetSpec:
+    """How what workers send each other is protected, and what they read from memory servers."""
+
+    encrypt: bool = False  # on every TCP connection; needs the package cryptography
+    # every chunk of a message carries a tag made with the task's secret; auto: except on loopback
+    authenticate: Literal["auto", "always", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.encrypt and self.authenticate == "never":
+            raise UserError(
+                'net.encrypt = true authenticates as well, and net.authenticate is "never"; leave one out.'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySpec:
     """Replicas compute a share of each other's microbatches again and compare the bits."""
 
@@ -228,6 +243,7 @@ class Job:
     checkpoint: CheckpointSpec | None = None  # None: a stage that is lost whole starts the run over
     evaluation: EvaluationSpec | None = None  # None: there is none
     verify: VerifySpec = VerifySpec()
+    net: NetSpec = NetSpec()
     steps: int = 100  # optimizer steps
     replicas: int = 1  # data-parallel copies
     max_replicas: int = 0  # on a cluster, the most that the planner may give by itself; 0: `replicas`
@@ -304,6 +320,11 @@ class Job:
                 "give 2 shards or more, or leave sequence_parallel out."
             )
 
+        if self.net.encrypt and self.transport == "nccl":
+            raise UserError(
+                'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
+                "then used between the GPUs of one machine, and TCP between machines."
+            )
         if self.verify.votes == "every":
             for name, value in (("replicas", self.replicas == 1), ("accumulate", self.accumulate == "fp32")):
                 if value:

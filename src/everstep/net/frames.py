@@ -57,6 +57,12 @@ def encode(what: Parcel | FrameKind, envelope: Envelope, *tensors: Tensor) -> by
     return head + shapes + body
 
 
+def parts(head: bytes) -> list[memoryview]:
+    """What `encode` gives, cut where `Incoming` wants the next bytes."""
+    view = memoryview(head)
+    return [part for part in (view[: HEAD.size], view[HEAD.size :]) if part]
+
+
 class Incoming:
     """A frame while it arrives: says how many bytes it wants next and where they go."""
 

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,15 +28,18 @@ import numpy as np
 from torch import Tensor
 
 from everstep.errors import PeerError
+from everstep.log import warn
 from everstep.net import frames
 from everstep.net.envelope import Envelope, FrameKind
-from everstep.net.handshake import Acceptor, Opener
+from everstep.net.handshake import PLAIN, Acceptor, Opener
+from everstep.net.seal import Sealer, Suite, TamperedError
 from everstep.net.sockets import FlowProgress, progress_of, watch_path
 from everstep.protocol.parcels import Parcel
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
 GREETING_S = 10.0  # for a new connection to prove who it is
 MAX_STRANGERS = 64  # connections that have not proved it yet; one more, and the oldest is closed
+MOST_READY = 16  # pieces that are given to the kernel at once
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -52,7 +55,9 @@ class _Outgoing:
     address: Address
     socket: socket.socket
     lock: threading.Lock = field(default_factory=threading.Lock)
-    queue: deque[memoryview] = field(default_factory=deque)
+    queue: deque[memoryview] = field(default_factory=deque)  # parts of messages; a chunk is within one
+    ready: deque[memoryview] = field(default_factory=deque)  # sealed, for the kernel
+    sealer: Sealer | None = None
     handshake: Opener | None = None  # until the peer has proved who it is
     connected: bool = False  # to a peer that has
     identity: bytes = b""  # what that peer says of itself
@@ -66,6 +71,7 @@ class _Receiving:
     socket: socket.socket
     handshake: Acceptor
     since: float
+    peer: str
     frame: frames.Incoming | None = None
 
 
@@ -82,7 +88,7 @@ class LinkEvents:
 class Links:
     """All connections of one worker. `empty`: memory to receive into. `identity`: what a peer hears of this
     worker. `source_port` is asked with the peer's host and port when a connection is opened, for fabrics on
-    which the source port decides the path.
+    which the source port decides the path. `accepts`: how a connection with this host may be protected.
     """
 
     def __init__(
@@ -95,8 +101,9 @@ class Links:
         source_port: Callable[[str, int], int | None] | None = None,
         identity: bytes = b"",
         listener: socket.socket | None = None,
+        accepts: Callable[[str], Sequence[Suite]] = lambda host: PLAIN,
     ) -> None:
-        self.events, self._token, self._identity = events, token, identity
+        self.events, self._token, self._identity, self._accepts = events, token, identity, accepts
         self._empty, self._source_port = empty, source_port
         self._selector = selectors.DefaultSelector()
         self._listener = listener or socket.create_server((host, 0), backlog=128)
@@ -131,12 +138,12 @@ class Links:
             if link is None or link.broken:
                 link = self._open(to)
         with link.lock:
-            idle = not link.queue
-            link.queue.append(memoryview(head))
+            idle = not link.queue and not link.ready
+            link.queue.extend(frames.parts(head))
             link.queue.extend(frames.raw(tensor) for tensor in tensors if tensor.numel())
             if link.connected and idle:
                 self._push(link)
-            if link.queue or link.broken:
+            if link.queue or link.ready or link.broken:
                 self._ask.append(link)
                 self._wake()
 
@@ -166,7 +173,7 @@ class Links:
         if link is None:
             return 0
         with link.lock:
-            return sum(view.nbytes for view in link.queue)
+            return sum(view.nbytes for view in [*link.ready, *link.queue])
 
     def progress(self) -> dict[Address, FlowProgress]:
         """What the kernel says of every connection that is open."""
@@ -222,22 +229,38 @@ class Links:
 
     def _queues(self, link: _Outgoing, memory: range) -> bool:
         with link.lock:
-            return any(np.frombuffer(view, np.uint8).ctypes.data in memory for view in link.queue)
+            return any(
+                np.frombuffer(view, np.uint8).ctypes.data in memory for view in [*link.ready, *link.queue]
+            )
 
     def _push(self, link: _Outgoing) -> None:
         """Give the kernel what it takes. The caller holds the lock."""
         try:
-            while link.queue:
-                sent = link.socket.sendmsg(list(link.queue)[:16])
-                while link.queue and sent >= len(link.queue[0]):
-                    sent -= len(link.queue.popleft())
+            while link.queue or link.ready:
+                self._seal_some(link)
+                sent = link.socket.sendmsg(link.ready)
+                while link.ready and sent >= len(link.ready[0]):
+                    sent -= len(link.ready.popleft())
                 if sent:
-                    link.queue[0] = link.queue[0][sent:]
+                    link.ready[0] = link.ready[0][sent:]
         except BlockingIOError:
             pass
         except OSError:
             link.broken = True
             link.queue.clear()
+            link.ready.clear()
+
+    @staticmethod
+    def _seal_some(link: _Outgoing) -> None:
+        """No more than the kernel may take soon: what is encrypted is in memory twice."""
+        assert link.sealer is not None
+        while link.queue and len(link.ready) < MOST_READY:
+            chunk = link.sealer.next_chunk(link.queue[0])
+            link.ready.extend(link.sealer.seal(chunk))
+            if len(chunk) < len(link.queue[0]):
+                link.queue[0] = link.queue[0][len(chunk) :]
+            else:
+                link.queue.popleft()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
@@ -275,7 +298,7 @@ class Links:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, peer = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
@@ -285,7 +308,8 @@ class Links:
             return
         sock.setblocking(False)
         watch_path(sock)
-        conn = _Receiving(sock, Acceptor(self._token, self._identity), time.monotonic())
+        handshake = Acceptor(self._token, self._identity, self._accepts(peer[0]))
+        conn = _Receiving(sock, handshake, time.monotonic(), peer[0])
         self._strangers[sock] = conn
         self._selector.register(sock, selectors.EVENT_READ, conn)
         if len(self._strangers) > MAX_STRANGERS:
@@ -311,7 +335,7 @@ class Links:
         if link.broken:
             self._drop(link)
             return
-        writes = (link.queue or not link.connected) and link.handshake is None
+        writes = (link.queue or link.ready or not link.connected) and link.handshake is None
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         if not link.registered:
             self._selector.register(link.socket, wanted, link)
@@ -338,7 +362,7 @@ class Links:
         failure = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failure:
             raise OSError(failure, os.strerror(failure))
-        link.handshake = Opener(self._token)
+        link.handshake = Opener(self._token, self._accepts(link.socket.getpeername()[0]))
         link.socket.sendall(link.handshake.hello())  # a new socket takes these few bytes at once
 
     def _hear(self, link: _Outgoing) -> None:
@@ -348,8 +372,9 @@ class Links:
             raise PeerError("closed")
         proof = link.handshake.feed(data)
         if proof is not None:
-            link.identity, link.handshake, link.connected = link.handshake.identity, None, True
-            link.queue.appendleft(memoryview(proof))
+            link.identity, link.sealer = link.handshake.identity, link.handshake.sealer
+            link.handshake, link.connected = None, True
+            link.ready.append(memoryview(proof))
             self.events.opened(link.address)
 
     def _drop(self, link: _Outgoing) -> None:
@@ -358,6 +383,7 @@ class Links:
             link.registered = 0
         link.socket.close()
         link.queue.clear()
+        link.ready.clear()
         if self._out.get(link.address) is link:
             del self._out[link.address]
         if not link.forgotten:  # also if the next one is open by now: what this one held is lost
@@ -369,6 +395,9 @@ class Links:
             self._read(conn)
         except BlockingIOError:
             return
+        except TamperedError as error:
+            warn(f"the connection from {conn.peer} is closed and opened again: {error}")
+            self._hang_up(conn)
         except (OSError, PeerError, ValueError):
             self._hang_up(conn)
 
@@ -381,12 +410,15 @@ class Links:
             if answer:
                 conn.socket.sendall(answer)
         self._strangers.pop(conn.socket, None)
+        unsealer = conn.handshake.unsealer
+        assert unsealer is not None
         for _ in range(64):  # then let the others have their turn
             if conn.frame is None:
                 conn.frame = frames.Incoming(self._empty)
-            count = conn.socket.recv_into(conn.frame.want)
+            want = conn.frame.want
+            count = conn.socket.recvmsg_into(unsealer.room(want))[0]
             if count == 0:
                 raise PeerError("closed")
-            if conn.frame.took(count):
+            if (whole := unsealer.took(want, count)) and conn.frame.took(whole):
                 frame, conn.frame = conn.frame, None
                 self.events.deliver(frame)

@@ -28,7 +28,7 @@ import os
 import queue
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError, UserError
+from everstep.job.job import NetSpec
 from everstep.log import say
-from everstep.net import frames, host_memory, nccl
+from everstep.net import frames, host_memory, nccl, seal
 from everstep.net.arena import Arena, CudaMemory, Mappings, SharedFiles, SharedMemory, UnmappableError
 from everstep.net.completions import Completions
 from everstep.net.envelope import (
@@ -107,9 +108,13 @@ def bits_differ(mine: Identity, theirs: Identity) -> str | None:
     )
 
 
-def identity_of(device: torch.device, transport: str, computes: str = "") -> Identity:
-    """Of a worker that computes on this device."""
+def identity_of(
+    device: torch.device, transport: str, computes: str = "", *, encrypt: bool = False
+) -> Identity:
+    """Of a worker that computes on this device. NCCL does not encrypt: then its lanes stay on one machine."""
     kind, memory, lanes = _memory_and_lanes(device, transport)
+    if encrypt and lanes.startswith("nccl"):
+        lanes = f"{lanes} {_machine()}"
     return Identity(kind, memory, lanes, computes)
 
 
@@ -123,16 +128,19 @@ def _memory_and_lanes(device: torch.device, transport: str) -> tuple[str, str, s
             if not lanes:
                 raise UserError('transport = "nccl" needs a torch with NCCL; use "auto" or "tcp".')
             return "tcp", "", lanes
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        uuid = torch.cuda.get_device_properties(device).uuid
-        # Of two containers that share a GPU and not these, none can open the other's memory.
-        return "ipc", f"{boot} {uuid} {_namespace('pid')} {_namespace('ipc')}", lanes
+        return "ipc", f"{torch.cuda.get_device_properties(device).uuid} {_machine()}", lanes
     if transport == "nccl":
         raise UserError('transport = "nccl" is for GPUs; set device = "cuda", or use "auto".')
     if transport in ("shm", "pipe"):
         here = _namespace("pid")  # who shares it can open each other's memory files
         return ("shm", here, "") if transport == "shm" else ("tcp", "", f"pipe {here}")
     return "tcp", "", ""
+
+
+def _machine() -> str:
+    """Of two containers on one machine that do not share these, none can open the other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {_namespace('pid')} {_namespace('ipc')}"
 
 
 def _namespace(kind: str) -> str:
@@ -149,6 +157,7 @@ class PlaneSettings:
     host: str  # where peers reach this worker
     device: torch.device
     transport: str = "auto"
+    net: NetSpec = field(default_factory=NetSpec)
     computes: str = ""  # as in `Identity`
     waits: bool = False  # for a lane that is being opened; else tcp carries messages meanwhile
     listener: socket.socket | None = None  # for peers; None: one of its own
@@ -166,7 +175,10 @@ class DataPlane:
         device = self.device = settings.device
         self.waits, self._got = settings.waits, got
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.identity = identity_of(device, settings.transport, settings.computes)
+        encrypt = settings.net.encrypt
+        if encrypt:
+            seal.require_encryption()
+        self.identity = identity_of(device, settings.transport, settings.computes, encrypt=encrypt)
         self.links = Links(
             LinkEvents(
                 deliver=self._arrived,
@@ -180,6 +192,7 @@ class DataPlane:
             source_port=settings.source_port,
             identity=self.identity.encode(),
             listener=settings.listener,
+            accepts=partial(seal.accepted, settings.net),
         )
         self.completions = Completions(device, self.inbox.put) if device.type == "cuda" else None
         memory: SharedMemory | None = None

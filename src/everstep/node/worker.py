@@ -210,6 +210,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             host=spec.host,
             device=device,
             transport=job.transport,
+            net=job.net,
             computes=_computes_with(job, device),
             waits=job.transport in ("nccl", "pipe") and sender.incarnation == 1,
             listener=None if group is None else group.listener,

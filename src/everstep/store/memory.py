@@ -11,19 +11,23 @@ one (range requests), and reads of each what it needs.
 
 from __future__ import annotations
 
+import hmac
 import http.client
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from everstep.errors import UserError
+from everstep.errors import PeerError, UserError
+from everstep.job.job import NetSpec
 from everstep.layout.box import Box
+from everstep.net.seal import CHUNK_BYTES, Sealer, Suite, Unsealer, accepted, derived_key, sealed_bytes
 from everstep.store import index as indexes
 from everstep.store import parts
 from everstep.store.index import Part, Refused, digest
@@ -36,7 +40,8 @@ from everstep.store.reader import Checkpoint, read_small, unusable
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
+NONCE_BYTES = 16
+HASHED_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
 _PREFIX = "everstep-memory-"
@@ -65,7 +70,7 @@ def put(
         for key, shape, box, values in slices
     ]
     folder = folder_of(store, task, step)
-    part = parts.write_part(folder, name, planned, chunk_bytes=CHUNK_BYTES)
+    part = parts.write_part(folder, name, planned, chunk_bytes=HASHED_BYTES)
     text, label = parts.labelled(name, part)
     (folder / f"{name}.json").write_bytes(text)
     return label
@@ -85,13 +90,73 @@ class Remote:
 
     host: str
     port: int
-    token: str
+    key: bytes  # `memory_key` of the task
+    suite: Suite = Suite.PLAIN
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S, blocksize=1 << 20)
 
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"}
+
+def memory_key(secret: str) -> bytes:
+    """By which the workers of a task and the memory servers of their nodes know each other."""
+    return derived_key(bytes.fromhex(secret), b"", b"everstep memory")
+
+
+def suite_for(net: NetSpec, host: str) -> Suite:
+    """How requests to a memory server are protected. A server may lack what `gmac` needs."""
+    wanted = min(accepted(net, host))
+    assert wanted is not Suite.GMAC
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to a memory server. Its proof covers all of it, and the key of its bytes is its own.
+
+    The proof cannot be used again: a server takes a nonce once. What is read is sealed with a key to which
+    the server adds a nonce, and what is written with one that only this request has.
+    """
+
+    method: str
+    path: str
+    span: str  # the Range of a GET, the length of a PUT
+    suite: Suite
+    nonce: bytes
+
+    HEADER = "Everstep-Request"
+
+    def proof(self, key: bytes, said: bytes = b"request") -> str:
+        """Of the request, or of the server's answer to it."""
+        words = "\n".join((self.method, self.path, self.span, self.suite.name)).encode()
+        return hmac.digest(key, said + b"\n" + words + self.nonce, "sha256").hex()
+
+    def headers(self, key: bytes) -> dict[str, str]:
+        return {self.HEADER: f"{self.suite.name} {self.nonce.hex()} {self.proof(key)}"}
+
+    def body_key(self, key: bytes, server_nonce: bytes = b"") -> bytes:
+        return derived_key(key, self.nonce + server_nonce, f"{self.method} {self.path}".encode())
+
+    @staticmethod
+    def new(method: str, path: str, span: str, suite: Suite) -> Request:
+        return Request(method, path, span, suite, secrets.token_bytes(NONCE_BYTES))
+
+    @staticmethod
+    def read(method: str, path: str, span: str, header: str) -> tuple[Request, str]:
+        """With the proof that came with it. ValueError: it cannot be read."""
+        suite, nonce, proof = header.split(" ")
+        if len(bytes.fromhex(nonce)) != NONCE_BYTES or suite not in Suite.__members__:
+            raise ValueError("a request whose proof cannot be read")
+        return Request(method, path, span, Suite[suite], bytes.fromhex(nonce)), proof
+
+
+def sealed(sealer: Sealer, file: BinaryIO, size: int) -> Iterator[bytes | memoryview]:
+    """The next `size` bytes of a file as they go over the wire."""
+    while size:
+        data = file.read(min(size, CHUNK_BYTES))
+        if not data:
+            raise OSError("a file in memory became shorter while it was sent")
+        size -= len(data)
+        yield from sealer.seal(memoryview(data))
 
 
 def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> None:
@@ -101,11 +166,16 @@ def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> Non
         for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
             with (folder_of(store, task, step) / name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                headers = remote.headers() | {"Content-Length": str(size)}
-                connection.request("PUT", f"/{task}/{step}/{name}", body=file, headers=headers)
+                request = Request.new("PUT", f"/{task}/{step}/{name}", str(size), remote.suite)
+                sealer = Sealer(request.suite, request.body_key(remote.key))
+                wire = {"Content-Length": str(sealed_bytes(request.suite, size)), "Everstep-Size": str(size)}
+                body = file if request.suite is Suite.PLAIN else sealed(sealer, file, size)
+                headers = request.headers(remote.key) | wire
+                connection.request("PUT", request.path, body=body, headers=headers)
                 answer = connection.getresponse()
                 reason = answer.read(1000).decode(errors="replace")
-            if answer.status != 201:
+            proof = answer.getheader(Request.HEADER, "")
+            if answer.status != 201 or not hmac.compare_digest(proof, request.proof(remote.key, b"stored")):
                 raise OSError(
                     f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {reason}"
                 )
@@ -134,20 +204,23 @@ class PeerFile:
     def read(self, offset: int, out: memoryview) -> None:
         if not len(out):
             return
-        connection = self._connection()
-        wanted = {"Range": f"bytes={offset}-{offset + len(out) - 1}"}
+        connection, remote = self._connection(), self._remote
+        request = Request.new("GET", self._name, f"bytes={offset}-{offset + len(out) - 1}", remote.suite)
         try:
-            connection.request("GET", self._name, headers=self._remote.headers() | wanted)
+            headers = request.headers(remote.key) | {"Range": request.span}
+            connection.request("GET", self._name, headers=headers)
             answer = connection.getresponse()
-            if answer.status != 206 or answer.length != len(out):
+            if answer.status != 206 or answer.length != sealed_bytes(remote.suite, len(out)):
                 raise OSError(f"{self} answers {answer.status} with {answer.length} bytes")
-            done = 0
-            while done < len(out):
-                count = answer.readinto(out[done:])
+            theirs = bytes.fromhex(answer.getheader("Everstep-Nonce", ""))
+            unsealer = Unsealer(remote.suite, request.body_key(remote.key, theirs))
+            left = out
+            while left:
+                count = answer.readinto(unsealer.room(left)[0])
                 if not count:
-                    raise OSError(f"{self} ends {len(out) - done} bytes too early")
-                done += count
-        except (OSError, http.client.HTTPException) as error:
+                    raise OSError(f"{self} ends {len(left)} bytes too early")
+                left = left[unsealer.took(left, count) :]
+        except (OSError, ValueError, PeerError, http.client.HTTPException) as error:
             self._hang_up()
             raise OSError(f"{self}: {error}") from error
         self.bytes_read += len(out)

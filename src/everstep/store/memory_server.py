@@ -1,7 +1,8 @@
 """This node's memory store: states in it outlive the workers, and a server gives other nodes access.
 
-Only the workers of a task that was opened here may read or write, by a token made of the task's secret; only
-its own files, by plain names; and no more than half of the memory that is free. The server runs in a thread
+Only the workers of a task that was opened here may read or write: every request proves that its sender knows
+the task's secret (`memory.Request`), and its bytes are sealed as the job asks for. Only the task's own files,
+by plain names; and no more than half of the memory that is free. The server runs in a thread
 of its own, so that gigabytes on their way delay no heartbeat.
 """
 
@@ -9,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import os
 import re
+import secrets
 import shutil
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 from aiohttp import web
 
+from everstep.net.seal import CHUNK_BYTES, Sealer, Suite, TamperedError, Unsealer, is_available, sealed_bytes
 from everstep.net.strangers import StrangerLimit
 from everstep.store import memory
 from everstep.store.places import step_name
@@ -27,11 +30,7 @@ from everstep.store.places import step_name
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")
 _BLOCK = 1 << 20
-
-
-def token_of(secret: str) -> str:
-    """What the workers of a task show to a memory server. The secret itself is not sent."""
-    return hmac.new(bytes.fromhex(secret), b"everstep memory", hashlib.sha256).hexdigest()
+MOST_NONCES = 1 << 17  # older requests are about steps that are not kept any more
 
 
 class MemoryStore:
@@ -39,10 +38,13 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.folder, self._lock = memory.new_directory()
-        self._tokens: dict[str, str] = {}
+        self._keys: dict[str, bytes] = {}
 
     def open_task(self, task: str, secret: str) -> None:
-        self._tokens[task] = token_of(secret)
+        self._keys[task] = memory.memory_key(secret)
+
+    def key(self, task: str) -> bytes | None:
+        return self._keys.get(task)
 
     def drop(self, task: str, before: int) -> None:
         memory.drop(self.folder, task, before)
@@ -50,9 +52,6 @@ class MemoryStore:
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
-
-    def knows(self, task: str, token: str) -> bool:
-        return hmac.compare_digest(self._tokens.get(task, "").encode(), token.encode()) and bool(token)
 
 
 class MemoryServer:
@@ -63,6 +62,7 @@ class MemoryServer:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._strangers = StrangerLimit()
+        self._nonces: dict[bytes, None] = {}  # of requests, oldest first: each is taken once
         self._thread = threading.Thread(target=self._run, name="memory-server", daemon=True)
 
     def open(self) -> None:
@@ -95,43 +95,87 @@ class MemoryServer:
         self.port = runner.addresses[0][1]
         return runner
 
-    def _path(self, request: web.Request) -> Path:
-        """The file that is asked for, once the asker has shown the task's token."""
+    def _known(self, request: web.Request, span: str) -> tuple[memory.Request, bytes, Path]:
+        """What is asked for, the task's key and the file, once the asker has proved that it knows the key."""
         task, step, part = (request.match_info[name] for name in ("task", "step", "part"))
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not _TASK.fullmatch(task) or not self.store.knows(task, token):
-            raise web.HTTPForbidden(text="this token opens nothing here")
+        key = self.store.key(task)
+        try:
+            header = request.headers.get(memory.Request.HEADER, "")
+            asked, proof = memory.Request.read(request.method, request.raw_path, span, header)
+        except ValueError:
+            raise web.HTTPForbidden(text="this request proves nothing") from None
+        if key is None or not hmac.compare_digest(proof, asked.proof(key)) or asked.nonce in self._nonces:
+            raise web.HTTPForbidden(text="this request proves nothing")
+        self._nonces[asked.nonce] = None
+        while len(self._nonces) > MOST_NONCES:
+            del self._nonces[next(iter(self._nonces))]
         self._strangers.know(request)
-        if not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
+        if not is_available(asked.suite):
+            raise web.HTTPNotImplemented(text="the package cryptography is not installed on this node")
+        if not _TASK.fullmatch(task) or not _PART.fullmatch(part) or not re.fullmatch(r"\d{1,18}", step):
             raise web.HTTPBadRequest(text="this is not a name of a part")
-        return self.store.folder / task / step_name(int(step)) / part
+        return asked, key, self.store.folder / task / step_name(int(step)) / part
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        path = self._path(request)
+        asked, key, path = self._known(request, request.headers.get("Range", ""))
         if not path.is_file():
             raise web.HTTPNotFound(text="it is not here, or not any more")
-        return web.FileResponse(path, chunk_size=_BLOCK)
+        if asked.suite is Suite.PLAIN:
+            return web.FileResponse(path, chunk_size=_BLOCK)
+        size, span = path.stat().st_size, request.http_range
+        start, stop = span.start or 0, min(size, size if span.stop is None else span.stop)
+        if not 0 <= start < stop:
+            raise web.HTTPRequestRangeNotSatisfiable
+        nonce = secrets.token_bytes(memory.NONCE_BYTES)
+        answer = web.StreamResponse(status=206, headers={"Everstep-Nonce": nonce.hex()})
+        answer.content_length = sealed_bytes(asked.suite, stop - start)
+        sealer = Sealer(asked.suite, asked.body_key(key, nonce))
+        await answer.prepare(request)
+        with path.open("rb") as file:
+            file.seek(start)
+            for piece in memory.sealed(sealer, file, stop - start):
+                await answer.write(piece)
+        await answer.write_eof()
+        return answer
 
     async def _put(self, request: web.Request) -> web.Response:
-        path, size = self._path(request), request.content_length
-        if size is None or size > psutil.virtual_memory().available // 2:
-            raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size or 0)
+        said = request.headers.get("Everstep-Size", "")
+        asked, key, path = self._known(request, said)
+        size = int(said) if re.fullmatch(r"\d{1,18}", said) else -1
+        if size < 0 or request.content_length != sealed_bytes(asked.suite, size):
+            raise web.HTTPBadRequest(text="the length of the part and that of the request do not agree")
+        if size > psutil.virtual_memory().available // 2:
+            raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size)
         path.parent.mkdir(parents=True, exist_ok=True)
         arriving = path.with_name(f".{path.name}")
         try:
             with arriving.open("wb") as file:
-                left = size
-                async for block in request.content.iter_chunked(_BLOCK):
-                    left -= len(block)
-                    if left < 0:
-                        raise web.HTTPBadRequest(text="more bytes than were announced")
-                    file.write(block)
-            if left:
-                raise web.HTTPBadRequest(text=f"{left} bytes are missing")
+                await self._write(file, request, size, Unsealer(asked.suite, asked.body_key(key)))
             arriving.rename(path)
         except OSError as error:  # no room, or no such name
             raise web.HTTPInsufficientStorage(text=str(error.strerror)) from None
+        except TamperedError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 arriving.unlink()
-        return web.Response(status=201)
+        return web.Response(status=201, headers={memory.Request.HEADER: asked.proof(key, b"stored")})
+
+    @staticmethod
+    async def _write(file: BinaryIO, request: web.Request, size: int, unsealer: Unsealer) -> None:
+        chunk = memoryview(bytearray(CHUNK_BYTES))
+        want, left = chunk[: min(size, CHUNK_BYTES)], size
+        async for block in request.content.iter_chunked(_BLOCK):
+            arrived = memoryview(block)
+            while arrived:
+                if not left:
+                    raise web.HTTPBadRequest(text="more bytes than were announced")
+                room = unsealer.room(want)[0][: len(arrived)]
+                room[:] = arrived[: len(room)]
+                arrived = arrived[len(room) :]
+                if whole := unsealer.took(want, len(room)):
+                    file.write(want[:whole])
+                    left -= whole
+                    want = chunk[: min(left, CHUNK_BYTES)]
+        if left:
+            raise web.HTTPBadRequest(text=f"{left} bytes are missing")

@@ -36,7 +36,6 @@ from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
 from everstep.store.folder import parameter_of
 from everstep.store.index import TensorEntry
-from everstep.store.memory_server import token_of
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
 from everstep.store.saver import AsyncSaver
 
@@ -64,7 +63,7 @@ class StateKeeper:
         """`cut`: which part of every tensor is this shard's, if the worker has shards."""
         self._task, self._me, self._incarnation = me
         self._job, self._node, self._memory_root = job, node, memory_root
-        self._token = token_of(secret)
+        self._memory_key = memory.memory_key(secret)
         self._say = say
         self._cut = cut or Cut({})
         self._written_bytes = 0
@@ -178,7 +177,7 @@ class StateKeeper:
             if stays or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
             node, host, port = directions.copy_to
-            memory.send(self._memory_root, label, memory.Remote(host, port, self._token), self._task, step)
+            memory.send(self._memory_root, label, self._remote(host, port), self._task, step)
             self._say(self._written(step, attempt, label, memory_of=node, share=share))
         except OSError as error:
             if node is None:
@@ -291,7 +290,10 @@ class StateKeeper:
     def _source(self, address: MemoryAddress) -> Path | memory.Remote:
         if address.node == self._node:
             return self._memory_root
-        return memory.Remote(address.host, address.port, self._token)
+        return self._remote(address.host, address.port)
+
+    def _remote(self, host: str, port: int) -> memory.Remote:
+        return memory.Remote(host, port, self._memory_key, memory.suite_for(self._job.net, host))
 
     @property
     def _root(self) -> str | Path:
