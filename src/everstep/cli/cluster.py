@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -22,6 +23,9 @@ from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
 from everstep.plan.events import duration
 from everstep.protocol.messages import AN_OPERATOR
+
+if TYPE_CHECKING:
+    from everstep.job.job import Job
 
 JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 AsJson = Annotated[bool, JSON]
@@ -115,6 +119,14 @@ def submit_command(
     ] = None,
     weight: Annotated[float, typer.Option(help="Priority relative to other tasks.")] = 1.0,
     kill: Annotated[list[str] | None, KILL] = None,
+    pack: Annotated[
+        bool,
+        typer.Option(
+            "--pack/--no-pack",
+            help="Copy the job's own code to .everstep/code beside the job file: workers that are started "
+            "later run the same code, also if you edit it.",
+        ),
+    ] = True,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the task ends.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
@@ -161,7 +173,8 @@ def submit_command(
         if not given or len(given) > 1:
             raise UserError("give one job file, or --script and its arguments after --.")
         job_file = Path(given[0])
-        body |= {"name": name or job_file.stem, "job": load_job(job_file).to_dict()}
+        job = load_job(job_file)
+        body |= {"name": name or job_file.stem, "job": (_packed(job) if pack else job).to_dict()}
     if kill:
         body["faults"] = kill
     answer = client.post("/v1/tasks", body)
@@ -172,6 +185,21 @@ def submit_command(
     if as_json:
         render.emit(answer)
     return 1 if answer["state"] in ("failed", "cancelled") else 0
+
+
+def _packed(job: Job) -> Job:
+    """With its own code packed, where it has some."""
+    from everstep.job import code
+
+    if not code.names_code(job):
+        return job
+    try:
+        found = replace(job, code=code.pack(job))
+    except code.UnpackableError as error:
+        render.note(f"the code is not packed, so an edit reaches workers that are started later: {error}")
+        return job
+    render.note(f"the code is packed in {found.path(found.code or '')}")
+    return found
 
 
 def _wait(client: Client, task: str) -> Any:

@@ -269,6 +269,7 @@ class Job:
     callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
+    code: str | None = None  # set by `everstep submit`: the folder of the packed code (`job.code`)
 
     def __post_init__(self) -> None:
         for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads", "recompute_every"):

@@ -82,9 +82,7 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: list[str]) -> No
     for key in given:
         if key not in known:
             table = f"[{where}]" if where else "a job"
-            mine = [
-                name for name in known if name != "base"
-            ]  # the folder of a job file is not for users to set
+            mine = [name for name in known if name not in ("base", "code")]  # not for users to set
             raise UserError(f"{_name(where, key)} is not a key of {table}; {closest_key(key, mine)}")
 
 

@@ -25,6 +25,7 @@ from everstep.engine.state.optimizer import OptimizerFactory, adamw, torch_optim
 from everstep.engine.state.optimizer_state import Named
 from everstep.engine.state.schedules import Rate, rate_of
 from everstep.errors import UserError
+from everstep.job.code import verify
 from everstep.job.job import Job
 from everstep.job.presets import MODELS, SMALLEST, closest
 
@@ -65,6 +66,14 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     return function
 
 
+def _of_job(job: Job, name: str, where: str) -> Callable[..., Any]:
+    """What the job's own code names: of the code that was packed, where it was."""
+    if job.code is None:
+        return resolve(name, where, job.base)
+    verify(job.path(job.code).resolve())
+    return resolve(name, where, job.path(job.code))
+
+
 def model_of(job: Job) -> Model:
     spec = job.model
     if spec.hf is not None:
@@ -77,7 +86,7 @@ def model_of(job: Job) -> Model:
         data = [job.data, *([] if job.evaluation is None else [job.evaluation.data])]
         counts = any(spec.pack or spec.document_end is not None for spec in data)  # not every target
         return replace(model, loss=token_loss) if counts else model
-    made = _call(resolve(spec.build, "model.build", job.base), "model.build", spec.options)
+    made = _call(_of_job(job, spec.build, "model.build"), "model.build", spec.options)
     return made if isinstance(made, Model) else Model(layers=made)
 
 
@@ -86,7 +95,7 @@ def _hugging_face(job: Job, options: dict[str, Any]) -> Model:
 
     prepare = options.pop("prepare", None)
     if prepare is not None:
-        options["prepare"] = resolve(prepare, "model.prepare", job.base)
+        options["prepare"] = _of_job(job, prepare, "model.prepare")
     assert job.model.hf is not None
     return hf(job.path(job.model.hf), **options)
 
@@ -94,7 +103,7 @@ def _hugging_face(job: Job, options: dict[str, Any]) -> Model:
 def data_of(job: Job) -> Dataset:
     spec, language = job.data, job.language()
     if spec.build is not None:
-        made = _call(resolve(spec.build, "data.build", job.base), "data.build", spec.options)
+        made = _call(_of_job(job, spec.build, "data.build"), "data.build", spec.options)
         if not callable(getattr(made, "batch", None)):
             raise UserError(
                 f"data.build {spec.build!r} gave a {type(made).__name__} without "
@@ -156,7 +165,7 @@ def evaluation_of(
 
 
 def _metric(name: str, job: Job) -> Metric:
-    return resolve(name, "evaluation.metrics", job.base)
+    return _of_job(job, name, "evaluation.metrics")
 
 
 def optimizer_of(job: Job) -> OptimizerFactory:
@@ -165,7 +174,7 @@ def optimizer_of(job: Job) -> OptimizerFactory:
         return torch_optimizer(spec.name, {"lr": spec.lr, **spec.changed(), **spec.options})
     if spec.build is None:
         return adamw(lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
-    build = resolve(spec.build, "optimizer.build", job.base)
+    build = _of_job(job, spec.build, "optimizer.build")
     return lambda named: _call(build, "optimizer.build", spec.options, named)
 
 
@@ -247,14 +256,14 @@ def schedule_of(
         return None
     schedule: Any = spec.schedule if given is None else given
     if given is None and ":" in str(schedule):
-        schedule = resolve(str(schedule), "optimizer.schedule", job.base)
+        schedule = _of_job(job, str(schedule), "optimizer.schedule")
     lr = base_rate(job, model, optimizer)
     return rate_of(schedule, lr=lr or 1.0, steps=job.steps, options=spec.schedule_options)
 
 
 def callbacks_of(job: Job) -> list[Any]:
     """Those that a job file names."""
-    return [_call(resolve(name, "callbacks", job.base), f"callbacks {name!r}", {}) for name in job.callbacks]
+    return [_call(_of_job(job, name, "callbacks"), f"callbacks {name!r}", {}) for name in job.callbacks]
 
 
 def _call(function: Callable[..., Any], where: str, options: dict[str, Any], *given: Named) -> Any:
