@@ -8,6 +8,7 @@ import json
 import queue
 import re
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from everstep.errors import UserError
 from everstep.server.record import ClusterRecord
 from everstep.server.webhooks import AGAIN_S, Notifier, Repetition, Webhook, notification, read_webhooks
+from tests.server.served import served
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
 PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
@@ -163,3 +165,79 @@ def test_others_must_not_read_the_addresses(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
         read_webhooks(path)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+ALERTMANAGER = next((name for name in ("prometheus-alertmanager", "alertmanager") if shutil.which(name)), "")
+
+
+@contextlib.contextmanager
+def monitored(folder: Path, coordinator: int, hook: str) -> Iterator[None]:
+    """A Prometheus with the shipped rules, and an Alertmanager that posts to `hook`."""
+    manager = free_port()
+    rules = re.sub(r"\n +for: \w+", "", RULES.read_text())  # at once
+    (folder / "rules.yaml").write_text(rules)
+    (folder / "prometheus.yml").write_text(
+        "global: {scrape_interval: 250ms, scrape_timeout: 250ms, evaluation_interval: 250ms}\n"
+        "rule_files: [rules.yaml]\n"
+        "scrape_configs:\n"
+        f"  - {{job_name: everstep, static_configs: [{{targets: ['127.0.0.1:{coordinator}']}}]}}\n"
+        f"alerting: {{alertmanagers: [{{static_configs: [{{targets: ['127.0.0.1:{manager}']}}]}}]}}\n"
+    )
+    (folder / "alertmanager.yml").write_text(
+        "route: {receiver: us, group_by: [alertname], group_wait: 0s, group_interval: 1s}\n"
+        f"receivers: [{{name: us, webhook_configs: [{{url: '{hook}', send_resolved: true}}]}}]\n"
+    )
+    commands = [
+        [
+            ALERTMANAGER,
+            f"--config.file={folder}/alertmanager.yml",
+            f"--storage.path={folder}/am",
+            f"--web.listen-address=127.0.0.1:{manager}",
+            "--cluster.listen-address=",
+        ],
+        [
+            "prometheus",
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{free_port()}",
+        ],
+    ]
+    started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not ALERTMANAGER or shutil.which("prometheus") is None,
+    reason="Alertmanager is not installed (Debian: prometheus prometheus-alertmanager)",
+)
+def test_a_lost_leader_and_its_return_reach_people_through_a_real_alertmanager(tmp_path: Path) -> None:
+    def heard(status: str) -> Any:
+        while True:
+            body = told.told.get(timeout=120)[2]
+            for alert in body["alerts"]:
+                if alert["labels"]["alertname"] == "EverstepNoLeader" and alert["status"] == status:
+                    return alert
+
+    port = free_port()
+    with receiver() as told, contextlib.ExitStack() as stack:
+        with served(tmp_path / "state", port=port):
+            stack.enter_context(monitored(tmp_path, port, f"http://127.0.0.1:{told.server_port}/hook"))
+        fired = heard("firing")
+        assert fired["labels"]["severity"] == "page"
+        assert "No Everstep coordinator leads" in fired["annotations"]["summary"]
+        assert fired["annotations"]["runbook"] == "docs/alerts.md#everstepnoleader"
+        with served(tmp_path / "state", port=port):
+            heard("resolved")

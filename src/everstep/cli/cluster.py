@@ -249,6 +249,49 @@ def status_command(
                 live.update(Text(f"{error} Retrying ...", style="yellow"))
 
 
+def queue_command(
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show the tasks that wait for slots: what they need, why they wait, when they are expected to start.
+
+    The expected start is an estimate: running tasks keep their slots until their last step at their present
+    pace, and heavier tasks (--weight of submit) start first.
+
+    [bold]Examples[/bold]
+
+      everstep queue
+
+      everstep queue --json
+    """
+    document = Client(address=address, token=token, ca=ca).get("/v1/queue")
+    if as_json:
+        render.emit(document)
+        return 0
+    rows = document["queue"]
+    if not rows:
+        render.show(Text(f"no task waits; {document['free']} of {document['slots']} slots are free"))
+        return 0
+    table = Table("place", "task", "owner", "weight", "slots", "expected start", "why it waits", box=None)
+    for row in rows:
+        seconds = row["starts_in_s"]
+        when = "not known" if seconds is None else "now" if not seconds else f"in {_in_words(seconds)}"
+        place, weight, slots = str(row["place"]), f"{row['weight']:g}", str(row["needs_slots"])
+        why = f"{row['because']}; {row['starts']}"
+        table.add_row(place, row["task"], row["owner"], weight, slots, when, why)
+    render.show(table)
+    return 0
+
+
+def _in_words(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def drain_command(
     node: Annotated[str, typer.Argument(help="Name of the node.")],
     readmit: Annotated[

@@ -121,6 +121,16 @@ def coordinator_command(
             rich_help_panel="Monitoring",
         ),
     ] = "",
+    otlp_metrics: Annotated[
+        str,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+            metavar="URL",
+            help="OTLP/HTTP endpoint to which metrics are sent every 15 s. Needs no extra.",
+            show_default=False,
+            rich_help_panel="Monitoring",
+        ),
+    ] = "",
     webhooks: Annotated[
         Path | None,
         typer.Option(
@@ -190,6 +200,7 @@ def coordinator_command(
         client_ca=client_ca,
         is_insecure=insecure,
         otel=otel,
+        otlp_metrics=otlp_metrics,
         webhooks=webhooks,
         quotas=quotas or state / "quotas.toml",
         tensorboard=tensorboard,

@@ -27,6 +27,7 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "agent": "everstep.cli.agent:agent_command",
     "submit": "everstep.cli.cluster:submit_command",
     "status": "everstep.cli.cluster:status_command",
+    "queue": "everstep.cli.cluster:queue_command",
     "drain": "everstep.cli.cluster:drain_command",
     "check": "everstep.cli.check:check_command",
     "expect": "everstep.cli.cluster:expect_command",

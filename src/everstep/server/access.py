@@ -88,6 +88,7 @@ CALLS = (
     _call("GET", "/v1/history", "history", READERS, "read the history"),
     _call("GET", "/v1/owners", "owners", READERS, "read owners"),
     _call("GET", "/v1/report", "report", READERS, "read the report"),
+    _call("GET", "/v1/queue", "queue", READERS, "read the queue"),
     _call("GET", "/v1/events/{number}", "event", READERS, "read events"),
     _call("GET", "/v1/incidents", "incidents", READERS, "read incidents"),
     _call("GET", "/v1/incidents/{number}", "incident", READERS, "read incidents"),

@@ -29,7 +29,7 @@ from everstep.net.strangers import StrangerLimit
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import report, requests, step_timeline, views
+from everstep.server import report, requests, step_timeline, views, waiting
 from everstep.server.access import CALLER, CALLS, ApiCall, Caller, Credentials, Role, verbs
 from everstep.server.archive import Archive
 from everstep.server.journal import LostLeadership
@@ -186,6 +186,9 @@ class Api:
         """`?since_s=N`: where the time of the tasks went in the last N seconds."""
         since_s = requests.whole(request.query.get("since_s", str(7 * 86_400)), "since_s")
         return web.json_response(report.document(self.record, since_s, time.time()))
+
+    async def _queue(self, request: web.Request) -> web.Response:
+        return web.json_response(waiting.document(self.record))
 
     async def _history(self, request: web.Request) -> web.Response:
         """`?text=T&since_s=N&last=N`: incidents and tasks that are over, the newest first."""

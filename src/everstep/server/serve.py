@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from everstep.server.api import Api
 from everstep.server.archive import Archive
 from everstep.server.certificates import server_context
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
+from everstep.server.otlp_metrics import MetricsExporter
 from everstep.server.quotas import Quotas
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
@@ -53,6 +55,7 @@ class ServerSettings:
     client_ca: Path | None = None  # callers are known by certificates of this authority
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
+    otlp_metrics: str = ""  # where metrics go
     webhooks: Path | None = None  # who is told
     quotas: Path | None = None  # how much each owner may ask for
     tensorboard: Path | None = None  # where the scalars of tasks go
@@ -117,6 +120,10 @@ async def serve(
     journal = _journal(settings)
     daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
     archive = Archive(daemon.record, settings.folder)
+    exporter = None
+    if settings.otlp_metrics:
+        instance = settings.name or socket.gethostname()
+        exporter = MetricsExporter(daemon.record, settings.otlp_metrics, instance=instance)
     listeners = [archive, *_listeners(daemon.record, settings)]
     daemon.record.listeners |= {listener.hear for listener in listeners}
     api = Api(
@@ -133,6 +140,8 @@ async def serve(
         asyncio.create_task(api.strangers.watch(runner.server)),
         asyncio.create_task(api.access.watch()),
     ]
+    if exporter is not None:
+        watching.append(asyncio.create_task(exporter.run()))
     site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
     try:
         try:
