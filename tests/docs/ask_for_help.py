@@ -1,10 +1,11 @@
-"""Asks programs for their `--help`, each in a fork of one process that has loaded torch: that takes seconds.
+"""Asks programs for their `--help`, each in a fork of one process that has loaded what takes seconds.
 
 Reads a JSON list of `bench/x.py` and `-m bench.x`; prints a JSON line for each. The path is what Python makes
 it: the folder of a script, or the folder that `-m` is used in, and what is installed.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -13,7 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401
+# Installed, so every program finds them from anywhere; `bench` and `harness` are left to the programs.
+for installed in ("torch", "everstep.launch.local.api", "everstep.server.serve", "everstep_lab.storm.run"):
+    importlib.import_module(installed)
 
 
 def asked(word: str) -> dict[str, Any]:

@@ -43,7 +43,10 @@ def small_gpt(**changes: Any) -> Model:
 
 # Forked by a process that has only imported: a backward starts threads, which a fork leaves out.
 STARTS = multiprocessing.get_context("forkserver")
-STARTS.set_forkserver_preload(["everstep.engine.prepare.preflight", "everstep.engine.shards.collectives"])
+# torch._dynamo: optimizers import it in their first step, which takes each process seconds.
+STARTS.set_forkserver_preload(
+    ["torch._dynamo", "everstep.engine.prepare.preflight", "everstep.engine.shards.collectives"]
+)
 
 
 def in_shards(count: int, work: Callable[[GroupCollectives], Any], **more: Any) -> list[Any]:

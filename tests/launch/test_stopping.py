@@ -6,13 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from everstep.errors import EverstepError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local import api
+from everstep.launch.local.outcome import Outcome
 from everstep.node.fork_server import ForkServer
 from everstep.store.folder import complete_steps
 
@@ -88,3 +91,30 @@ def test_a_second_signal_stops_it_at_once(
     with pytest.raises(KeyboardInterrupt):
         api.run_job(job_in(tmp_path), watch=at_step(2, signal.SIGINT, times=2), fork_server=fork_server)
     assert complete_steps(tmp_path) == []
+
+
+class FailsWhileItStops:
+    """A task that gets Ctrl-C and then loses what it needs to stop in good order."""
+
+    last_step = 3
+
+    def __init__(self, job: Job, *, raises: bool, **ports: Any) -> None:
+        self.outcome, self._raises = Outcome(), raises
+
+    def run(self) -> Outcome:
+        os.kill(os.getpid(), signal.SIGINT)
+        if self._raises:
+            raise EverstepError("the fork server is gone")
+        self.outcome.failure = "the fork server is gone"
+        return self.outcome
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_fails_while_a_run_stops_is_said_and_the_exit_code_is_still_that_of_the_signal(
+    raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, on a busy machine, `everstep train` ended with 1 after Ctrl-C."""
+    monkeypatch.setattr(api, "LocalTask", partial(FailsWhileItStops, raises=raises))
+    with pytest.raises(KeyboardInterrupt):
+        api.run_job(job_in(None), fork_server=cast(ForkServer, None))
+    assert capsys.readouterr().err.splitlines()[-1] == "while it stopped: the fork server is gone"

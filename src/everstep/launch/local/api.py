@@ -242,12 +242,17 @@ def run_job(
         )
         try:
             outcome = task.run()
-        except BaseException:
+        except BaseException as error:
             if interrupts.first:
                 say(stopped_line(task.outcome, task.last_step, job))
+            if interrupts.first and isinstance(error, EverstepError):
+                say(f"while it stopped: {error}")
+                raise interrupts.exception from error
             raise
-        if interrupts.first and task.last_step < job.steps and outcome.failure is None:
+        if interrupts.first and task.last_step < job.steps:
             say(stopped_line(outcome, task.last_step, job))
+            if outcome.failure is not None:  # said, but the exit code is that of the signal
+                say(f"while it stopped: {outcome.failure}")
             raise interrupts.exception
         return outcome
 
