@@ -81,7 +81,7 @@ class FakeCluster:
             msg.TaskSubmitted(task=name, job={"job": name}, shape=shape, steps=steps, secret="s", **more)
         )
 
-    def seal(self, name: str = "t", *, sum_of_squares: float = 0.0) -> None:
+    def seal(self, name: str = "t", *, sum_of_squares: float = 0.0, loss: float = 1.0) -> None:
         """Every stage seals the next step."""
         task = self.coordinator.tasks[name]
         assert task.recovery is not None
@@ -91,7 +91,7 @@ class FakeCluster:
             worker = next(w for w, seat in task.seats.items() if w.stage == stage and seat.incarnation)
             losses: tuple[tuple[Microbatch, float], ...] = ()
             if stage == task.shape.stages - 1:
-                losses = tuple((Microbatch(k, 0), 1.0) for k in range(task.shape.replicas))
+                losses = tuple((Microbatch(k, 0), loss) for k in range(task.shape.replicas))
             sealed = ev.StepSealed(
                 step=step,
                 stage=stage,

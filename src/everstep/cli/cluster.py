@@ -391,6 +391,45 @@ def pause_command(
     return answer(row, f"{will}; everstep resume {task} continues it", as_json)
 
 
+def update_command(
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job file, edited or not.")],
+    steps: Annotated[int, typer.Option(help="Steps on trial.", min=1)] = 20,
+    loss_band: Annotated[
+        float, typer.Option(help="Roll back if the loss rises by more than this part of it; 0: never.", min=0)
+    ] = 0.25,
+    pace_band: Annotated[
+        float, typer.Option(help="Roll back if a step takes longer by more than this part; 0: never.", min=0)
+    ] = 0.5,
+    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="As for submit.")] = True,
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    ca: Ca = None,
+    as_json: AsJson = False,
+) -> int:
+    """Give a running task new code or settings at the next step boundary, and roll back if they do not hold.
+
+    The job's code is packed again. Its workers leave after the step they are in, others start with the new
+    job from the same state. If one of them fails before its first step, or if loss or pace leave their band
+    within --steps steps, the job before comes back and training continues. Steps that were done with the new
+    code are not undone. Steps, batch and checkpoint folder stay as they are.
+
+    [bold]Examples[/bold]
+
+      everstep update llama-8b job.toml
+
+      everstep update llama-8b job.toml --steps 100 --loss-band 0.1
+    """
+    from everstep.job.job import load_job
+
+    job = load_job(job_file)
+    told = (_packed(job) if pack else job).to_dict()
+    body = {"job": told, "steps": steps, "loss_band": loss_band, "pace_band": pace_band}
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/update", body)
+    will = f"task {task} takes the new job after the step it is in, on trial for {steps} steps"
+    return answer(row, f"{will}; everstep status says whether it stays", as_json)
+
+
 def resume_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     address: Address = DEFAULT_ADDRESS,

@@ -959,6 +959,22 @@ class ReshapeRequested(TaskRequest):
     by: str = AN_OPERATOR
 
 
+@message(by=OPERATOR, since=4, says="{by} updates task {task}")
+class UpdateRequested(TaskRequest):
+    """Another job, mostly one with other code, from the next step boundary on. The job before it comes back
+    if a worker fails before the first step, or if the loss or the time of a step leaves its band within
+    `steps` steps.
+    """
+
+    task: str
+    job: Any
+    shape: Shape
+    steps: int
+    most_loss: float | None = None  # None, also below: no limit
+    most_step_s: float | None = None
+    by: str = AN_OPERATOR
+
+
 @message(says="the scheduler answers for task {task}")
 class PlanAnswered(TaskRequest):
     """The scheduler's answer to `Think`, or its wish for a new schedule."""

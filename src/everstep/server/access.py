@@ -104,6 +104,7 @@ CALLS = (
     _call("POST", "/v1/tasks/{task}/{verb:unpause}", "task_verb", SUBMITTERS, "resume a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:resize}", "task_verb", SUBMITTERS, "resize a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:release}", "task_verb", SUBMITTERS, "release a task", own=True),
+    _call("POST", "/v1/tasks/{task}/{verb:update}", "task_verb", SUBMITTERS, "update a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:reshape}", "task_verb", SUBMITTERS, "reshape a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb}", "no_task_verb", READERS, "change tasks"),
     _call("POST", "/v1/nodes/{node}/{verb:drain}", "node_verb", ADMINS, "drain a node"),

@@ -418,6 +418,10 @@ class Api:
             case "reshape":
                 slots = [n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP]
                 event = requests.reshape(task, await requests.body(request), slots=slots, by=by)
+            case "update":
+                steps = self.record.steps.get(task.name)
+                rows = [] if steps is None else list(steps.rows)
+                event = requests.update(task, await requests.body(request), rows=rows, by=by)
             case _:
                 raise InternalError(f"no task verb {verb}")
         if task.state in OVER:

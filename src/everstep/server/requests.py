@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task, TaskState
+from everstep.drive.step_rows import StepRow
 from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import PeerError, UserError
 from everstep.job.job import MOST_WORKERS, Job
@@ -29,6 +32,7 @@ from everstep.protocol.messages import (
     ReshapeRequested,
     TaskNeeds,
     TaskSubmitted,
+    UpdateRequested,
 )
 from everstep.protocol.shape import Shape
 from everstep.store.places import root_of
@@ -36,6 +40,8 @@ from everstep.store.places import root_of
 MOST_WEIGHT = 1_000_000
 MOST_RESTARTS = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
+MOST_TRIAL_STEPS = 1_000_000
+USUAL_OF = 32  # steps that say what is usual
 NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -176,6 +182,64 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: s
         )
     shape = job.task_shape()
     return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape, by=by)
+
+
+def update(task: Task, given: Mapping[str, Any], *, rows: Sequence[StepRow], by: str) -> UpdateRequested:
+    """Another job for a running task. `rows`: its recent steps, which say what is usual."""
+    unknown = given.keys() - {"job", "steps", "loss_band", "pace_band"}
+    if unknown:
+        raise UserError(f"{shown(min(unknown))} is not a key of an update; give job, steps and bands.")
+    if task.is_script or task.request.script:
+        raise UserError(f"task {task.name} is a script; cancel it and submit the new one.")
+    if task.trial is not None or task.next_shape is not None:
+        raise UserError(
+            f"task {task.name} is being changed already; wait for the end of it (everstep status)."
+        )
+    if task.state is not TaskState.RUNNING:
+        raise UserError(f"task {task.name} is {task.state}; update it while it is running.")
+    if not isinstance(given.get("job"), dict):
+        raise UserError("job is missing; give the job's table.")
+    now, job = Job.from_dict(task.job), Job.from_dict(given["job"])
+    job.refuse_contradictions()
+    for key in ("steps", "checkpoint", "base"):
+        if getattr(job, key) != getattr(now, key):
+            raise UserError(
+                f"{key} of the new job is not that of task {task.name}; an update keeps it. Cancel the task "
+                "and submit the new job to change it."
+            )
+    if job.microbatches_in_step != now.microbatches_in_step:
+        raise UserError(
+            f"a step of the new job has {job.microbatches_in_step} microbatches, and one of task {task.name} "
+            f"{now.microbatches_in_step}; an update keeps the batch."
+        )
+    steps = given.get("steps", 20)
+    if type(steps) is not int or not 1 <= steps <= MOST_TRIAL_STEPS:
+        raise UserError(f"steps is {shown(steps)}; give the steps on trial, 1 to {MOST_TRIAL_STEPS:,}.")
+    recent = rows[-USUAL_OF:]
+    losses = [row.loss for row in recent if math.isfinite(row.loss)]
+    loss_band, pace_band = _band(given, "loss_band", 0.25), _band(given, "pace_band", 0.5)
+    most_loss = most_s = None
+    if losses and loss_band:
+        most_loss = statistics.fmean(losses) + loss_band * abs(statistics.fmean(losses))
+    if recent and pace_band:
+        most_s = statistics.median(row.seconds for row in recent) * (1 + pace_band)
+    shaped = job.reshaped(now.replicas, now.stages, now.shards)
+    return UpdateRequested(
+        task=task.name,
+        job=shaped.to_dict(),
+        shape=shaped.task_shape(),
+        steps=steps,
+        most_loss=most_loss,
+        most_step_s=most_s,
+        by=by,
+    )
+
+
+def _band(given: Mapping[str, Any], field: str, usual: float) -> float:
+    band = given.get(field, usual)
+    if isinstance(band, bool) or not isinstance(band, int | float) or not 0 <= band <= 1000:
+        raise UserError(f"{field} is {shown(band)}; give a part such as 0.25, or 0 for no limit.")
+    return float(band)
 
 
 async def body(request: web.Request) -> dict[str, Any]:

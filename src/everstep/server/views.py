@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.progress import empty_stages, why_stalled
 from everstep.core.cluster.task import Task
+from everstep.core.cluster.trial import Trial
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.drive.causes import CauseLink
 from everstep.drive.step_rows import StepRows
@@ -134,7 +135,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     return {
         "task": task.name,
         "state": "stalled" if stalled else task.state,
-        "because": stalled or task.because,
+        "because": stalled or "; ".join(filter(None, (task.because, task.updated))),
         "owner": task.request.owner,
         "goodput": None if account is None or account.ratio is None else round(account.ratio, 3),
         "weight": task.weight,
@@ -154,11 +155,19 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
         "script": _script(task),
         "saved": saved_row(task),
+        "trial": None if task.trial is None else _trial(task.trial),
         "loss": None if last is None else finite(last.loss),
         "step_seconds": None if last is None else round(last.seconds, 6),
         "evaluation": None if steps is None else _evaluation(steps),
         "microbatches": _microbatches(task, steps),
     }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    """Of an update."""
+    request = trial.request
+    limits = {"most_loss": request.most_loss, "most_step_s": request.most_step_s}
+    return {"by": request.by, "steps": trial.num_steps, "of": request.steps, **limits}
 
 
 def _asked(task: Task) -> int:

@@ -52,6 +52,7 @@ class ClusterWorld:
     def __init__(self, spec: Spec, *, record: bool = False) -> None:
         self.spec = spec
         self.scene = Scene(spec, record=record)
+        self._num_moves = 0
         self.processes = Processes(self, self.scene)
         rules = spec.rules
         count = -(-rules.replicas * rules.stages // spec.workers_per_node) + SPARE_NODES
@@ -335,9 +336,16 @@ class ClusterWorld:
         return own == (self.nodes[process.node].name, process.incarnation)
 
     def _move(self) -> None:
-        """Another shape is asked for, which happens to be the same: everything but the arithmetic of it."""
-        self.scene.note("move", Worker(0, 0), "another shape is asked for")
-        self.hear(msg.ReshapeRequested(task=TASK, job=None, shape=self._shape()))
+        """Another shape is asked for, which happens to be the same: everything but the arithmetic of it. Or
+        an update, which is rolled back if a worker dies before its first step.
+        """
+        self._num_moves += 1
+        if self._num_moves % 2:
+            self.scene.note("move", Worker(0, 0), "another shape is asked for")
+            self.hear(msg.ReshapeRequested(task=TASK, job=None, shape=self._shape()))
+        else:
+            self.scene.note("move", Worker(0, 0), "an update is asked for")
+            self.hear(msg.UpdateRequested(task=TASK, job=None, shape=self._shape(), steps=2))
 
     def _shape(self) -> Shape:
         rules = self.spec.rules

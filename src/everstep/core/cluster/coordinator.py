@@ -333,6 +333,10 @@ class Coordinator:
         return self._tasks.reshape(task, event, now)
 
     @on
+    def _updated(self, task: Task, event: msg.UpdateRequested, now: Moment) -> Actions:
+        return self._tasks.update(task, event, now)
+
+    @on
     def _planned(self, task: Task, event: msg.PlanAnswered, now: Moment) -> Actions:
         return self._training.inform(task, event.event, now)
 

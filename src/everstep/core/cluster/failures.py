@@ -62,6 +62,8 @@ class Failures:
         task.failures.raised[event.worker] = (event.incarnation, event.error)
         if task.state is TaskState.RUNNING:
             self._incidents.suspect(task, event.worker, "exception", event.error, now)
+        if self._training.failed_update(task, f"worker {event.worker} raised {event.error}"):
+            return []
         if judge("exception", event.error).kind in NEVER_OF_THE_INPUT:
             return []
         return self._training.inform(task, event, now)
@@ -72,7 +74,9 @@ class Failures:
         task.starts.under_way.pop(worker, None)
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
-        if task.recovery is None or task.state is not TaskState.RUNNING or seat.leaving:
+        is_over = task.recovery is None or task.state is not TaskState.RUNNING or bool(seat.leaving)
+        because = f"worker {worker} ended before its first step: {event.reason}"
+        if is_over or self._training.failed_update(task, because):
             self._roster.unseat(task, worker)
             return self._staffing.gone(task, worker, seat, seat.leaving or event.reason, now)
         incident, judgement = self._judge_exit(task, event, now)

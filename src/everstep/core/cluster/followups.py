@@ -15,6 +15,7 @@ from everstep.protocol.actions import LifeFailed
 @dataclass(slots=True)
 class FollowUps:
     endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
+    leaving: list[tuple[Task, str]] = field(default_factory=list)  # at the next step boundary, and why
     failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
     vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone
     vacancy: str = ""  # why slots, or who wants them, have changed
@@ -24,4 +25,4 @@ class FollowUps:
         self.vacancy = because
 
     def clear(self) -> bool:
-        return not self.endings and not self.vacated and not self.vacancy
+        return not self.endings and not self.leaving and not self.vacated and not self.vacancy

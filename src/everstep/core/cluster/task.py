@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from everstep.core.cluster.lives import Lives
+from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape
 from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
@@ -255,6 +256,8 @@ class Task:
     because: str = "no slot was given to it yet"
     ending: Ending | None = None  # while it is ending
     next_shape: NextShape | None = None
+    trial: Trial | None = None  # of an update
+    updated: str = ""  # how the last update ended
     ended_at: float = 0.0  # once it is over
     after_stop: TaskState = TaskState.WAITING  # its state once it has stopped before its last step
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits

@@ -24,6 +24,7 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
+from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -124,12 +125,21 @@ class Tasks:
         task.bounds = Bounds(is_shape_kept=True)
         return self._reshape(task, NextShape(event.job, event.shape), now)
 
-    def _reshape(self, task: Task, after: NextShape, now: Moment) -> Actions:
+    def update(self, task: Task, event: msg.UpdateRequested, now: Moment) -> Actions:
+        """Like another shape; and the job before comes back if this one does not hold."""
+        if task.state is not TaskState.RUNNING or task.trial is not None or task.next_shape is not None:
+            return []  # the API has refused it
+        task.updated = ""
+        task.trial = Trial(job=task.job, shape=task.shape, request=event)
+        because = f"{event.by} updates it at the end of this step"
+        return self._reshape(task, NextShape(event.job, event.shape), now, because)
+
+    def _reshape(self, task: Task, after: NextShape, now: Moment, because: str = "") -> Actions:
         task.next_shape, task.wish = after, None
         if task.state is TaskState.RUNNING:
             shards = f" x {after.shape.shards}" if after.shape.shards > 1 else ""
-            because = f"it takes the shape {after.shape.replicas} x {after.shape.stages}{shards}"
-            return self._leave(task, because, now)
+            shape = f"it takes the shape {after.shape.replicas} x {after.shape.stages}{shards}"
+            return self._leave(task, because or shape, now)
         if task.state in (TaskState.WAITING, TaskState.PAUSED):
             self._later.slots_changed(f"task {task.name} has another shape")
             return self._take_shape(task, now)
@@ -268,6 +278,8 @@ class Tasks:
     def end(self, task: Task, ending: Ending, now: Moment) -> Actions:
         if task.state in OVER:
             return []
+        if ending.state is TaskState.FAILED and task.trial is not None and task.next_shape is None:
+            ending = self._training.rolled_back(task, ending.because)
         if task.state is TaskState.ENDING:
             if task.ending is not None and task.ending.state not in OVER:
                 task.ending = ending if ending.state is not TaskState.WAITING else task.ending
@@ -350,12 +362,15 @@ class Tasks:
             endings, later.endings = later.endings, []
             for task, ending in endings:
                 actions += self.end(task, ending, now)
+            leaving, later.leaving = later.leaving, []
+            for task, because in leaving:
+                actions += self._leave(task, because, now)
             vacated, later.vacated = later.vacated, []
             for task in vacated:
                 actions += self._ended_if_empty(task, now)
             if later.vacancy and not later.endings:
-                because, later.vacancy = later.vacancy, ""
-                actions += self._fill(because, now)
+                why, later.vacancy = later.vacancy, ""
+                actions += self._fill(why, now)
         later.keep_plan = False
         return actions
 

@@ -20,7 +20,8 @@ from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.skipped_steps import SkippedSteps
 from everstep.core.cluster.slowness import Slowness
-from everstep.core.cluster.task import Ending, Task, TaskState
+from everstep.core.cluster.task import Ending, NextShape, Task, TaskState
+from everstep.core.cluster.trial import Trial
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.errors import InternalError
@@ -297,7 +298,36 @@ class Training:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
         found: Actions = [row, *self._skips.recorded(task, wish, now)]
+        if task.trial is not None and task.next_shape is None and wish.trains:
+            self._judge_trial(task, task.trial, wish, now)
         return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
+
+    def _judge_trial(self, task: Task, trial: Trial, wish: act.RecordStep, now: Moment) -> None:
+        """A step of an updated job."""
+        because = trial.recorded([loss for _, loss in wish.losses], now.at)
+        if because:
+            ending = self.rolled_back(task, because)
+            self._later.leaving.append((task, ending.because))
+        elif trial.is_over:
+            task.trial = None
+            task.updated = f"the update by {trial.request.by} stays after {trial.num_steps} steps on trial"
+
+    def failed_update(self, task: Task, because: str) -> bool:
+        """A worker failed. Before the first step of an updated job the job before it comes back."""
+        trial = task.trial
+        starts = task.state is TaskState.RUNNING and task.next_shape is None
+        if trial is None or trial.num_steps or not starts:
+            return False
+        self._later.endings.append((task, self.rolled_back(task, because)))
+        return True
+
+    def rolled_back(self, task: Task, because: str) -> Ending:
+        """How the job before the update comes back, from the newest state."""
+        trial = task.trial
+        assert trial is not None
+        task.trial, task.next_shape = None, NextShape(trial.job, trial.shape)
+        task.updated = f"the update by {trial.request.by} is rolled back: {because}"
+        return Ending(state=TaskState.WAITING, because=task.updated, gently=True)
 
     @on_wish
     def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:

@@ -69,7 +69,7 @@ class CsvLog:
             self._file = self.path.open("a", newline="", encoding="utf-8")
             if is_new:
                 csv.writer(self._file).writerow(self.FIELDS)
-        csv.writer(self._file).writerow([row[name] for name in self.FIELDS])
+        csv.writer(self._file).writerow([row.get(name, "") for name in self.FIELDS])
         self._file.flush()
 
     def on_end(self, result: Any) -> None:
