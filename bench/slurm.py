@@ -366,7 +366,7 @@ def requeued(stage: Stage) -> dict[str, Any]:
 
 
 def _nodes_of(stage: Stage, number: str) -> list[str]:
-    from everstep.launch.slurm.words import expand
+    from everstep.launch.slurm.slurm_text import expand
 
     return expand(stage.slurm.run("squeue", "--noheader", f"--jobs={number}", "--format=%N"))
 

@@ -27,6 +27,7 @@ from everstep.drive.thinking import Thinking
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker, parse_ops
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
@@ -107,8 +108,7 @@ class Fleet:
             store=self,
             port=self._take,
             time_passed=msg.TimePassed(),
-            number=number,
-            now=self.now,
+            last=Moment(self.now, number),
         )
 
     # -------------------------------------------------------------- what a script does

@@ -11,8 +11,8 @@ import pytest
 from everstep.drive.step_rows import StepRow
 from everstep.engine.prepare.preflight import preflight
 from everstep.job.job import DataSpec, Job, ModelSpec
-from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.pace import Pace, Workload, peak_named, workload_of
+from everstep.launch.local.plain_lines import LiveLine
 
 JOB = Job(
     model=ModelSpec(preset="gpt-tiny"), data=DataSpec(kind="synthetic", rows=2), steps=100, microbatches=4

@@ -9,7 +9,7 @@ import pytest
 from everstep.errors import UserError
 from everstep.launch.slurm import shell as slurm_shell
 from everstep.launch.slurm.address import address_of, free_port, in_url
-from everstep.launch.slurm.words import SlurmNode
+from everstep.launch.slurm.slurm_text import SlurmNode
 
 
 @pytest.fixture

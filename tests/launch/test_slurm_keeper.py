@@ -14,10 +14,10 @@ import pytest
 from everstep.errors import UserError
 from everstep.launch.slurm import leading_keeper as slurm_leader
 from everstep.launch.slurm import shell as slurm_shell
-from everstep.launch.slurm.keeper import Keeper, KeeperSettings, KeptProcess
 from everstep.launch.slurm.leading_keeper import Leader
 from everstep.launch.slurm.run import Run
-from everstep.launch.slurm.words import SlurmJob, SlurmNode
+from everstep.launch.slurm.slurm_keeper import KeptProcess, SlurmKeeper, SlurmKeeperSettings
+from everstep.launch.slurm.slurm_text import SlurmJob, SlurmNode
 
 JOB = "steps = 3\n[model]\npreset = 'gpt-tiny'\n"
 
@@ -70,7 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return played
 
 
-def settings(tmp_path: Path, **more: Any) -> KeeperSettings:
+def settings(tmp_path: Path, **more: Any) -> SlurmKeeperSettings:
     (tmp_path / "job.toml").write_text(JOB)
     given: dict[str, Any] = {
         "run": tmp_path / "run",
@@ -83,7 +83,7 @@ def settings(tmp_path: Path, **more: Any) -> KeeperSettings:
         "slots": 1,
         "wanted": 4,
     }
-    return KeeperSettings(**given | more)
+    return SlurmKeeperSettings(**given | more)
 
 
 def leader(tmp_path: Path) -> tuple[Leader, Run]:
@@ -214,7 +214,7 @@ def test_the_first_node_leads_at_once_and_a_spare_never(tmp_path: Path, cluster:
     for rank, spare, at_once in ((0, False, True), (1, False, False), (0, True, False)):
         folder = tmp_path / f"{rank}{spare}"
         folder.mkdir()
-        keeper = Keeper(settings(folder, rank=rank, spare=spare), say=lambda line: None)
+        keeper = SlurmKeeper(settings(folder, rank=rank, spare=spare), say=lambda line: None)
         keeper.run_folder.make(wanted=4)
         assert keeper._leads(now + 0.01) is at_once
         assert keeper._leads(now + 60) is not spare
@@ -223,16 +223,16 @@ def test_the_first_node_leads_at_once_and_a_spare_never(tmp_path: Path, cluster:
 def test_a_node_whose_agent_never_runs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     for name in ("TURN_S", "RESTART_FIRST_S", "RESTART_MOST_S"):
-        monkeypatch.setattr(f"everstep.launch.slurm.keeper.{name}", 0.01)
-    monkeypatch.setattr("everstep.launch.slurm.keeper.EVERSTEP", ("false", "", ""))
+        monkeypatch.setattr(f"everstep.launch.slurm.slurm_keeper.{name}", 0.01)
+    monkeypatch.setattr("everstep.launch.slurm.slurm_keeper.EVERSTEP", ("false", "", ""))
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    keeper = Keeper(settings(tmp_path, rank=1000), say=told.append)
+    keeper = SlurmKeeper(settings(tmp_path, rank=1000), say=told.append)
     assert keeper.run() == 1
     assert "failed 8 times" in told[-1]
 
 
 def test_a_spare_leaves_when_its_job_does_not_run_any_more(tmp_path: Path, cluster: Cluster) -> None:
-    keeper = Keeper(settings(tmp_path, spare=True, node="n9"), say=lambda line: None)
+    keeper = SlurmKeeper(settings(tmp_path, spare=True, node="n9"), say=lambda line: None)
     keeper.run_folder.make(wanted=4)
     now = time.monotonic()
     assert not keeper._is_left_alone(now + 20)

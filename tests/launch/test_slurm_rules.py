@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from everstep.launch.slurm import node_rules
-from everstep.launch.slurm.keeper import LOOK_MOST_S, LOOKS_PER_S, TURN_S, look_every_s
-from everstep.launch.slurm.words import SlurmJob, SlurmNode
+from everstep.launch.slurm.slurm_keeper import LOOK_MOST_S, LOOKS_PER_S, TURN_S, look_every_s
+from everstep.launch.slurm.slurm_text import SlurmJob, SlurmNode
 
 UP = node_rules.AllocatedNode(state="up", connected=True)
 GONE = node_rules.AllocatedNode(state="gone", connected=False)

@@ -18,7 +18,7 @@ from everstep.launch.slurm import shell as slurm_shell
 from everstep.launch.slurm.run import Run
 from everstep.launch.slurm.sbatch import SlurmLaunch, newest
 from everstep.launch.slurm.shell import SCRIPT
-from everstep.launch.slurm.words import SlurmJob
+from everstep.launch.slurm.slurm_text import SlurmJob
 
 
 def test_the_token_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:

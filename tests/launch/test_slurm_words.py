@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import PeerError
-from everstep.launch.slurm.words import NodeUse, SlurmNode, expand, parse_jobs, parse_nodes
+from everstep.launch.slurm.slurm_text import NodeUse, SlurmNode, expand, parse_jobs, parse_nodes
 
 PRINTED = Path(__file__).parent / "slurm"
 

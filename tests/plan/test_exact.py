@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from everstep.plan import allocate, assign
-from everstep.plan.allocate import best_split
+from everstep.plan import assign, capacity_split
+from everstep.plan.capacity_split import best_split
 from everstep.plan.events import PlanWorld
 from tests.plan.worlds import random_world
 
@@ -84,9 +84,9 @@ def test_pruning_by_price_loses_nothing(kind: str, monkeypatch: pytest.MonkeyPat
         tasks = curves(draw, int(draw.integers(2, 9)), capacity, kind)
         if draw.random() < 0.3:
             tasks = [tasks[0]] * len(tasks)
-        monkeypatch.setattr(allocate, "SMALL", 10**9)
+        monkeypatch.setattr(capacity_split, "SMALL", 10**9)
         full = best_split(tasks, capacity)
-        monkeypatch.setattr(allocate, "SMALL", 0)
+        monkeypatch.setattr(capacity_split, "SMALL", 0)
         priced = best_split(tasks, capacity)
         assert priced.worth == pytest.approx(full.worth, rel=1e-9)
         assert sum(priced.units) <= capacity

@@ -8,7 +8,7 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, per_stage, plan, uniform
 from everstep.schedule.footprint import stash_cap
-from everstep.schedule.stash import LONGER, StashRoom, capped
+from everstep.schedule.stash_limits import LONGER, StashRoom, capped
 from everstep.schedule.task_scheduler import TaskScheduler
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from everstep.cli import main
 from everstep.convert.conversion import read_state
 from everstep.convert.formats import dialects
-from everstep.convert.formats.llama_config import config_of
+from everstep.convert.formats.hf import llama_config
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
@@ -66,7 +66,7 @@ def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Out
     named = {name for group in state.groups for name in group["params"]}
     assert named == set(state.parameters())
     assert len(found.index.files) == 4  # of each stage, a part a replica: they share the writing
-    assert config_of(state)["num_attention_heads"] == 4
+    assert llama_config(state)["num_attention_heads"] == 4
     assert dialects.dialect_of(dialects.translated(state, "megatron")) == "megatron"
 
 

@@ -370,7 +370,7 @@ def _give_config(state: TrainingState, to: str, heads: int, kv_heads: int) -> No
     """A Hugging Face folder needs a config.json; for our own GPT it can be made."""
     if to == "hf" and "hf_config" not in state.meta:
         from everstep.convert.formats.dialects import is_our_gpt
-        from everstep.convert.formats.llama_config import config_of
+        from everstep.convert.formats.hf import llama_config
 
         if is_our_gpt(state):
-            state.meta["hf_config"] = config_of(state, heads, kv_heads)
+            state.meta["hf_config"] = llama_config(state, heads, kv_heads)

@@ -145,8 +145,8 @@ def node_command(
       srun --no-kill --ntasks-per-node=1 everstep launch node --run /shared/runs/llama job.toml
     """
     from everstep.launch.slurm.address import address_of
-    from everstep.launch.slurm.keeper import Keeper, KeeperSettings
     from everstep.launch.slurm.node_rules import slots_of
+    from everstep.launch.slurm.slurm_keeper import SlurmKeeper, SlurmKeeperSettings
 
     env = os.environ
     node = env.get("SLURMD_NODENAME", "")
@@ -154,7 +154,7 @@ def node_command(
         raise UserError(
             "this process is not a step of a Slurm job; start it by srun or by everstep launch slurm."
         )
-    settings = KeeperSettings(
+    settings = SlurmKeeperSettings(
         run=run.resolve(),
         job_file=job_file.resolve(),
         job=spare_of or env["SLURM_JOB_ID"],
@@ -173,7 +173,7 @@ def node_command(
         watch_s=watch,
     )
     log.start()
-    return Keeper(settings, say=log.say).run()
+    return SlurmKeeper(settings, say=log.say).run()
 
 
 def _split(options: str) -> tuple[str, ...]:

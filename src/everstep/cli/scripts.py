@@ -131,12 +131,12 @@ def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
     """This machine's part of a run over several."""
     from everstep.cli import render
     from everstep.cli.coordinator import Signalled, until_signalled
-    from everstep.launch import coordinator_token, nodes
+    from everstep.launch import coordinator_token, script_nodes
 
     is_endpoint = at.is_endpoint
     if is_endpoint is None and at.node_rank is not None:
         is_endpoint = at.node_rank == 0
-    elif is_endpoint is None and not nodes.is_here(at.endpoint[0]):
+    elif is_endpoint is None and not script_nodes.is_here(at.endpoint[0]):
         is_endpoint = False
     ranks = table(
         run.command,
@@ -152,14 +152,14 @@ def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
         role=run.role,
         join_s=at.last_call_s,
     )
-    here = nodes.RunOnNodes(
-        nodes.NodeRun(
+    here = script_nodes.RunOnNodes(
+        script_nodes.NodeRun(
             run_id=at.run_id,
             endpoint=at.endpoint,
             is_endpoint=is_endpoint,
             order=at.node_rank,
             host=at.local_address,
-            token=coordinator_token.found("", None) or nodes.shared_token(at.run_id, at.endpoint),
+            token=coordinator_token.found("", None) or script_nodes.shared_token(at.run_id, at.endpoint),
             ranks=ranks,
             output=sys.stderr.buffer if as_json else sys.stdout.buffer,
             grace_s=run.grace_s + 5.0,

@@ -30,7 +30,7 @@ from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Wher
 from everstep.diagnose.mismatch import find_mismatches
 from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
-from everstep.diagnose.waiting import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
+from everstep.diagnose.wait_graph import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
 
 _HANG_AFTER_S = 1.0
 _PATIENCE = 5.0  # times the longest usual pause between two operations of a rank

@@ -16,7 +16,7 @@ from everstep.diagnose.case import Case
 from everstep.diagnose.comm_record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.next_calls import same_place
-from everstep.diagnose.waiting import RankPositions
+from everstep.diagnose.wait_graph import RankPositions
 
 _BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5
 _LOOK_BACK = 256  # operations

@@ -38,7 +38,7 @@ from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Wher
 from everstep.diagnose.mismatch import first_disagreement
 from everstep.diagnose.next_calls import breaks_off, first_stray
 from everstep.diagnose.stops import Operation, Stops, arrows_of_stops, places_of, stops_of
-from everstep.diagnose.waiting import Arrow, Rests, operation
+from everstep.diagnose.wait_graph import Arrow, Rests, operation
 
 _NEVER, _NEVER_ONE_OF_SEVERAL = 0.9, 0.7
 _MISSING, _MISSING_AT_THE_END = 0.7, 0.4

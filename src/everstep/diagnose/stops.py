@@ -18,7 +18,7 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record
-from everstep.diagnose.waiting import Arrow, Rests, operation
+from everstep.diagnose.wait_graph import Arrow, Rests, operation
 
 _PULL_NS = 200_000_000  # a pull reads ranks one after the other
 _MOMENT_NS = 1_000_000_000  # younger, an operation may be outstanding only because it was just issued

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from everstep.protocol.moment import Moment
+
 E = TypeVar("E")
 A = TypeVar("A")
 E_contra = TypeVar("E_contra", contravariant=True)
 MOST_AT_ONCE = 512  # events in one batch
+BEFORE_ALL = Moment(0.0, 0)
 
 
 class StateMachine(Protocol[E_contra, A]):
@@ -69,18 +72,17 @@ class Driver(Generic[E, A]):
         port: Callable[[Handled[E, A]], None],
         time_passed: E,
         decide: Callable[[E, float], list[A]] | None = None,
-        number: int = 0,
-        now: float = 0.0,
+        last: Moment = BEFORE_ALL,
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
-        """`number`, `now`: of the last event that is already in the machine's state. `decide`: in place of
+        """`last`: of the last event that is already in the machine's state. `decide`: in place of
         `machine.handle`, to measure it or to survive its errors.
         """
-        self.machine, self.number = machine, number
+        self.machine, self.number = machine, last.event
         self._clock, self._store, self._port = clock, store, port
         self._decide = decide or machine.handle
         self._time_passed, self._most_at_once = time_passed, most_at_once
-        self._now = now
+        self._now = last.at
         self._waiting: deque[tuple[E, Callable[[], None] | None]] = deque()
         self._is_writing = self._is_pumping = self._is_closed = False
         self._is_time_waiting = False

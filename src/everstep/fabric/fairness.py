@@ -16,7 +16,7 @@ from everstep.fabric.topology import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class LinkUsage:
     """Which group uses which link, how many times: parallel arrays, one entry a (group, link) use."""
 
     link: Ints
@@ -25,12 +25,12 @@ class Usage:
     num_groups: int
 
     @staticmethod
-    def of(paths: Ints, groups: Ints, amounts: Floats, num_groups: int) -> Usage:
+    def of(paths: Ints, groups: Ints, amounts: Floats, num_groups: int) -> LinkUsage:
         """From one row of links per flow (negative entries are padding) and each flow's group."""
         width = paths.shape[1]
         flat = paths.ravel()
         real = flat >= 0
-        return Usage(
+        return LinkUsage(
             link=flat[real],
             group=np.repeat(groups, width)[real],
             amount=np.repeat(amounts, width)[real],
@@ -38,7 +38,7 @@ class Usage:
         )
 
 
-def max_min(usage: Usage, capacity: Floats, most: Floats | None = None) -> Floats:
+def max_min(usage: LinkUsage, capacity: Floats, most: Floats | None = None) -> Floats:
     """Rate of each group; `most` is what a group can send at all. A group on a dead link gets 0."""
     count = usage.num_groups
     rate = np.zeros(count)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from everstep.fabric.fairness import Usage, max_min
+from everstep.fabric.fairness import LinkUsage, max_min
 from everstep.fabric.flows import Flow
 from everstep.fabric.topology import Floats, Ints, Path, Topology
 
@@ -59,7 +59,7 @@ class Routing:
     def rates(self) -> Floats:
         """Gbit/s of each flow if all send at once, each for itself; 0 on a dead path."""
         count = len(self.flows)
-        usage = Usage.of(self.paths, np.arange(count), np.ones(count), count)
+        usage = LinkUsage.of(self.paths, np.arange(count), np.ones(count), count)
         return max_min(usage, self.topology.capacity)
 
     @cached_property

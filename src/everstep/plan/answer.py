@@ -3,7 +3,7 @@
 situation   what each task lost, and where its nearest state is          task.py
 periods     now, and after each repair under way, latest first           running.py
 options     what each task could do, and what it is worth                options.py
-split       the exact best choice for all tasks together                 allocate.py
+split       the exact best choice for all tasks together                 capacity_split.py
 placement   which slots; a shape without room is taken back              placement.py
 reasons     what was gained and paid, when it has paid, what came second explain.py
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
-from everstep.plan.allocate import best_split
+from everstep.plan.capacity_split import best_split
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.explain import Gain, RunnerUp, gains_of, reasons, runner_up_sentence
 from everstep.plan.option import Horizon, TaskOption

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from everstep.plan.allocate import best_split
 from everstep.plan.answer import Decision
+from everstep.plan.capacity_split import best_split
 from everstep.plan.explain import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation

@@ -21,7 +21,7 @@ from statistics import fmean, median_low
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance
-from everstep.schedule.stash import StashRoom
+from everstep.schedule.stash_limits import StashRoom
 
 WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much

@@ -22,7 +22,7 @@ from everstep.schedule.profile import Profile
 from everstep.schedule.recovery_answer import answer
 from everstep.schedule.schedule import Planned
 from everstep.schedule.sharing import shared_period
-from everstep.schedule.stash import capped
+from everstep.schedule.stash_limits import capped
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
 LEAST_STEPS = 20  # between two schedules for the sake of stages' shares

@@ -24,11 +24,13 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
+from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking, answered, unanswered
 from everstep.errors import InternalError, PeerError, UserError, clipped
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
+from everstep.protocol.moment import Moment
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership, check_entries
@@ -84,9 +86,9 @@ class Term:
         self._callers: dict[asyncio.Future[None], msg.ClusterEvent] = {}
         self._failed: DecisionFailed | None = None
         self._is_over = False
-        self.driver = self._driver(0)
+        self.driver = self._driver(BEFORE_ALL)
 
-    def _driver(self, number: int, now: float = 0.0) -> ClusterDriver:
+    def _driver(self, last: Moment) -> ClusterDriver:
         return ClusterDriver(
             self.machine,
             clock=self,
@@ -94,8 +96,7 @@ class Term:
             port=self._take,
             time_passed=msg.TimePassed(),
             decide=self._decide,
-            number=number,
-            now=now,
+            last=last,
         )
 
     # -------------------------------------------------------------- life
@@ -111,7 +112,7 @@ class Term:
             # Not the lease in a thread: a coordinator that hangs must lose it.
             steps, at = await asyncio.to_thread(self._thaw, body)
         self._snapshot_at = number
-        self.driver = self._driver(number, at)
+        self.driver = self._driver(Moment(at, number))
         self.record.begin(self.machine, self.hearts, number, steps)
         while entries := await self.journal.entries(after=self.driver.number):
             await self._replay(entries)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.fairness import Usage, max_min
+from everstep.fabric.fairness import LinkUsage, max_min
 from everstep.fabric.flows import Flow, TrafficTask, flows_of, place
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Ints, Topology, clos
@@ -124,7 +124,7 @@ def bus_gbps(routing: Routing, *, split: str = "static") -> dict[str, float]:
     ceiling = np.full(count, np.inf)
     np.minimum.at(ceiling, members, feed if split == "static" else feed * parts)
     rates = max_min(
-        Usage.of(routing.paths, members, np.ones(len(flows)), count), routing.topology.capacity, ceiling
+        LinkUsage.of(routing.paths, members, np.ones(len(flows)), count), routing.topology.capacity, ceiling
     )
     edge_rate = np.minimum(np.bincount(edge_of, weights=rates[members]), _edge_feed(routing, edge_of))
     found: dict[str, float] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.fairness import Usage, max_min
+from everstep.fabric.fairness import LinkUsage, max_min
 from everstep.fabric.flows import Endpoint, TrafficTask
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Floats, Topology
@@ -141,7 +141,7 @@ class _World:
     def _rates(self) -> Floats:
         flows = np.flatnonzero(self.active[self.group_of])
         share = self.routing.gbit[flows] / self.size[self.group_of[flows]]
-        usage = Usage.of(self.routing.paths[flows], self.group_of[flows], share, len(self.size))
+        usage = LinkUsage.of(self.routing.paths[flows], self.group_of[flows], share, len(self.size))
         return max_min(usage, self.routing.topology.capacity, np.where(self.active, self.ceiling, 0.0))
 
     def _ceiling(self) -> Floats:

@@ -65,9 +65,7 @@ class ClusterWorld:
         self.lines = Lines(self)
         self._shown = 0  # the number of the last event that is on the record
         self.head: VirtualCoordinator[Any, Any] = VirtualCoordinator(
-            spec,
-            self.scene.agenda,
-            self.scene.checkers,
+            self.scene,
             fresh=lambda: Coordinator(patience=PATIENCE, limits=LIMITS),
             fingerprint=lambda: digest(self.coordinator),
             port=ports.take,

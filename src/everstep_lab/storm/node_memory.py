@@ -17,7 +17,7 @@ from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.truth import VirtualState
 
 
-class NodeMemory:
+class VirtualMemory:
     def __init__(self) -> None:
         self._states: dict[tuple[str, int, int], VirtualState] = {}  # node, step, stage
         self._mute: dict[str, int] = {}  # nodes whose copies cannot be read, and how many faults say so

@@ -13,7 +13,7 @@ from everstep_lab.draw import Draw, Steady
 from everstep_lab.storm.checkers import Checkers
 from everstep_lab.storm.disk import CheckpointDisk
 from everstep_lab.storm.network import Network
-from everstep_lab.storm.node_memory import NodeMemory
+from everstep_lab.storm.node_memory import VirtualMemory
 from everstep_lab.storm.spec import Spec
 from everstep_lab.storm.trace import StormTrace
 from everstep_lab.storm.truth import Truth
@@ -32,7 +32,7 @@ class Scene:
         calm = not (spec.faults or spec.moves or spec.flip)
         self.checkers = Checkers(self.truth, rules, calm=calm)
         self.disk = CheckpointDisk(rules.stages)
-        self.memory = NodeMemory()
+        self.memory = VirtualMemory()
         self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
         self.outcome: str | None = None
         self.num_deaths = 0

@@ -21,9 +21,8 @@ from everstep.drive.driver import Driver, Handled, StateMachine
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol.shape import Shape
-from everstep_lab.agenda import Agenda
-from everstep_lab.storm.checkers import Checkers
 from everstep_lab.storm.disk import JournalDisk
+from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.spec import Spec
 
 E = TypeVar("E")
@@ -43,9 +42,7 @@ class VirtualCoordinator(Generic[E, A]):
 
     def __init__(
         self,
-        spec: Spec,
-        agenda: Agenda,
-        checkers: Checkers,
+        scene: Scene,
         *,
         fresh: Callable[[], Decider[E, A]],
         fingerprint: Callable[[], str],
@@ -54,7 +51,7 @@ class VirtualCoordinator(Generic[E, A]):
         orders_are_kept: bool,
         turned: Callable[[], None] = lambda: None,
     ) -> None:
-        self.spec, self.agenda, self.checkers = spec, agenda, checkers
+        self.spec, self.agenda, self.checkers = scene.spec, scene.agenda, scene.checkers
         self._fresh, self._fingerprint, self._port = fresh, fingerprint, port
         self._time_passed, self._orders_are_kept, self._turned = time_passed, orders_are_kept, turned
         self.journal: JournalDisk[tuple[float, E]] = JournalDisk()

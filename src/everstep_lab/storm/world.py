@@ -52,9 +52,7 @@ class World:
         self.scene = Scene(spec, record=record)
         self.processes = Processes(self, self.scene)
         self.head: VirtualCoordinator[Any, Any] = VirtualCoordinator(
-            spec,
-            self.scene.agenda,
-            self.scene.checkers,
+            self.scene,
             fresh=lambda: RecoveryMachine(spec),
             fingerprint=lambda: fingerprint(self.recovery),
             port=self._decided,

@@ -44,11 +44,10 @@ from everstep.launch.local.arguments import (
 )
 from everstep.launch.local.data_needs import buffered, prepare, steps_of
 from everstep.launch.local.history import History, settings_of
-from everstep.launch.local.live_line import LiveLine
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
-from everstep.launch.local.plain_lines import PlainLines
+from everstep.launch.local.plain_lines import LiveLine, PlainLines
 from everstep.launch.local.report import document, stopped_line
 from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
 from everstep.launch.local.run import LocalTask, Watcher

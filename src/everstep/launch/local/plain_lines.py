@@ -1,8 +1,11 @@
-"""A run as plain lines on stderr: for logs, pipes, and scripts run without the command line."""
+"""A run as lines on stderr: plain ones for logs, pipes and scripts; on a terminal, one kept up to date below
+the lines that are worth keeping.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +77,55 @@ class PlainLines:
         resumed = resume_line(task.outcome, folder)
         if resumed is not None:
             self.say(resumed)
+
+
+# ------------------------------------------------------------------ on a terminal
+
+FRAME_S = 0.1
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_CLEAR = "\r\x1b[K"
+
+
+class LiveLine:
+    """A watcher. Incidents, evaluations and what went wrong are lines of their own, as without a terminal."""
+
+    def __init__(self, job: Job, *, width: int = 100) -> None:
+        self.job, self._width = job, width
+        self.pace = Pace(steps=job.steps)
+        self._lines = PlainLines(job, every=job.steps + 1, say=self._say)
+        self._drawn_at, self._frame = 0.0, 0
+
+    def __enter__(self) -> LiveLine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._write(f"{_CLEAR}{self.text()}\n" if self.pace.row is not None else _CLEAR)
+
+    def __call__(self, kind: str, what: Any) -> None:
+        self.pace.hear(kind, what)
+        if kind != "step":
+            self._lines(kind, what)
+        now = time.monotonic()
+        if isinstance(what, LocalTask) and now - self._drawn_at >= FRAME_S:
+            self._drawn_at = now
+            self._frame += 1
+            self._write(f"{_CLEAR}{self.text()[: self._width]}")
+
+    def text(self) -> str:
+        row, steps = self.pace.row, self.job.steps
+        if row is None:
+            count = self.job.replicas * self.job.stages
+            which = "1 worker" if count == 1 else f"{count} workers"
+            return f"{SPINNER[self._frame % len(SPINNER)]} starting {which}"
+        bar = "█" * (20 * row.step // steps)
+        return f"{bar:░<20} {row.step}/{steps}  {'  '.join(self.pace.words())}"
+
+    def _say(self, line: str, **facts: Any) -> None:
+        self._write(f"{_CLEAR}{line}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (BrokenPipeError, UnicodeEncodeError):  # training continues
+            pass

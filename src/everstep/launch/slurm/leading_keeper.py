@@ -19,10 +19,10 @@ from everstep.launch.client import Client
 from everstep.launch.slurm import node_rules
 from everstep.launch.slurm import shell as slurm
 from everstep.launch.slurm.run import Run
-from everstep.launch.slurm.words import SlurmJob
+from everstep.launch.slurm.slurm_text import SlurmJob
 
 if TYPE_CHECKING:
-    from everstep.launch.slurm.keeper import KeeperSettings
+    from everstep.launch.slurm.slurm_keeper import SlurmKeeperSettings
 
 LOOK_EVERY_S = 1.0
 AGAIN_FIRST_S, AGAIN_MOST_S = 60.0, 600.0  # between two starts of one node's keeper
@@ -31,7 +31,7 @@ _EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 1}
 
 class Leader:
     def __init__(
-        self, settings: KeeperSettings, run: Run, *, address: str, say: Callable[[str], None]
+        self, settings: SlurmKeeperSettings, run: Run, *, address: str, say: Callable[[str], None]
     ) -> None:
         self.settings, self.run, self.address, self.say = settings, run, address, say
         self._clients = [

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.launch.slurm.words import NodeUse, SlurmJob, SlurmNode
+from everstep.launch.slurm.slurm_text import NodeUse, SlurmJob, SlurmNode
 
 RESTART_AFTER_S = 15.0
 ASK_EVERY_S = 10.0

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from everstep.errors import EverstepError, UserError
-from everstep.launch.slurm.words import SQUEUE_FORMAT, SlurmJob, SlurmNode, parse_jobs, parse_nodes
+from everstep.launch.slurm.slurm_text import SQUEUE_FORMAT, SlurmJob, SlurmNode, parse_jobs, parse_nodes
 from everstep.log import append_to
 
 COMMAND_S = 30.0

@@ -49,7 +49,7 @@ NOTICE_S = 120.0  # from SIGUSR1 to the job's end: --signal=USR1@120 in everstep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperSettings:
+class SlurmKeeperSettings:
     run: Path
     job_file: Path
     job: str  # the Slurm job's number; for a spare, that of the job it belongs to
@@ -130,8 +130,8 @@ class KeptProcess:
             self._process.wait()
 
 
-class Keeper:
-    def __init__(self, settings: KeeperSettings, *, say: Callable[[str], None]) -> None:
+class SlurmKeeper:
+    def __init__(self, settings: SlurmKeeperSettings, *, say: Callable[[str], None]) -> None:
         self.settings, self._say = settings, say
         self.run_folder = Run(settings.run, attempt=settings.attempt)
         self.leader: Leader | None = None
