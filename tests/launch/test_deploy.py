@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from everstep.cli import torchrun
 from everstep.cli.main import command_tree
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="no schemas; pip install .[dev]")
@@ -78,3 +79,37 @@ def test_agents_call_the_coordinator_by_a_name_that_its_service_gives_it() -> No
     assert address == f"https://{stateful['metadata']['name']}-0.{service['metadata']['name']}:{port}"
     labels = stateful["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [
+        ("jobset.yaml", "JobsetV1alpha2JobSet"),
+        ("kubeflow.yaml", "TrainerV1alpha1ClusterTrainingRuntime"),
+    ],
+)
+def test_runtimes_fit_the_schemas_that_kubeflow_publishes(file: str, model: str) -> None:
+    """A field that the schema does not know is lost when the manifest is read and written back."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    (document,) = yaml.safe_load_all((DEPLOY / file).read_text())
+    read = getattr(models, model).from_dict(document)
+    assert read.to_dict() == document
+
+
+@pytest.mark.parametrize("file", ["jobset.yaml", "kubeflow.yaml", "skypilot.yaml"])
+def test_the_command_of_a_script_is_one_that_torchrun_would_take(file: str) -> None:
+    (document,) = yaml.safe_load_all((DEPLOY / file).read_text())
+    if file == "skypilot.yaml":
+        words = shlex.split(document["run"].replace("\\\n", " "))
+    else:
+        spec = document["spec"] if file == "jobset.yaml" else document["spec"]["template"]["spec"]
+        pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        words = pod["containers"][0]["command"]
+    given = torchrun.parser().parse_args(words[3:])
+    assert words[:3] == ["python", "-m", "everstep.run"]
+    assert given.training_script == "train.py"
+
+
+def test_skypilot_reads_its_file() -> None:
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    assert sky.Task.from_yaml(str(DEPLOY / "skypilot.yaml")).num_nodes == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,9 @@ from everstep.ranks.keeper import Inbox, KeeperSettings
 
 SENDER = Sender("t", Worker(1, 0), 4)
 HEAD = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+
+
+PLACE = {"group": 1, "first_rank": 2, "num_groups": 2, "world": 4, "restarts": 0}
 
 
 class Kept:
@@ -62,7 +66,7 @@ class Kept:
         self.inbox.put(kind(**given, because="", **fields))
 
     def begin(self, life: int = 1, address: tuple[str, int] = ("127.0.0.1", 1)) -> None:
-        place = {"group": 1, "first_rank": 2, "num_groups": 2, "world": 4, "restarts": life - 1}
+        place = PLACE | {"restarts": life - 1}
         self.order(msg.BeginLife, life, master=address, hosts_store=False, **place)
 
     def file(self, rank: int, name: str = "stdout.log", attempt: int = 0) -> str:
@@ -176,6 +180,17 @@ def test_a_script_that_is_not_there_is_a_sentence(keep: Keep) -> None:
     assert failed.what == "rank 2 could not be started: script 'absent.py' is not a file on this node."
     assert failed.program_error
     assert kept.hear(msg.RanksIdle).codes == {2: 1, 3: 1}
+
+
+def test_a_port_that_is_taken_is_a_sentence_and_the_keeper_stays(keep: Keep) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        kept = keep("", ranks=1, port=taken.getsockname()[1])
+        assert kept.hear(msg.RanksIdle).address[1] == 0
+        kept.order(msg.BeginLife, master=("127.0.0.1", 0), hosts_store=True, **PLACE)
+        failed = kept.hear(msg.RankFailed)
+        assert "cannot be used (Address already in use); leave it out for a free one" in failed.what
+        assert failed.program_error
+        kept.hear(msg.RanksIdle)
 
 
 def test_a_program_that_is_no_python_is_run_as_it_is(keep: Keep) -> None:

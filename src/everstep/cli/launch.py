@@ -1,11 +1,14 @@
-"""`everstep launch slurm`, and what it runs on the nodes."""
+"""`everstep launch slurm`, what it runs on the nodes, and `everstep launch ray`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -120,6 +123,104 @@ def slurm_command(
     if as_json:
         render.emit({"job": number, "run": str(launch.run), "exit": code if wait else None})
     return code
+
+
+@launch_app.command("ray")
+def ray_command(
+    given: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB.TOML | SCRIPT [ARGS]...", help="A job file, or a script."),
+    ],
+    nodes: Annotated[str, typer.Option("--nodes", "--nnodes", metavar="MIN:MAX", help="Number of nodes.")],
+    nproc: Annotated[
+        str,
+        typer.Option("--nproc-per-node", metavar="N", help="Ranks or workers per node; each a GPU or a CPU."),
+    ] = "1",
+    name: Annotated[str, typer.Option(help="Name of the task.", show_default="the name of the file")] = "",
+    ray_address: Annotated[str, typer.Option("--address", help="Address of the Ray cluster.")] = "auto",
+    gpu: Annotated[
+        bool | None,
+        typer.Option("--gpu/--cpu", help="What a slot takes.", show_default="GPUs if Ray has any"),
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for MIN nodes of Ray.")] = 600.0,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Of a script, after failures of ranks.")
+    ] = 3,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Of a script: restart after so long without progress."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Of a script: time from SIGTERM to SIGKILL.")
+    ] = 5.0,
+    preload: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="Of a script: import it once per node.")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Of a script: a file per rank.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
+) -> int:
+    """Train a job, or run any torchrun-style script, on the nodes of a Ray cluster.
+
+    One agent per Ray node, in actors of a placement group; the coordinator is the actor everstep-NAME. If a
+    node is lost, training continues on the others; nodes that Ray drains are left in time; nodes that come
+    take part, up to MAX. Files must be at the same path on every node, and everstep installed there.
+
+    [bold]Examples[/bold]
+
+      everstep launch ray train.py --nodes 2:4 --nproc-per-node 8
+
+      everstep launch ray job.toml --nodes 4 --nproc-per-node 8 --address ray-head:6379
+
+      everstep launch ray --nodes 2 --cpu train.py -- --lr 1e-4
+    """
+    from everstep.cli import scripts
+    from everstep.launch.on_ray import RayLaunch, RayRun
+
+    log.start()
+    file, arguments = Path(given[0]), given[1:]
+    least, most = scripts.nodes_range(nodes, "--nodes")
+    slots = scripts.count(nproc, "--nproc-per-node")
+    if not file.is_file():
+        raise UserError(f"{given[0]!r} is not a file; give a job file or a script.")
+    task: dict[str, Any] = {"name": name or re.sub(r"[^A-Za-z0-9._-]", "-", file.stem)}
+    if file.suffix == ".toml":
+        from everstep.job.job import load_job
+
+        if arguments:
+            raise UserError(f"{arguments[0]!r} follows a job file, which takes no arguments; remove it.")
+        task["job"] = load_job(file).to_dict()
+    else:
+        scripts.at_least("--hang-after", hang_after, 1)
+        task["ranks"] = scripts.table(
+            [str(file), *arguments],
+            ranks=slots,
+            least=least,
+            most=most,
+            max_restarts=max_restarts,
+            hang_after_s=hang_after,
+            grace_s=grace,
+            preload=preload,
+            logs=None if log_dir is None else str(log_dir.resolve()),
+        )
+    launch = RayLaunch(
+        task=task,
+        least=least,
+        most=most,
+        slots=slots,
+        address=ray_address,
+        uses_gpus=gpu,
+        wait_s=wait,
+        grace_s=grace + 20.0,
+    )
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        ended = RayRun(launch, render.note).run()
+    if as_json:
+        render.emit(ended)
+    if ended["state"] == "finished":
+        return 0
+    return (ended["script"] or {}).get("exit_code") or 1
 
 
 @launch_app.command("node")

@@ -192,7 +192,9 @@ class RunOnNodes:
                     return
                 await asyncio.sleep(LOOK_S)
                 continue
-            told = await self._tell(client, task, told)
+            told, *lines = await asyncio.to_thread(told_of, client, task, told)
+            for line in lines:
+                say(line)
             if task["state"] in OVER:
                 self.document = task
                 if self._server is None:  # else the coordinator has said so here
@@ -201,18 +203,6 @@ class RunOnNodes:
             await asyncio.sleep(LOOK_S)
         agent.result()
 
-    async def _tell(self, client: Client, task: Any, told: str) -> str:
-        """What has changed since it was last told."""
-        script = task["script"]
-        now = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
-        if script["world"] and now != told:
-            say(now)
-            for number in task["incidents"][-1:] if told else ():
-                incident = await asyncio.to_thread(client.get, f"/v1/incidents/{number}")
-                say(f"incident {number}: {incident['what']}")
-            return now
-        return told
-
     async def _farewell(self, client: Client) -> None:
         until = time.monotonic() + FAREWELL_S
         while time.monotonic() < until:
@@ -220,6 +210,19 @@ class RunOnNodes:
             if sum(bool(node["connected"]) for node in nodes) <= 1:
                 return
             await asyncio.sleep(0.1)
+
+
+def told_of(client: Client, task: Any, told: str) -> list[str]:
+    """What is now to be remembered as told; then the lines to tell, if it has changed since `told`."""
+    script = task["script"]
+    if script is None or not script["world"]:
+        return [told]
+    now = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
+    if now == told:
+        return [told]
+    numbers = task["incidents"][-1:] if told else ()
+    whats = [f"incident {n}: {client.get(f'/v1/incidents/{n}')['what']}" for n in numbers]
+    return [now, now, *whats]
 
 
 class Followed:

@@ -132,6 +132,7 @@ class Keeper:
             folder=rules.folder,
         )
         self.codes: dict[int, int] = {}  # of the ranks of the last life that has ended
+        self.port_error = ""  # why the next store could not be here
         self._life: _Life | None = None
         self._number = 0  # of the last life
         self._question: _StacksQuestion | None = None
@@ -167,8 +168,8 @@ class Keeper:
         """Wait for what happens next, at most until then, and see to it."""
         now = time.monotonic()
         life = self._life
-        dues = [now + 1.0] if life is None else [self._look_at, life.terminate_at, life.kill_at]
-        dues.append(until)
+        own = (now + 1.0,) if life is None else (self._look_at, life.terminate_at, life.kill_at)
+        dues = (*own, until)
         due = min(at for at in dues if at is not None)
         ready = self._group.selector.select(max(0.0, due - now))
         for key, _ in sorted(ready, key=lambda item: item[0].data[1] == "exited"):  # last words first
@@ -221,6 +222,8 @@ class Keeper:
             private[RESTORE] = str(step)
         try:
             check(rules)
+            if order.hosts_store and self.port_error:
+                raise UserError(self.port_error)
             pids = self._group.start(
                 [
                     RankPlace(
@@ -349,7 +352,11 @@ class Keeper:
     def _is_idle(self, codes: Mapping[int, int]) -> None:
         if self._is_leaving:
             return
-        address = self._group.listen(self._settings.host, self._rules.port)
+        self.port_error = ""
+        try:
+            address = self._group.listen(self._settings.host, self._rules.port)
+        except UserError as error:  # the store may be on another node
+            address, self.port_error = (self._settings.host, 0), str(error)
         self._say(
             msg.RanksIdle,
             address=address,

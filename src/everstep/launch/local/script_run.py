@@ -27,6 +27,7 @@ from everstep.core.cluster.lives import Lives
 from everstep.core.faults import remedies
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
+from everstep.errors import UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -242,6 +243,8 @@ class ScriptRun:
             self._inbox,
         )
         self._keeper.open()
+        if self._keeper.port_error:
+            raise UserError(self._keeper.port_error)
 
     # -------------------------------------------------------------- in words
 
