@@ -27,7 +27,7 @@ from typing import Any
 
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import Client
-from everstep.launch.nodes import OVER, Followed, told_of
+from everstep.launch.script_nodes import OVER, Followed, told_of
 from everstep.node.agent import Agent, AgentSettings
 from everstep.server.serve import ServerSettings, serve
 
