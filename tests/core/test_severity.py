@@ -442,7 +442,14 @@ def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
     assert set(TABLE) == set(MEANINGS) == set(ErrorKind)
     assert {kind for rule in REMEDIES for kind in rule.kinds} == set(ErrorKind)
     by_source = {E.OTHER, E.LOST_CONNECTION, E.TASK_HANG, E.XID, E.USER_CODE, E.SLOW_WORKER, E.SLOW_LINK}
-    by_source |= {E.UNKILLABLE, E.NOT_FINITE, E.WRONG_NUMBERS, E.DAMAGED_TENSOR, E.NOT_DETERMINISTIC}
+    by_source |= {
+        E.UNKILLABLE,
+        E.NOT_FINITE,
+        E.LOSS_SPIKE,
+        E.WRONG_NUMBERS,
+        E.DAMAGED_TENSOR,
+        E.NOT_DETERMINISTIC,
+    }
     assert {symptom.kind for symptom in SYMPTOMS} | {kind for kind, _ in XIDS.values()} | by_source == set(E)
 
 

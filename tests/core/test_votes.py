@@ -1,20 +1,24 @@
 """Votes: which steps and microbatches, who checks whom, and who is wrong when bits differ."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
 
-from everstep.core.faults.votes import Finding, judge_votes
+from everstep.core.faults.votes import Finding, Replay, judge_replay, judge_votes
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
+from everstep.core.worker.suspicion import BAND, LEAST, why_spike
 from everstep.core.worker.votes import Votes
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec, VerifySpec
+from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import Members, Resume
+from everstep.protocol.work import Members, Resume, SuspectedStep
 from tests.core.fake_cluster import FakeCluster
 
 HOST, CHECKER, THIRD = Worker(0, 1), Worker(1, 1), Worker(2, 1)
@@ -226,3 +230,118 @@ def test_a_gpu_that_the_kernel_names_costs_its_slot_and_not_its_node() -> None:
     assert A in cluster.coordinator.tasks["t"].seats
     cluster.wait(cluster.coordinator.patience.isolation_s + 1)
     assert not named.isolated_slots
+
+
+# ------------------------------------------------------------------ NaNs and spikes
+
+
+def test_a_spike_is_far_above_the_recent_band_and_noise_is_not() -> None:
+    """A falling loss with 2 % of noise, 20,000 steps: none is a spike; a jump of half its value is."""
+    rng = random.Random(3)
+    losses = [2.0 + 8.0 / (1 + step / 500) + rng.gauss(0, 0.05) for step in range(20_000)]
+    for step in range(LEAST, len(losses)):
+        before = losses[max(0, step - BAND) : step]
+        assert not why_spike(losses[step], before, 10.0), step
+        if step % 100 == 0:
+            assert why_spike(1.5 * losses[step], before, 10.0), step
+    assert not why_spike(99.0, losses[: LEAST - 1], 10.0)  # too few are known
+    assert not why_spike(99.0, losses[:BAND], 0.0)  # switched off
+    assert not why_spike(0.0, losses[:BAND], 10.0)  # below the band is no harm
+
+
+def recorded(loss: float, was: SuspectedStep, norm: float = 1.0) -> act.RecordStep:
+    return act.RecordStep(
+        step=was.step,
+        epoch=2,
+        attempt=1,
+        losses=((Microbatch(0, 0), 1.0), (Microbatch(1, 0), 2 * loss - 1.0)),
+        norm=norm,
+        microbatches_committed=2,
+        replayed_elsewhere=0,
+        because="",
+        suspect=was,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found", "changed"),
+    [
+        (9.0, 9.0, Replay.SAME, []),
+        (math.nan, math.nan, Replay.SAME, []),
+        (math.nan, math.inf, Replay.SAME, []),
+        (9.0, 9.0001, Replay.NEARLY, [Microbatch(1, 0)]),
+        (9.0, 1.0, Replay.OTHER, [Microbatch(1, 0)]),
+        (math.nan, 1.0, Replay.OTHER, [Microbatch(1, 0)]),
+    ],
+)
+def test_the_second_run_of_a_step_tells_data_from_machines(
+    first: float, second: float, found: Replay, changed: list[Microbatch]
+) -> None:
+    losses = ((Microbatch(1, 0), 2 * first - 1.0), (Microbatch(0, 0), 1.0))
+    was = SuspectedStep(step=7, loss=first, losses=losses)
+    assert judge_replay(recorded(second, was)) == (found, changed)
+    gradient = SuspectedStep(step=7, loss=1.0, stage=0)
+    assert judge_replay(recorded(1.0, gradient, norm=math.nan))[0] is Replay.SAME
+    assert judge_replay(recorded(1.0, gradient))[0] is Replay.OTHER
+
+
+def suspect(cluster: FakeCluster, loss: float) -> None:
+    recovery = cluster.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    found = SuspectedStep(step=recovery.recorded + 1, loss=loss, losses=((Microbatch(2, 0), loss),))
+    event = ev.StepSuspected(worker=A, epoch=recovery.epoch, found=found, because="its loss is odd")
+    cluster.report("t", A, msg.TaskEvent(task="t", event=event))
+
+
+def test_a_suspected_step_is_begun_again_and_a_machine_s_slot_isolated() -> None:
+    cluster = cluster_of_three()
+    cluster.seal()
+    node = cluster.coordinator.tasks["t"].seats[C].node
+    attempt = cluster.coordinator.tasks["t"].recovery.attempt_of(2)  # type: ignore[union-attr]
+    suspect(cluster, math.nan)
+    recovery = cluster.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    assert recovery.attempt_of(2) > attempt  # nothing of the first run counts
+    order = cluster.resumes()[-1].facts
+    assert (order.rewind, order.votes_from) == (1, 2)  # type: ignore[union-attr]
+    cluster.seal()  # with a loss of 1.0
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.verdict is not None
+    assert (incident.verdict.kind, incident.workers) == ("wrong numbers", [C])
+    assert [n.name for n in cluster.coordinator.nodes.values() if n.isolated_slots] == [node]
+    assert not list(cluster.coordinator.log.open_ones())
+    cluster.coordinator.validate()
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"), [("tell", "none: tell"), ("skip", "skip the batch"), ("back", "go back")]
+)
+def test_a_step_that_is_the_same_again_is_treated_by_the_rule(rule: str, what: str) -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit(shape=Shape(3, 1, 2), has_checkpoints=True, on_spike=rule)
+    for _ in range(3):
+        cluster.seal()
+    suspect(cluster, 1.0)
+    facts = cluster.resumes()[-1].facts
+    assert facts.suspect.skips == (rule == "skip")  # type: ignore[union-attr]
+    cluster.seal()
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "loss spike"
+    assert incident.remedies[-1].what == what
+    assert not any(node.isolated_slots for node in cluster.coordinator.nodes.values())
+    recovery = cluster.coordinator.tasks["t"].recovery
+    assert recovery is not None
+    assert (recovery.recorded < 4) == (rule == "back")
+    if rule == "back":
+        assert recovery._book.suspect is not None
+        assert recovery._book.suspect.skips  # when it comes again
+    suspect(cluster, 1.0)  # shortly after: it is not computed again
+    assert cluster.resumes()[-1].facts.rewind is None  # type: ignore[union-attr]
+
+
+def test_a_job_that_goes_back_or_pauses_needs_a_checkpoint() -> None:
+    for name in ("nan", "spike"):
+        verify = VerifySpec(**{name: "back"})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=rf"verify\.{name}"):
+            Job(model=ModelSpec(preset="gpt-tiny"), verify=verify).refuse_contradictions()

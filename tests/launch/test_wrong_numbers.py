@@ -1,12 +1,18 @@
 """Bits flipped in a real worker: it is found and named, and the losses are those of a run without a flip."""
 
+import math
 import random
+from pathlib import Path
 
 import pytest
 
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec, VerifySpec
+from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.ops import Worker
-from harness.flips import Flips, Trial, flip_in_checkpoint, flip_in_memory_copy
+from harness.flips import Flips, Trial, flip_in_checkpoint, flip_in_memory_copy, job_for
+from harness.odd_rows import STEP
 
 TRIALS = [
     Trial(
@@ -44,3 +50,65 @@ def test_a_flipped_bit_is_found_and_leaves_no_trace_in_the_losses(flips: Flips, 
 def test_flipped_bits_in_checkpoints_and_memory_copies_are_found() -> None:
     rng = random.Random(5)
     assert all(flip(rng)["found"] for _ in range(20) for flip in (flip_in_checkpoint, flip_in_memory_copy))
+
+
+def test_a_nan_that_does_not_come_again_is_a_machine_s(fork_server: ForkServer) -> None:
+    """Without votes: the step is held back before it counts, and computed again."""
+    clean = LocalTask(job_for(2, 2, votes="off"), fork_server=fork_server).run().all_losses()
+    bad = Trial(
+        what="boundary", worker=Worker(1, 1), step=8, replicas=2, stages=2, bit=30, element=5, microbatch=0
+    )
+    job = job_for(2, 2, votes="off")
+    outcome = LocalTask(job, faults=(bad.fault(),), fork_server=fork_server).run()
+    (incident,) = outcome.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "wrong numbers"
+    assert incident.verdict.because.endswith("a machine")
+    assert incident.workers == [Worker(1, 0), Worker(1, 1)]  # the two that computed this microbatch
+    assert outcome.all_losses() == clean
+
+
+def odd(fork_server: ForkServer, bad: str, folder: Path | None = None, **verify: str) -> Outcome:
+    job = Job(
+        model=ModelSpec(build="odd_rows:model"),
+        data=DataSpec(build="odd_rows:Data", options={"bad": bad}),
+        optimizer=OptimizerSpec(lr=1e-3),
+        steps=STEP + 3,
+        replicas=2,
+        microbatches=2,
+        verify=VerifySpec(votes="sampled", cost=0.1, **verify),  # type: ignore[arg-type]
+        checkpoint=None if folder is None else CheckpointSpec(folder=str(folder), interval=4),
+        base=str(Path(__file__).parents[2] / "harness"),
+    )
+    outcome = LocalTask(job, fork_server=fork_server).run()
+    assert outcome.failure is None
+    return outcome
+
+
+def test_a_nan_of_the_data_is_told_from_a_machine_s_and_skipped(fork_server: ForkServer) -> None:
+    outcome = odd(fork_server, "nan")
+    (incident,) = outcome.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "non-finite gradient"
+    assert incident.verdict.because.endswith("(a second worker agrees): the data or the model")
+    assert incident.remedies[-1].what == "skip the batch"
+    assert [row.step for row in outcome.steps.rows if not math.isfinite(row.loss)] == [STEP]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["tell", "skip", "back"])
+def test_a_spike_of_the_data_is_treated_by_the_job_s_rule(
+    fork_server: ForkServer, tmp_path: Path, rule: str
+) -> None:
+    outcome = odd(fork_server, "spike", tmp_path / "saved", spike=rule)
+    (incident,) = outcome.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "loss spike"
+    assert incident.verdict.because.endswith("the data or the model")
+    losses = outcome.all_losses()
+    usual = odd(fork_server, "", tmp_path / "clean", spike=rule).all_losses()
+    assert [losses[step] for step in range(1, STEP)] == [usual[step] for step in range(1, STEP)]
+    assert losses[STEP] > 100 * usual[STEP]
+    # Skipped: the next step has the weights that the bad one had.
+    is_moved = abs(losses[STEP + 1] - usual[STEP]) > 1e-2 * usual[STEP]
+    assert is_moved == (rule == "tell"), (losses[STEP + 1], usual[STEP])

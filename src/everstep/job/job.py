@@ -205,8 +205,14 @@ class VerifySpec:
     # auto: sampled on CPUs, off on GPUs, where votes are untried. every: all microbatches of every step
     votes: Literal["auto", "off", "sampled", "every"] = "auto"
     cost: float = 0.01  # sampled: at most this part of a step is spent on it
+    # A step with a NaN, or with a loss far above the last ones, is computed again. If it is the same again:
+    nan: Literal["off", "skip", "back", "pause"] = "skip"  # off: skipped, and not computed again
+    spike: Literal["off", "tell", "skip", "back", "pause"] = "off"
+    band: float = 10.0  # a spike is so many times the spread of the last 32 losses above their median
 
     def __post_init__(self) -> None:
+        if self.band <= 0:
+            raise UserError(f"verify.band is {self.band}; give a number above 0.")
         if not 0 < self.cost <= 1:
             raise UserError(f"verify.cost is {self.cost}; it is a part of a step, above 0 and at most 1.")
 
@@ -326,6 +332,11 @@ class Job:
                 'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
                 "then used between the GPUs of one machine, and TCP between machines."
             )
+        for name, chosen in (("nan", self.verify.nan), ("spike", self.verify.spike)):
+            if chosen in ("back", "pause") and self.checkpoint is None:
+                raise UserError(
+                    f'verify.{name} = "{chosen}" needs a saved state; give a [checkpoint], or "skip".'
+                )
         if self.verify.votes == "every":
             for name, value in (("replicas", self.replicas == 1), ("accumulate", self.accumulate == "fp32")):
                 if value:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Scores
 from everstep.protocol.table import message
-from everstep.protocol.work import EpochFacts, OwnOrders, Place
+from everstep.protocol.work import EpochFacts, OwnOrders, Place, SuspectedStep
 
 
 class Action:
@@ -107,6 +107,7 @@ class RecordStep(Action):
     because: str
     scores: Scores = ()  # of an evaluation of the step before
     trains: bool = True  # False: the closing step, which only evaluates
+    suspect: SuspectedStep | None = None  # what it looked like the first time, if it was computed again
 
 
 @message(says="close incident {number}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from everstep.protocol.ops import Microbatch, OpLists, Worker
 from everstep.protocol.parcels import Scores
 from everstep.protocol.table import AGENT, ATTEMPT, EPOCH, INCARNATION, NEXT_ATTEMPT, WORKER, message
-from everstep.protocol.work import Ledger, Place
+from everstep.protocol.work import Ledger, Place, SuspectedStep
 
 
 class Event:
@@ -138,6 +138,25 @@ class VoteDiffered(Event):
     truth: str = ""
 
 
+@message(
+    by=WORKER, fences=(EPOCH,), since=4, says="worker {worker} of {task} holds step {found.step}: {because}"
+)
+class StepSuspected(Event):
+    """A worker has found a NaN, or a loss far above those of the steps before, and holds the sum back."""
+
+    worker: Worker
+    epoch: int
+    found: SuspectedStep
+    because: str
+
+
+@message(since=4, says="task {task}: NaNs and spikes up to step {quiet_until} are not computed again")
+class ReplayJudged(Event):
+    """A step had the same numbers when it was computed again, so the data or the model are the cause."""
+
+    quiet_until: int
+
+
 @message(since=3, says="task {task} continues: {because}")
 class VotesSettled(Event):
     """No worker has to go because of a vote. `go_on`: whether there are to be further votes."""
@@ -148,9 +167,12 @@ class VotesSettled(Event):
 
 @message(since=3, says="task {task} goes back to a verified state: {because}")
 class StateDoubted(Event):
-    """Steps after the last one that was voted on may hold wrong numbers: they are done again."""
+    """Steps after the last one that was voted on may hold wrong numbers: they are done again. `suspect`: all
+    from this step on, which is then skipped.
+    """
 
     because: str
+    suspect: SuspectedStep | None = None
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has copied its state")

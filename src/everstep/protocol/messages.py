@@ -896,6 +896,8 @@ class TaskSubmitted(ClusterEvent):
     needs: TaskNeeds | None = None  # None: submitted to the version before
     owner: str = AN_OPERATOR
     ranks: RankRules | None = None  # of a script task; None: a managed one
+    on_nan: str = "skip"  # what follows a step with a NaN that is the same again: skip, back, pause
+    on_spike: str = "tell"  # the same of a loss far above those before it; tell: the step counts
 
 
 @message(by=OPERATOR, says="{by} cancels task {task}")

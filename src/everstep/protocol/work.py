@@ -11,6 +11,7 @@ A new epoch is told in two parts, because a task may have thousands of workers a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -67,6 +68,30 @@ def _kinds(ops: tuple[Op, ...]) -> dict[Place, str]:
 # ------------------------------------------------------------------ what a worker is told of an epoch
 
 
+QUIET_STEPS = 20  # after one that came from data or model no step is held back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectedStep:
+    """A step with a NaN, or with a loss far above those before it. It is computed again from its beginning;
+    where there are votes, a second worker computes every microbatch of it, too.
+    """
+
+    step: int
+    loss: float  # the mean, the first time; NaN: it is not finite
+    stage: int = -1  # whose gradient was not finite, though the loss was; -1: the loss is meant
+    losses: tuple[tuple[Microbatch, float], ...] = ()  # the largest of them
+    skips: bool = False  # if its loss has the same bits again, it changes no weight
+
+    @property
+    def is_nan(self) -> bool:
+        return self.stage >= 0 or math.isnan(self.loss)
+
+    def is_again(self, loss: float) -> bool:
+        """The same loss as the first time."""
+        return loss == self.loss or (not math.isfinite(loss) and math.isnan(self.loss))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochFacts:
     """What all workers of a task are told of an epoch; `Resume` says what each is."""
@@ -83,6 +108,7 @@ class EpochFacts:
     saves: bool = False
     recorded: int = 0
     votes_from: int | None = 0
+    suspect: SuspectedStep | None = None
     book: Mapping[Worker, tuple[str, int]] = field(default_factory=dict)  # where each worker is reached
 
 
@@ -211,6 +237,7 @@ def resume(facts: EpochFacts, own: OwnOrders) -> Resume:
         saves=facts.saves,
         recorded=facts.recorded,
         votes_from=facts.votes_from,
+        suspect=facts.suspect,
     )
 
 
@@ -239,6 +266,7 @@ class Resume:
     saves: bool = False  # the state of the step `until` is saved as a checkpoint
     recorded: int = 0  # the coordinator knows that this step and all before it are sealed
     votes_from: int | None = 0  # from this step on peers check each other, in steps that the task's rules say
+    suspect: SuspectedStep | None = None  # a step that is computed again; it is not held back twice
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:

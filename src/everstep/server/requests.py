@@ -90,6 +90,8 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         script=script,
         faults=_faults(given.get("faults", []), job),
         closes=job.evaluation is not None,
+        on_nan=job.verify.nan,
+        on_spike=job.verify.spike,
         needs=needs,
     )
 

@@ -53,6 +53,9 @@ def storm_command(
     flips: Annotated[
         bool, typer.Option("--flips", help="No other faults: one worker computes or holds a wrong number.")
     ] = False,
+    spikes: Annotated[
+        bool, typer.Option("--spikes", help="As --cluster; steps with a NaN are computed again.")
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -86,7 +89,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=[groups, votes, flips])
+    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=[groups, votes, flips, spikes])
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -186,9 +189,9 @@ def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> s
 
 
 def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> StormKind:
-    """`alone`: groups, votes, flips, each of which draws its storm by itself."""
+    """`alone`: groups, votes, flips, spikes, each of which draws its storm by itself."""
     if any(alone):
-        chosen: StormKind = ("groups", "votes", "flips")[alone.index(True)]
+        chosen: StormKind = ("groups", "votes", "flips", "spikes")[alone.index(True)]
         if moves or sharded or sum(alone) > 1:
             raise UserError(
                 f"--{chosen} draws sharded states and copies by itself: leave out --moves, --sharded and the "

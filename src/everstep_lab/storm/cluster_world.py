@@ -131,12 +131,13 @@ class ClusterWorld:
         for incident in coordinator.log.open_ones():
             raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
         alarms = [incident.what for incident in coordinator.log.incidents]
-        if not self.spec.faults and alarms and self.spec.flip is None:
+        if not self.spec.faults and alarms and self.spec.flip is None and not self.spec.rules.replays:
             raise Violation(f"no false alarm: {alarms[0]} in a calm run")
         isolated = [f"slot {s} of {n.name}" for n in coordinator.nodes.values() for s in n.isolated_slots]
-        if self.spec.flip is None and isolated:
+        if self.spec.flip is None and self.spec.spike is None and isolated:
             raise Violation(f"no false alarm: {isolated[0]} is isolated, and no number was wrong")
-        if self.spec.flip is not None and self.spec.faults == () and len(isolated) > 1:
+        is_one_wrong = self.spec.flip is not None or self.spec.spike is not None
+        if is_one_wrong and self.spec.faults == () and len(isolated) > 1:
             raise Violation(f"no healthy slot is isolated: {', '.join(isolated)} are, for one wrong number")
         again = self.head.replayed(self.head.acted)
         assert isinstance(again, Coordinator)

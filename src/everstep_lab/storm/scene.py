@@ -29,7 +29,7 @@ class Scene:
         self.weather = (Steady if steady else Draw)(spec.seed, "weather")
         self.network = Network(self.agenda, self.weather)
         self.truth = Truth(spec.seed, rules)
-        calm = not (spec.faults or spec.moves or spec.flip)
+        calm = not (spec.faults or spec.moves or spec.flip or spec.rules.replays)
         self.checkers = Checkers(self.truth, rules, calm=calm)
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()

@@ -17,7 +17,16 @@ from everstep_lab.draw import Draw
 from everstep_lab.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
 
 StormKind = Literal[
-    "", "cluster", "moves", "sharded", "sharded-cluster", "sharded-moves", "groups", "votes", "flips"
+    "",
+    "cluster",
+    "moves",
+    "sharded",
+    "sharded-cluster",
+    "sharded-moves",
+    "groups",
+    "votes",
+    "flips",
+    "spikes",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -72,6 +81,7 @@ class Spec:
     moves: tuple[int, ...] = ()  # when another shape is asked for, in us
     shards: int = 1  # processes per worker
     flip: Flip | None = None
+    spike: Flip | None = None  # its machine gives a loss that is not a number, once
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -93,6 +103,7 @@ class Spec:
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *([f"votes every {r.vote_every} steps, on {r.votes} microbatches"] if r.vote_every else []),
             *([f"{self.flip}"] if self.flip else []),
+            *([f"a loss that is no number: {self.spike}"] if self.spike else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
@@ -141,6 +152,8 @@ def draw_storm(seed: int, kind: StormKind = "") -> Spec:
         spec = with_votes(spec)
     if around == "flips":
         spec = with_flip(spec)
+    if around == "spikes":
+        spec = with_spikes(spec)
     return with_sharded_states(spec) if sharded else spec
 
 
@@ -220,6 +233,19 @@ def with_flip(spec: Spec) -> Spec:
     own = Microbatch(worker.replica, draw.below(rules.microbatches))
     flip = Flip(worker=worker, step=draw.between(1, rules.steps), microbatch=draw.choice((own, own, None)))
     return replace(spec, rules=rules, faults=(), flip=flip)
+
+
+def with_spikes(spec: Spec) -> Spec:
+    """The same storm, in which steps with a NaN are computed again: the data's, which come again, and in half
+    of the seeds one that a machine has made. In one of two seeds replicas check each other.
+    """
+    draw = Draw(spec.seed, "spikes")
+    spec = with_votes(spec) if draw.chance(1 / 2) else spec
+    rules = replace(spec.rules, replays=True, clip=1.0)
+    worker = Worker(draw.below(rules.replicas), rules.stages - 1)
+    microbatch = Microbatch(worker.replica, draw.below(rules.microbatches))
+    spike = Flip(worker=worker, step=draw.between(1, rules.steps), microbatch=microbatch)
+    return replace(spec, rules=rules, spike=spike if draw.chance(1 / 2) else None)
 
 
 def with_groups(spec: Spec) -> Spec:

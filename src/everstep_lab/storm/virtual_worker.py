@@ -9,6 +9,7 @@ A payload that is asked for and not there raises, as it would in the engine: an 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,7 @@ class VirtualWorker:
         self.began_us = 0  # when the task was begun
         self.flip = scene.spec.flip if scene.spec.flip and scene.spec.flip.worker == self.me else None
         self.is_flipped = self.flip is not None
+        self.spike = scene.spec.spike if scene.spec.spike and scene.spec.spike.worker == self.me else None
         self.alive = True
         self.hung = False
         self.asleep = False  # in the kernel, where no signal reaches it
@@ -156,7 +158,12 @@ class VirtualWorker:
         }
         if self.me.stage != self.worker_state.rules.stages - 1:
             return (), weights
-        return [(op.microbatch, 1.0) for op in self.worker_state.now.done if op.kind is Kind.F], weights
+        done = [op.microbatch for op in self.worker_state.now.done if op.kind is Kind.F]
+        losses = dict.fromkeys(done, 1.0)
+        spike = self.spike
+        if spike is not None and spike.microbatch in losses and spike.step == task.step:
+            losses[spike.microbatch], self.spike = math.nan, None
+        return list(losses.items()), weights
 
     def _sum_chunk(self, task: work.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)

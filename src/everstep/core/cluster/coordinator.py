@@ -206,7 +206,8 @@ class Coordinator:
         moment = Moment(now, self.events)
         self.log.event = self.events
         actions = self._handle(event, moment)
-        actions += self._failures.judge_lives(self._later, moment) + self._tasks.settle(moment)
+        actions += self._failures.judge_lives(self._later, moment)
+        actions += self._failures.judge_replays(self._later, moment) + self._tasks.settle(moment)
         self._retention.handled(self.events)
         return actions
 
@@ -485,6 +486,8 @@ class Coordinator:
                 return self._failures.exited(task, event, now)
             case ev.VoteDiffered():
                 return self._failures.differed(task, event, now)
+            case ev.StepSuspected():
+                return self._failures.suspected(task, event, now)
             case ev.LedgerReported() | ev.WorkerResumed() | ev.UpdateInvalidated():
                 task.failures.overdue.drop(event.worker)
         return self._training.inform(task, event, now)

@@ -21,7 +21,7 @@ from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
-from everstep.core.faults.votes import Finding, VoteVerdict, judge_votes
+from everstep.core.faults.votes import Finding, Replay, VoteVerdict, judge_replay, judge_votes
 from everstep.core.task.states import Member
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
@@ -29,10 +29,18 @@ from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident, WorkerWaits, usual_sender
 from everstep.protocol.moment import Moment
-from everstep.protocol.ops import Worker
+from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.work import QUIET_STEPS
 
 SHOWN_WITNESSES = 8
 ALL_WORKERS = "all workers"  # what is retried when they all wait
+SUSPECTED = "the numbers of step {}"  # an incident's name
+AFTER_REPLAY = {  # what is done after a step that was the same again, and its outcome
+    "tell": ("none: tell", "step {step} counts"),
+    "skip": ("skip the batch", "step {step} changes no weight"),
+    "back": ("go back", "the task goes back to a kept state, and skips step {step} when it comes again"),
+    "pause": ("pause the task", "the task pauses after step {step}; an operator resumes it"),
+}
 STATES_DIFFER = "states differ"  # what is retried when no third worker can say which is right
 
 
@@ -329,6 +337,111 @@ class Failures:
             texts.append(f"parts that differ: {', '.join(verdict.parts)}")
         self._incidents.tell(incident, "votes", texts, now)
 
+    def suspected(self, task: Task, event: ev.StepSuspected, now: Moment) -> Actions:
+        """A NaN, or a loss far above those before it: the step is computed again, then `_replayed` judges."""
+        recovery = task.managed
+        if task.state is not TaskState.RUNNING or recovery is None or recovery.is_late(event):
+            return []
+        actions: Actions = []
+        for other in self._suspected_steps(task):  # its record is on its way, behind this report
+            actions += self._incidents.close(other, "another step was suspected", now)
+        incident = self._incidents.new(
+            task=task, what=SUSPECTED.format(event.found.step), now=now, step=event.found.step
+        )
+        incident.stops_training = False
+        self._incidents.tell(incident, "numbers", (event.because,), now)
+        worst = ", ".join(f"{microbatch} {loss:.4g}" for microbatch, loss in event.found.losses)
+        if worst:
+            self._incidents.tell(incident, "numbers", (f"largest losses by microbatch: {worst}",), now)
+        again = "the step is computed again: the same bits, or others, tell the cause"
+        self._incidents.tell(incident, "numbers", (again,), now)
+        skips = not event.found.is_nan and task.request.on_spike == "skip"
+        found = replace(event.found, skips=skips)
+        return actions + self._training.inform(task, replace(event, found=found), now)
+
+    def _suspected_steps(self, task: Task, step: int | None = None) -> list[Incident]:
+        return [
+            incident
+            for incident in self._incidents.open_ones(task.name)
+            if incident.what == SUSPECTED.format(incident.step) and step in (None, incident.step)
+        ]
+
+    def judge_replays(self, later: FollowUps, now: Moment) -> Actions:
+        actions: Actions = []
+        while later.replayed:
+            task, record = later.replayed.pop(0)
+            actions += self._replayed(task, record, later, now)
+        return actions
+
+    def _replayed(self, task: Task, record: act.RecordStep, later: FollowUps, now: Moment) -> Actions:
+        """A suspected step is recorded: did it have the same numbers as the first time?"""
+        suspect, recovery = record.suspect, task.managed
+        incident = next(iter(self._suspected_steps(task, record.step)), None)
+        if suspect is None or recovery is None or incident is None:
+            return []  # it has been judged: the task went back, and it was skipped this time
+        replay, changed = judge_replay(record)
+        if replay is Replay.OTHER:
+            return self._machine_suspected(task, record, incident, changed, now)
+        kind = ErrorKind.NOT_FINITE if suspect.is_nan else ErrorKind.LOSS_SPIKE
+        voted = "a second worker agrees" if recovery.verified >= record.step else "on the same workers"
+        because = f"step {record.step} has the same numbers when it is computed again ({voted}): {replay}"
+        self._incidents.judge(incident, known(kind, because), now)
+        rule = task.request.on_nan if suspect.is_nan else task.request.on_spike
+        name = "verify.nan" if suspect.is_nan else "verify.spike"
+        said = f'{name} = "{rule}"'
+        if not suspect.is_nan and rule == "skip" and not suspect.is_again(_mean(record)):
+            rule, said = "tell", f"{said}, but its bits are not quite the same again"
+        what, outcome = AFTER_REPLAY.get(rule, AFTER_REPLAY["skip"])
+        self._incidents.treat(incident, what, said, now)
+        quiet = ev.ReplayJudged(quiet_until=record.step + QUIET_STEPS)
+        actions = self._incidents.close(incident, outcome.format(step=record.step), now)
+        actions += self._training.inform(task, quiet, now)
+        if rule == "back":
+            again = replace(suspect, skips=True)
+            actions += self._training.doubted(task, because, now, back=True, suspect=again)
+        elif rule == "pause":
+            later.pauses.append((task, said))
+        return actions
+
+    def _machine_suspected(
+        self, task: Task, record: act.RecordStep, incident: Incident, changed: list[Microbatch], now: Moment
+    ) -> Actions:
+        """The first run was wrong and the second counts. Where one worker alone computed what has changed,
+        its slot is isolated.
+        """
+        suspect, facts = record.suspect, task.progress.facts
+        assert suspect is not None
+        hosts = {} if facts is None else facts.steady_hosts
+        stages = range(task.shape.stages)
+        found = {Worker(hosts.get((m, s), m.home), s) for m in changed for s in stages}
+        if suspect.stage >= 0:
+            found = {worker for worker in task.seats if worker.stage == suspect.stage}
+        incident.workers = sorted(found)[:SHOWN_WITNESSES]
+        whose = f"microbatch {', '.join(map(str, changed))}" if changed else f"stage {suspect.stage}"
+        because = f"step {record.step} has other numbers when it is computed again ({whose}): {Replay.OTHER}"
+        judgement = known(ErrorKind.WRONG_NUMBERS, because)
+        self._incidents.judge(incident, judgement, now)
+        seats = {worker: task.seats[worker] for worker in found if worker in task.seats}
+        nodes = sorted({seat.node for seat in seats.values()})
+        outcome = "the second run counts"
+        if len(found) > 1 or not seats:
+            why = (
+                f"it was one of {len(found)} workers on {', '.join(nodes[:SHOWN_WITNESSES]) or 'lost nodes'}"
+            )
+            self._incidents.treat(incident, "none: run everstep check on these nodes", why, now)
+            return self._incidents.close(incident, outcome, now)
+        worker, seat = next(iter(seats.items()))
+        incident.node = seat.node
+        can_leave = self._roster.can_do_without(seat.node, seat.slots)
+        if seat.leaving or not can_leave:
+            why = "it leaves already" if seat.leaving else "no other slot can take its worker"
+            self._incidents.treat(incident, "none: run everstep check on this node", why, now)
+            return self._incidents.close(incident, outcome, now)
+        self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
+        node = self._roster.nodes[seat.node]
+        actions = self._nodes.isolate_slots(node, seat.slots, because, now)
+        return actions + self._incidents.close(incident, f"{outcome}; the slot of {worker} is isolated", now)
+
     # -------------------------------------------------------------- ranks of a script
 
     def ranks(
@@ -517,6 +630,11 @@ class Failures:
             node = self._roster.nodes[situation.node]
             return actions + self._nodes.isolate_slots(node, situation.slots, because, now)
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)
+
+
+def _mean(record: act.RecordStep) -> float:
+    losses = [loss for _, loss in record.losses]
+    return sum(losses) / len(losses) if losses else 0.0
 
 
 def _is_cause(report: msg.RankFailed | msg.RanksStill) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.task import Ending, Task
-from everstep.protocol.actions import LifeFailed
+from everstep.protocol.actions import LifeFailed, RecordStep
 
 
 @dataclass(slots=True)
@@ -17,6 +17,8 @@ class FollowUps:
     endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
     leaving: list[tuple[Task, str]] = field(default_factory=list)  # at the next step boundary, and why
     failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
+    replayed: list[tuple[Task, RecordStep]] = field(default_factory=list)  # suspected steps, to be judged
+    pauses: list[tuple[Task, str]] = field(default_factory=list)  # tasks to pause, and by what rule
     vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone
     vacancy: str = ""  # why slots, or who wants them, have changed
     keep_plan: bool = False  # the planner has just answered: it is not asked again
@@ -25,4 +27,5 @@ class FollowUps:
         self.vacancy = because
 
     def clear(self) -> bool:
-        return not self.endings and not self.leaving and not self.vacated and not self.vacancy
+        waits = self.endings or self.leaving or self.pauses or self.vacated
+        return not waits and not self.vacancy

@@ -365,6 +365,9 @@ class Tasks:
             leaving, later.leaving = later.leaving, []
             for task, because in leaving:
                 actions += self._leave(task, because, now)
+            pauses, later.pauses = later.pauses, []
+            for task, rule in pauses:
+                actions += self.pause(task, rule, now)
             vacated, later.vacated = later.vacated, []
             for task in vacated:
                 actions += self._ended_if_empty(task, now)

@@ -31,7 +31,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
-from everstep.protocol.work import changes
+from everstep.protocol.work import SuspectedStep, changes
 
 
 class Training:
@@ -144,10 +144,21 @@ class Training:
         actions = self.count_copies(task, now) if given_up else []
         return actions + self.inform(task, event, now)
 
-    def doubted(self, task: Task, because: str, now: Moment, *, back: bool) -> Actions:
-        """A worker had wrong numbers. `back`: they may be in steps that are recorded."""
+    def doubted(
+        self,
+        task: Task,
+        because: str,
+        now: Moment,
+        *,
+        back: bool,
+        suspect: SuspectedStep | None = None,
+    ) -> Actions:
+        """A worker had wrong numbers. `back`: they may be in steps that are recorded. `suspect`: a step that
+        is skipped when it comes again.
+        """
         actions = self._checkpoints.doubt(task, because, now)
-        return actions + (self.inform(task, ev.StateDoubted(because=because), now) if back else [])
+        event = ev.StateDoubted(because=because, suspect=suspect)
+        return actions + (self.inform(task, event, now) if back else [])
 
     def slots_changed(self, because: str) -> None:
         self._later.slots_changed(because)
@@ -300,6 +311,8 @@ class Training:
         found: Actions = [row, *self._skips.recorded(task, wish, now)]
         if task.trial is not None and task.next_shape is None and wish.trains:
             self._judge_trial(task, task.trial, wish, now)
+        if wish.suspect is not None:
+            self._later.replayed.append((task, wish))
         return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
 
     def _judge_trial(self, task: Task, trial: Trial, wish: act.RecordStep, now: Moment) -> None:

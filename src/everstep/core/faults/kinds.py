@@ -73,6 +73,7 @@ class ErrorKind(StrEnum):
     SLOW_WORKER = "slow worker"
     SLOW_LINK = "slow link"
     NOT_FINITE = "non-finite gradient"
+    LOSS_SPIKE = "loss spike"
     NOT_DETERMINISTIC = "nondeterministic code"
 
 
@@ -130,10 +131,13 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.SLOW_WORKER: KindRow(SEV3, "a worker takes longer for the same work than before, or than its peers"),
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
     E.NOT_FINITE: KindRow(SEV3, "gradients are infinite or not numbers, so steps are skipped"),
+    E.LOSS_SPIKE: KindRow(SEV3, "the loss of a step is far above those of the steps before"),
     E.NOT_DETERMINISTIC: KindRow(SEV3, "the model's code computes other bits from run to run"),
 }
 
 # What a job's own input does not cause, also if several workers raise it at the same op. A missing driver is
 # not among them: it is what a job for GPUs meets on nodes without.
-_MAY_BE = {E.GPU_DRIVER, E.NOT_FINITE} | {kind for kind, row in KINDS.items() if row.severity is SEV2}
+_MAY_BE = {E.GPU_DRIVER, E.NOT_FINITE, E.LOSS_SPIKE} | {
+    kind for kind, row in KINDS.items() if row.severity is SEV2
+}
 NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK_FULL})

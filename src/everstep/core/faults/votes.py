@@ -11,12 +11,14 @@ Host, checker and, where the stage has one, a third worker compute the same agai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from everstep.protocol.actions import RecordStep
 from everstep.protocol.events import VoteDiffered, VoteRun
-from everstep.protocol.ops import Worker
+from everstep.protocol.ops import Microbatch, Worker
 
 STATE = "state"
 
@@ -119,6 +121,38 @@ def _by_truth(
         return VoteVerdict(finding=Finding.UNDECIDED, because=because, parts=parts)
     because = f"{again}: worker {wrong[0]} had other bits before"
     return VoteVerdict(finding=Finding.WRONG_NUMBERS, because=because, worker=wrong[0], parts=parts)
+
+
+class Replay(StrEnum):
+    """What the second run of a suspected step says."""
+
+    SAME = "the data or the model"
+    NEARLY = "the data or the model, whose code is not deterministic"
+    OTHER = "a machine"
+
+
+NEARLY = 1e-3  # of a loss: further apart are no two runs of code that only rounds differently
+
+
+def judge_replay(record: RecordStep) -> tuple[Replay, list[Microbatch]]:
+    """And the microbatches whose losses are others now."""
+    suspect = record.suspect
+    assert suspect is not None
+    after = dict(record.losses)
+    changed = [m for m, loss in suspect.losses if not _is_same(after.get(m, loss), loss)]
+    if suspect.stage >= 0:
+        return (Replay.OTHER if math.isfinite(record.norm) else Replay.SAME), changed
+    losses = [loss for _, loss in record.losses]
+    loss = sum(losses) / len(losses) if losses else suspect.loss  # all who knew them may be dead
+    if suspect.is_again(loss):
+        return Replay.SAME, changed
+    if math.isfinite(suspect.loss) and abs(loss - suspect.loss) <= NEARLY * abs(suspect.loss):
+        return Replay.NEARLY, changed
+    return Replay.OTHER, changed
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or not (math.isfinite(one) or math.isfinite(other))
 
 
 def _damaged(runs: Sequence[VoteRun]) -> tuple[Worker, str] | None:

@@ -386,7 +386,25 @@ class Recovery:
     def _state_doubted(self, event: ev.StateDoubted, now: float) -> list[Action]:
         if isinstance(self.phase, Assembling | Restoring):
             return []
-        return self._phases.go_back(event.because, verified=self.verified)
+        suspect = self._book.suspect = event.suspect
+        before = self.verified if suspect is None else min(self.verified, suspect.step - 1)
+        return self._phases.go_back(event.because, verified=before)
+
+    @on
+    def _step_suspected(self, event: ev.StepSuspected, now: float) -> list[Action]:
+        """Its worker holds the sum back, so no weight has changed since: the step is computed again. Not if
+        a step shortly before came from data or model; then it only continues.
+        """
+        if not isinstance(self.phase, Running):
+            return []
+        self._book.suspect = event.found
+        is_quiet = event.found.step <= self._book.quiet_until
+        return self._phases.interrupt(event.because, rewind=None if is_quiet else event.found.step - 1)
+
+    @on
+    def _replay_judged(self, event: ev.ReplayJudged, now: float) -> list[Action]:
+        self._book.quiet_until = event.quiet_until
+        return []
 
     @on
     def _stop_requested(self, event: ev.StopRequested, now: float) -> list[Action]:

@@ -28,6 +28,7 @@ def restore_orders(
         until=book.until,
         saves=book.saves,
         votes_from=phase.restore + 1 if book.votes else None,
+        suspect=book.suspect,
     )
     first = phase.restore + 1
     orders = {w: OwnOrders(step=first, steady=plan.steady.text(w)) for w in places.members()}
@@ -50,7 +51,8 @@ def resume_orders(
         saves=book.saves,
         shares=book.all_shares(),
         recorded=book.recorded,
-        votes_from=phase.owed.high + 1 if book.votes else None,
+        votes_from=_votes_from(phase, book) if book.votes else None,
+        suspect=book.suspect,
     )
     feeds, fills = places.feeds(), _fills(phase, groups)
     awaited = {} if groups.shape.chunks else _awaited(phase.owed, rewind)
@@ -72,6 +74,12 @@ def resume_orders(
             feeds=feeds.get(worker, {}),
         )
     return ResumeWorkers(facts=facts, orders=orders, because=phase.because)
+
+
+def _votes_from(phase: Planning, book: StepBook) -> int:
+    """In a step that an epoch breaks there are no votes; one that is computed again begins anew."""
+    is_replay = book.suspect is not None and phase.rewind == book.suspect.step - 1
+    return phase.owed.high + 1 if phase.rewind is None or not is_replay else phase.rewind + 1
 
 
 def _lists(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.events import StepSealed
 from everstep.protocol.shape import Shape
+from everstep.protocol.work import SuspectedStep
 
 _KEPT_SHARES = 4  # steps
 
@@ -28,6 +29,8 @@ class StepBook:
     verified: int = 0  # the last recorded step that was voted on at every stage, or the state it began with
     is_voting: bool = False  # such a step was seen
     votes: bool = True  # there are to be votes, where the task's rules say so
+    suspect: SuspectedStep | None = None  # a step that is computed again because of its numbers
+    quiet_until: int = 0  # up to this step NaNs and spikes are not looked into: the last came from the data
 
     @property
     def last_step(self) -> int:
@@ -112,6 +115,9 @@ class StepBook:
         once = all(sealed.microbatches == total for sealed in stages.values())
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        suspect = self.suspect if self.suspect is not None and self.suspect.step == self.recorded else None
+        if suspect is not None:
+            self.suspect = None
         return RecordStep(
             step=self.recorded,
             epoch=epoch,
@@ -123,4 +129,5 @@ class StepBook:
             because="every stage has sealed it",
             scores=stages[self.shape.stages - 1].scores,
             trains=not (self.closes and self.recorded == self.steps),
+            suspect=suspect,
         )

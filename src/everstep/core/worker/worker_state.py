@@ -15,6 +15,7 @@ was reported stays true until the worker resumes.
     Reduction       the gradient sum of a step        Updates         seal, validate, update
     Chunks          sharded states: who holds what
     Joiner, Feeder  states copied between peers       Announcements   what other stages must know
+    Votes           bits compared with peers          Suspicion       NaNs and losses out of their band
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState, SumState, UpdateState
+from everstep.core.worker.suspicion import Suspicion
 from everstep.core.worker.updates import Updates
 from everstep.core.worker.votes import Votes
 from everstep.errors import InternalError
@@ -80,6 +82,7 @@ class WorkerState:
         self.reduction = Reduction(self.mail, rules, self.chunks)
         self.news = Announcements(self.mail, rules)
         self.updates = Updates(self.mail, rules, self.steps, self.reduction, self.news)
+        self.suspicion = Suspicion(self.mail, rules)
         self.joiner = Joiner(self.mail)
         self.feeder = Feeder(self.mail)
         self._first: list[WorkItem] = []  # what comes before anything else: a restore, an undo
@@ -138,6 +141,7 @@ class WorkerState:
         self.epoch = order.epoch
         self.paused = False
         self.mail.order = order
+        self.suspicion.begin_epoch()
         if order.restore is not None:
             self._start_over(order.step, order.restore)
         elif self.joining:
@@ -258,6 +262,8 @@ class WorkerState:
         is_contributed = not isinstance(item, Contribute)
         if is_settled and is_contributed and (vote := self.votes.next(self.steps.now)) is not None:
             return vote
+        if is_settled and isinstance(item, SumChunk) and (held := self.suspicion.next(self.steps.now)):
+            return held
         if before is not None and isinstance(item, SumChunk | AssembleSum):
             if not is_settled:
                 return Wait(f"the seal and norm of step {before.step}")
@@ -279,13 +285,17 @@ class WorkerState:
             case Contribute():
                 self.reduction.contributed(steps.now, *answer)
             case SumChunk():
-                self.reduction.summed(steps.now, item, tuple(map(float, answer)))
+                squares = tuple(map(float, answer))
+                if not self.suspicion.holds_sum(steps.now, squares):
+                    self.reduction.summed(steps.now, item, squares)
             case AssembleSum():
                 self.reduction.assembled(steps.now, item, answer)
+                self.suspicion.skip_if_again(steps.now)
                 steps.now.todo.pop()
                 steps.drop_ghosts()
             case CombineTied():
                 steps.now.combined(float(answer), item.other.attempt)
+                self.suspicion.skip_if_again(steps.now)
                 self.mail.use(item.other)
             case Update():
                 self.updates.updated(item)

@@ -67,6 +67,8 @@ class Program:
             copy_every=job.memory_interval,
             vote_every=job.vote_period[0],
             votes=job.vote_period[1],
+            replays=job.verify.nan != "off",
+            spike=job.verify.band if job.verify.spike != "off" else 0.0,
             seed=job.seed,
         )
 

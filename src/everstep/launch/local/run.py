@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.task import TaskState
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Running
@@ -230,6 +231,8 @@ class LocalTask:
                 script=tuple(self.script or ()),
                 faults=tuple(fault.text() for fault in self.faults),
                 closes=self.job.evaluation is not None,
+                on_nan=self.job.verify.nan,
+                on_spike=self.job.verify.spike,
                 needs=self.job.needs(),
             )
         )
@@ -256,6 +259,12 @@ class LocalTask:
             self._looked_at = now
             self.workers.tick(now)
         self._driver.look_at_clock()
+        task = self.coordinator.tasks.get(TASK)
+        if (
+            task is not None and task.state is TaskState.PAUSED
+        ):  # by a rule of the job; nobody resumes it here
+            self.outcome.ended = self.outcome.failure = f"{task.because}; the next start continues"
+            self._over = True
         if self._page is not None:
             self._page.tick()
         self.watch("tick", self)
