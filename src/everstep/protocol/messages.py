@@ -760,7 +760,7 @@ class Patience:
     forget_after_s: float = 3600.0  # a failure older than this no longer counts
     mends_before_restart: int = 3  # of one link
     isolation_s: float = 600.0
-    isolations_before_lemon: int = 2
+    isolations_before_lemon: int = 2  # of a slot; of a node statistics decide
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains

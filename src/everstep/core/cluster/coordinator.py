@@ -34,6 +34,7 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.tasks import PlannerQuestion, Tasks
 from everstep.core.cluster.training import Training
+from everstep.core.faults import gray
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
@@ -350,6 +351,7 @@ class Coordinator:
         actions: Actions = []
         if isinstance(event, msg.SlownessFound):
             because = self._slowness.found(task, event, now)
+            actions += self._failures.noted(self.nodes[seat.node], gray.SLOW, now)
         else:
             because = f"a new schedule: {event.because}" if event.worker in task.speeds.slow else ""
             actions += self._slowness.ended(task, event.worker, event.because, now)

@@ -16,8 +16,8 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.core.faults import detector, remedies, testimony
-from everstep.core.faults.kinds import NEVER_OF_THE_INPUT
+from everstep.core.faults import detector, gray, remedies, testimony
+from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
@@ -95,12 +95,14 @@ class Failures:
         is_its_own = task.failures.ended.pop(worker, 0) != event.incarnation
         if is_its_own:
             times[worker].append(now.at)
+        noted = is_its_own and judgement.kind in DEATHS_OF_NODES
         first = is_its_own and len(times[worker]) == 1
         actions = self._staffing.grant(task, now, clean=frozenset({worker})) if first else []
         seat.incarnation, seat.address = 0, None
         situation = self._situation(task, worker, judgement, failures=max(1, len(times[worker])))
         actions += self._treat(task, worker, incident, situation, now)
-        return actions + self._training.inform(task, event, now)
+        actions += self._training.inform(task, event, now)
+        return actions + (self.noted(self._roster.nodes[seat.node], gray.DEATH, now) if noted else [])
 
     def _slot_lost(self, task: Task, event: ev.WorkerExited, seat: Seat, now: Moment) -> Actions:
         """Its process cannot be ended, so its slot cannot be used: the worker goes to another one."""
@@ -517,10 +519,16 @@ class Failures:
         self._incidents.treat(incident, choice.what, choice.because, now)
         incident.stops_training = False
         outcome = "the link was opened again and what may be lost was sent again"
-        return self._incidents.close(incident, outcome, now, because="the link works again")
+        actions = self._incidents.close(incident, outcome, now, because="the link works again")
+        ends = {task.seats[w].node for w in (event.worker, event.peer) if w in task.seats}
+        for name in sorted(ends) if len(ends) > 1 else ():
+            actions += self.noted(self._roster.nodes[name], gray.MENDED, now)
+        return actions
 
     def kernel_spoke(self, node: Node, text: str, slots: tuple[int, ...], now: Moment) -> Actions:
         judgement = judge("kernel", text)
+        if judgement.kind in CORRECTED:
+            return self.noted(node, gray.CORRECTED, now)
         if judgement.severity is not Severity.SEV1 or node.admin is not NodeAdmin.UP:
             return []
         incident = self._incidents.new(task=None, what=f"node {node.name}: {text}", now=now)
@@ -544,6 +552,25 @@ class Failures:
             actions = self._nodes.isolate(node, judgement.because, now)
             return actions + self._incidents.close(incident, "the node is isolated", now)
         return self._incidents.close(incident, "no other node can take its workers: nothing is done", now)
+
+    def noted(self, node: Node, kind: str, now: Moment) -> Actions:
+        """What every node does now and then. One that does it more often than its peers is kept out."""
+        lemon = self._nodes.noted(node, kind, now)
+        if lemon is None or node.admin is not NodeAdmin.UP:
+            return []
+        what = f"node {node.name} fails more often than its peers"
+        incident = self._incidents.new(task=None, what=what, now=now)
+        incident.node, incident.stops_training = node.name, False
+        self._incidents.tell(incident, "rates", (lemon.because,), now)
+        self._incidents.judge(incident, known(ErrorKind.GRAY_FAILURE, lemon.because), now)
+        if not self._roster.can_do_without(node.name):
+            because = "no other node can take its workers"
+            self._incidents.treat(incident, "none: an operator can help", because, now)
+            return self._incidents.close(incident, because, now)
+        because = f"fewer than {gray.FALSE_ALARMS:g} healthy nodes per week look like this"
+        self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE), because, now)
+        actions = self._nodes.keep_out(node, lemon, now)
+        return actions + self._incidents.close(incident, "the node is kept out until it is readmitted", now)
 
     def _count_retry(self, task: Task, what: str, now: Moment) -> int:
         retries = task.failures.retries

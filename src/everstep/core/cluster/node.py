@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
+from everstep.core.faults.gray import ISOLATION, GrayRecord
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Dispatch, MemoryAddress
 from everstep.protocol.table import PROTOCOL
@@ -29,7 +30,7 @@ class Node:
     pending: list[Dispatch] = field(default_factory=list)  # orders it may not have carried out
     opened: set[str] = field(default_factory=set)  # tasks it knows of
     memory_open: set[str] = field(default_factory=set)  # tasks whose copies it may keep
-    isolations: list[float] = field(default_factory=list)
+    gray: GrayRecord = field(default_factory=lambda: GrayRecord(since=0.0))  # over weeks, bounded
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot
@@ -58,6 +59,11 @@ class Node:
         if self.state is NodeState.UP:
             return self.liveness_since >= self.admin_since
         return self.liveness is not NodeLiveness.HEARD
+
+    @property
+    def isolations(self) -> list[float]:
+        """When it was isolated, in the last weeks."""
+        return self.gray.events.get(ISOLATION, [])
 
     @property
     def unusable(self) -> set[int]:

@@ -19,7 +19,7 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
-from everstep.core.faults import remedies
+from everstep.core.faults import gray, remedies
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -77,6 +77,7 @@ class Nodes:
                 host=event.host,
                 admin_since=now.at,
                 liveness_since=now.at,
+                gray=gray.GrayRecord(since=now.at),
                 memory_port=event.memory_port,
             )
             self._roster.add_node(node)
@@ -146,18 +147,32 @@ class Nodes:
         return actions + self._evacuate(node, because, now, but=saving)
 
     def isolate(self, node: Node, because: str, now: Moment) -> Actions:
-        patience = self._policy.patience
-        node.isolations = [*remedies.recent(node.isolations, now.at, patience), now.at]
+        lemon = self.noted(node, gray.ISOLATION, now)
         if node.admin is NodeAdmin.DRAINING:  # it is on its way out, and stays out
             return []
-        lemon = len(node.isolations) >= patience.isolations_before_lemon
-        state = NodeAdmin.LEMON if lemon else NodeAdmin.ISOLATED
-        reason = f"isolated {len(node.isolations)} times lately; {because}" if lemon else because
+        return self._isolate(node, because, lemon, now)
+
+    def noted(self, node: Node, kind: str, now: Moment) -> gray.Lemon | None:
+        """One more of what healthy nodes do now and then. Does this one do it too often?"""
+        if not node.gray.note(kind, now.at):
+            return None
+        peers = [other.gray for other in self._roster.nodes.values() if other is not node]
+        return gray.judge_gray(kind, node.gray, gray.Peers.of(peers, kind, now.at), now.at)
+
+    def _isolate(self, node: Node, because: str, lemon: gray.Lemon | None, now: Moment) -> Actions:
+        state = NodeAdmin.LEMON if lemon is not None else NodeAdmin.ISOLATED
+        reason = because if lemon is None else f"{lemon.because}; {because}"
         actions = self._set_admin(node, state, reason, now) + self._evacuate(
             node, f"isolated: {because}", now
         )
         self._later.slots_changed(f"node {node.name} is isolated")
         return actions
+
+    def keep_out(self, node: Node, lemon: gray.Lemon, now: Moment) -> Actions:
+        """A lemon gets no workers until an operator readmits it."""
+        if node.admin is not NodeAdmin.UP:
+            return []
+        return self._isolate(node, "it fails more often than its peers", lemon, now)
 
     def isolate_slots(self, node: Node, slots: tuple[int, ...], because: str, now: Moment) -> Actions:
         """These slots get no workers for a time, and those that they have move; the others keep working."""
@@ -233,7 +248,7 @@ class Nodes:
             self._later.slots_changed(f"slots of node {node.name} were readmitted")
         if node.admin is NodeAdmin.UP:
             return []
-        node.isolations.clear()
+        node.gray = gray.GrayRecord(since=now.at)
         self._later.slots_changed(f"node {node.name} was readmitted")
         return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
 

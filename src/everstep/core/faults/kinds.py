@@ -41,6 +41,7 @@ class ErrorKind(StrEnum):
     NODE_TAKEN = "node taken away"
     UNKILLABLE = "unkillable process"
     WRONG_NUMBERS = "wrong numbers"
+    GRAY_FAILURE = "gray failure"
     LOST_CONNECTION = "lost connection"
     ECC_CONTAINED = "contained ecc error"
     DAMAGED_TENSOR = "damaged tensor"
@@ -96,6 +97,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.STORAGE: KindRow(SEV1, "a disk of the node cannot be read or written"),
     E.UNKILLABLE: KindRow(SEV1, "a process outlives SIGKILL: a device or a mount hangs"),
     E.WRONG_NUMBERS: KindRow(SEV1, "a worker computes, or holds, other bits than its peers"),
+    E.GRAY_FAILURE: KindRow(SEV1, "a node fails, or mends itself, more often than its peers"),
     E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler reclaims the node"),
     E.LOST_CONNECTION: KindRow(SEV1, "the node does not answer"),
     # SEV2: the worker
@@ -141,3 +143,9 @@ _MAY_BE = {E.GPU_DRIVER, E.NOT_FINITE, E.LOSS_SPIKE} | {
     kind for kind, row in KINDS.items() if row.severity is SEV2
 }
 NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK_FULL})
+
+# What makes a lemon if a node has it more often than its peers: of the machine, as far as one can say.
+DEATHS_OF_NODES = frozenset(
+    {E.ECC_CONTAINED, E.ILLEGAL_MEMORY_ACCESS, E.CUDA, E.NCCL_INTERNAL, E.XID, E.TASK_HANG, E.CRASH}
+)
+CORRECTED = frozenset({E.ECC_CORRECTED, E.NVLINK_NONFATAL, E.LINK_FLAPPING})

@@ -260,9 +260,8 @@ class LocalTask:
             self.workers.tick(now)
         self._driver.look_at_clock()
         task = self.coordinator.tasks.get(TASK)
-        if (
-            task is not None and task.state is TaskState.PAUSED
-        ):  # by a rule of the job; nobody resumes it here
+        # By a rule of the job. There is no operator here who could resume it.
+        if task is not None and task.state is TaskState.PAUSED:
             self.outcome.ended = self.outcome.failure = f"{task.because}; the next start continues"
             self._over = True
         if self._page is not None:
