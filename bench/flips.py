@@ -4,6 +4,7 @@
     python bench/flips.py --trials 4 --json
     python bench/flips.py --votes sampled --cost 0.1 --only weights
     python bench/flips.py --clean 500           no flips: false alarms in so many steps
+    python bench/flips.py --device cuda --trials 3
 
 Kinds: activation, gradient, boundary tensor, master weights and optimizer state are flipped in a worker
 process of a real run of 2 or 3 replicas; a bit of a memory copy and of a checkpoint is flipped in its file.
@@ -17,7 +18,6 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--only", choices=[*FLIPPED, *OF_FILES], action="append", help="these kinds alone")
     parser.add_argument("--votes", choices=["every", "sampled", "off"], default="every")
     parser.add_argument("--cost", type=float, default=0.01, help="for --votes sampled")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where workers compute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clean", type=int, default=0, metavar="STEPS", help="no flips: count false alarms")
     parser.add_argument("--json", action="store_true", help="one JSON document")
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def flips(server: ForkServer, given: argparse.Namespace) -> dict[str, Any]:
-    runner, rows = Flips(server, votes=given.votes, cost=given.cost), []
+    runner, rows = Flips(server, votes=given.votes, cost=given.cost, device=given.device), []
     for what in given.only or [*FLIPPED, *OF_FILES]:
         rng = random.Random(f"{given.seed} {what}")
         for number in range(given.trials):
@@ -88,7 +89,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def clean(server: ForkServer, given: argparse.Namespace) -> dict[str, Any]:
     """Every contribution of every step is checked, and nothing is wrong."""
-    job = replace(job_for(3, 2, votes=given.votes, cost=given.cost), steps=given.clean)
+    job = job_for(3, 2, votes=given.votes, cost=given.cost, steps=given.clean, device=given.device)
     outcome = LocalTask(job, fork_server=server).run()
     alarms = [incident.what for incident in outcome.incidents]
     return {"votes": given.votes, "steps": given.clean, "false_alarms": alarms, "ok": not alarms}

@@ -83,13 +83,15 @@ def draw(rng: random.Random, what: str, *, microbatches: int) -> Trial:
 class Flips:
     """Runs trials in one fork server; a clean run is made once per shape."""
 
-    def __init__(self, server: ForkServer, *, votes: str = "every", cost: float = 0.01) -> None:
-        self._server, self._votes, self._cost = server, votes, cost
+    def __init__(
+        self, server: ForkServer, *, votes: str = "every", cost: float = 0.01, device: str = "cpu"
+    ) -> None:
+        self._server, self._votes, self._cost, self._device = server, votes, cost, device
         self._clean: dict[tuple[int, int], dict[int, float]] = {}
 
     def clean(self, replicas: int, stages: int) -> dict[int, float]:
         if (replicas, stages) not in self._clean:
-            job = job_for(replicas, stages, votes="off")
+            job = job_for(replicas, stages, votes="off", device=self._device)
             self._clean[replicas, stages] = LocalTask(job, fork_server=self._server).run().all_losses()
         return self._clean[replicas, stages]
 
@@ -102,6 +104,7 @@ class Flips:
                 votes=self._votes,
                 cost=self._cost,
                 checkpoint=CheckpointSpec(folder=folder, interval=2),
+                device=self._device,
             )
             outcome = LocalTask(job, faults=(trial.fault(),), fork_server=self._server).run()
         incidents = [i for i in outcome.incidents if any(e.source == "votes" for e in i.evidence)]

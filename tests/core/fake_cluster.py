@@ -50,6 +50,7 @@ class FakeCluster:
         self.done: dict[str, int] = {}
         self.commits = True  # off: commits are not answered
         self.copies = True  # off: joiners get no state
+        self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
         self.hang_at_start: set[Worker] = set()  # their processes never report
@@ -259,6 +260,8 @@ class FakeCluster:
                 for (name, worker), actor in list(self.actors.items()):
                     if actor.node == node and (name, worker, actor.incarnation) not in order.keep:
                         self._ends(name, worker, "killed by SIGKILL")
+            case msg.CheckNode():
+                self._later(node, msg.NodeChecked(results=self.checks.get(node, ()), because=order.because))
             case msg.FindCheckpoint():
                 self._later(
                     node, msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)

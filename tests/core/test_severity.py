@@ -447,6 +447,8 @@ def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
         E.NOT_FINITE,
         E.LOSS_SPIKE,
         E.GRAY_FAILURE,
+        E.UNFIT,
+        E.MARKED,
         E.WRONG_NUMBERS,
         E.DAMAGED_TENSOR,
         E.NOT_DETERMINISTIC,

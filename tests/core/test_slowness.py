@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
 from everstep.drive.thinking import Thinking
@@ -210,3 +212,37 @@ def test_every_microbatch_of_a_balanced_step_has_one_host() -> None:
             if op.kind is Kind.F and worker.stage == stage
         ]
         assert len(hosted) == len(set(hosted)) == 8
+
+
+def slow_in(nodes: str, factor: float, *, steps: int = 100_000) -> FakeCluster:
+    """Two replicas of two stages on nodes of two slots, a planner, steps of half a second, a slow worker."""
+    cluster = FakeCluster(nodes=dict.fromkeys(nodes, 2), planned=True)
+    cluster.submit(shape=Shape(2, 2, 4), steps=steps)
+    cluster.seal()
+    known = cluster.thinking.measured.of("t")
+    known.last, known.steps = (2, 2, 4), {(2, 2, 4): deque([0.5, 0.5, 0.5])}
+    slowed(cluster, factor=factor, incarnation=cluster.coordinator.tasks["t"].seats[SLOW].incarnation)
+    return cluster
+
+
+def test_a_slow_worker_moves_to_a_free_slot_where_that_pays() -> None:
+    cluster = slow_in("abc", 3.0)
+    (incident,) = cluster.coordinator.log.incidents
+    assert [remedy.what for remedy in incident.remedies][-1] == "move it to a free slot"
+    assert "times as long; in another slot the task is" in incident.remedies[-1].because
+    before = {n.name: set(n.isolated_slots) for n in cluster.coordinator.nodes.values() if n.isolated_slots}
+    assert len(before) == 1
+    seat = cluster.coordinator.tasks["t"].seats[SLOW]
+    assert seat.node not in before or seat.slot not in before[seat.node]
+    assert SLOW not in cluster.coordinator.tasks["t"].speeds.slow
+    assert not list(cluster.coordinator.log.open_ones())
+    cluster.coordinator.validate()
+
+
+def test_a_slow_worker_stays_where_a_move_does_not_pay() -> None:
+    """No free slot; hardly slower; the task ends before another process has started."""
+    for cluster in (slow_in("ab", 3.0), slow_in("abc", 1.0), slow_in("abc", 3.0, steps=5)):
+        assert not any(node.isolated_slots for node in cluster.coordinator.nodes.values())
+        task = cluster.coordinator.tasks["t"]
+        assert not task.seats[SLOW].leaving
+        assert SLOW in task.speeds.slow  # its peers run some of its work

@@ -64,7 +64,7 @@ def test_a_nan_that_does_not_come_again_is_a_machine_s(fork_server: ForkServer) 
     assert incident.verdict is not None
     assert incident.verdict.kind == "wrong numbers"
     assert incident.verdict.because.endswith("a machine")
-    assert incident.workers == [Worker(1, 0), Worker(1, 1)]  # the two that computed this microbatch
+    assert bad.worker in incident.workers
     assert outcome.all_losses() == clean
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.node import checks
-from everstep.node.checks import CheckFinding, Probe, run_checks
+from everstep.node.checks import CheckFinding, Probe, checked_apart, run_checks
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +171,12 @@ def test_an_unfit_node_does_not_join(capsys: pytest.CaptureFixture[str]) -> None
     assert (
         "does not join, because it fails: command echo no; false (exit code 1: no)" in capsys.readouterr().err
     )
+
+
+def test_an_agent_checks_its_node_in_a_process_of_its_own() -> None:
+    """As when a coordinator asks for it: the same checks, with the node's own."""
+    found = {one.check: one for one in checked_apart(["echo fine", "echo broken; exit 3"], only=["clock"])}
+    assert set(found) == {"clock", "command echo fine", "command echo broken; exit 3"}
+    assert found["command echo fine"].state == "passed"
+    assert found["command echo broken; exit 3"].state == "failed"
+    assert found["command echo broken; exit 3"].says == "exit code 3: broken"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ from everstep.errors import UserError
 
 if TYPE_CHECKING:
     from everstep.node.fabric_settings import FabricSettings
+    from everstep.protocol.messages import CheckResult
 
 
 def agent_command(
@@ -104,13 +104,20 @@ def agent_command(
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
     ] = 0.25,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Run `everstep check` first, and do not join if a check fails."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--check/--no-check",
+            help="Run `everstep check` first (at most 20 s), and do not join if a check fails; or check "
+            "nothing at all.",
+            show_default="limits, clock and hardware errors, which takes no time",
+        ),
+    ] = None,
     check_command: Annotated[
         list[str] | None,
         typer.Option(
-            "--check-command", metavar="COMMAND", help="With --check: a check of your own. Repeatable."
+            "--check-command",
+            metavar="COMMAND",
+            help="A check of your own, with --check and whenever the node is checked again. Repeatable.",
         ),
     ] = None,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
@@ -164,8 +171,9 @@ def agent_command(
         CloudNotice(cloud, log.warn)
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
-    if check:
-        _refuse_unfit(check_command or [])
+    if check is not False:
+        found = _checked(check_command or []) if check else _checked_quickly()
+        settings = replace(settings, checks=found, check_commands=tuple(check_command or ()))
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
 
@@ -180,23 +188,28 @@ def agent_command(
     return until_signalled(run)
 
 
-def _refuse_unfit(commands: list[str]) -> None:
-    """In a process of its own: checks use torch and the GPUs, an agent must not."""
-    program = "from everstep.cli.main import main; main()"
-    own = [word for command in commands for word in ("--command", command)]
-    done = subprocess.run(
-        [sys.executable, "-c", program, "check", "--json", *own], capture_output=True, text=True, check=False
-    )
-    try:
-        rows = json.loads(done.stdout)["checks"]
-    except (ValueError, KeyError):
-        raise UserError(f"--check did not run: {done.stderr.strip()[-300:] or done.returncode}.") from None
-    for row in rows:
-        if row["state"] != "passed":
-            log.warn(f"check {row['check']}: {row['state']}: {row['says']}")
-    failed = [f"{row['check']} ({row['says']})" for row in rows if row["state"] == "failed"]
+def _checked(commands: list[str]) -> tuple[CheckResult, ...]:
+    """All of them; a node that fails one does not join."""
+    from everstep.node.checks import checked_apart
+
+    found = checked_apart(commands)
+    for one in found:
+        if one.state != "passed":
+            log.warn(f"check {one.check}: {one.state}: {one.says}")
+    failed = [f"{one.check} ({one.says})" for one in found if one.state == "failed"]
     if failed:
         raise UserError(f"this node does not join, because it fails: {'; '.join(failed)}.")
+    return found
+
+
+def _checked_quickly() -> tuple[CheckResult, ...]:
+    from everstep.node.checks import QUICK, Probe, results, run_checks
+
+    found = run_checks(Probe(Path(tempfile.gettempdir())), only=QUICK)
+    for one in found:
+        if one.state == "failed":
+            log.warn(f"check {one.check}: {one.says}")
+    return tuple(results(map(asdict, found)))
 
 
 def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:

@@ -87,6 +87,8 @@ class AgentSettings:
     order: int = 0  # of this node among those of a script task; the first one has rank 0
     grace_s: float = 25.0  # for its workers to leave with their state safe, once the agent is told to end
     limits: DetectorLimits = field(default_factory=DetectorLimits)
+    checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
+    check_commands: tuple[str, ...] = ()  # checks of its own, for later ones
 
 
 class Agent:
@@ -139,6 +141,7 @@ class Agent:
             logs=self.settings.words,
             fabric=self.settings.fabric,
             order=self.settings.order,
+            check_commands=self.settings.check_commands,
         )
         self.workers = WorkerProcesses(
             node,
@@ -336,6 +339,7 @@ class Agent:
             "host": self.settings.host,
             "memory_port": self._door.port,
             "protocol": PROTOCOL,
+            "checks": [encode(one) for one in self.settings.checks],
         }
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
         await line.send_str(json.dumps({"hello": hello, "done": self.state.done, "facts": facts}))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import resource
@@ -19,6 +20,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +29,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from everstep.core.faults.severity import Severity, judge
+from everstep.errors import UserError
+from everstep.protocol.messages import CheckResult
 
 TOTAL_S = 20.0  # for all checks together
+APART_S = 90.0  # with the time in which a process of its own loads torch
+QUICK = ("room", "clock", "hardware-log")  # what takes no time, and no torch
 SIZE = 256  # of matrices: whole numbers whose products are exact in every order of addition
 MEMORY_BYTES = 64 << 20
 DISK_BYTES = 16 << 20
@@ -265,6 +271,30 @@ def run_checks(
         seconds = (time.monotonic() - began) / max(1, len(made))
         found += [_compared(one, baseline, seconds) for one in made]
     return found + [_command(text, max(1.0, ends - time.monotonic())) for text in commands]
+
+
+def checked_apart(commands: Sequence[str], *, only: Sequence[str] = ()) -> tuple[CheckResult, ...]:
+    """In a process of its own: checks use torch and the GPUs, an agent must not."""
+    words = [word for name in only for word in ("--only", name)]
+    words += [word for command in commands for word in ("--command", command)]
+    program = [sys.executable, "-c", "from everstep.cli.main import main; main()", "check", "--json", *words]
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=APART_S)
+        rows = json.loads(done.stdout)["checks"]
+    except subprocess.TimeoutExpired:
+        says = f"no answer within {APART_S:.0f} s"
+        return (CheckResult(check="command everstep check", state="failed", says=says),)
+    except (ValueError, KeyError):
+        says = done.stderr.strip()[-300:] or f"exit code {done.returncode}"
+        raise UserError(f"the checks of this node did not run: {says}") from None
+    return tuple(results(rows))
+
+
+def results(rows: Iterable[Mapping[str, Any]]) -> Iterable[CheckResult]:
+    """As a coordinator is told them."""
+    for row in rows:
+        figures = {str(name): float(value) for name, value in row["figures"].items()}
+        yield CheckResult(check=row["check"], state=row["state"], says=row["says"][:300], figures=figures)
 
 
 def _command(text: str, limit_s: float) -> CheckFinding:

@@ -28,6 +28,7 @@ from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import trim
+from everstep.node.checks import checked_apart
 from everstep.node.disk_orders import failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
@@ -86,6 +87,7 @@ class NodeSettings:
     detect: bool = True
     fabric: FabricSettings | None = None
     order: int = 0  # of this node among those of a script task
+    check_commands: tuple[str, ...] = ()  # checks of the node's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,17 @@ class WorkerProcesses:
                 self.report(report, speaker)
             case ag.UseMemory(order=asked):
                 self._use_memory(asked)
+            case ag.RunChecks(order=asked_for):
+                commands, because = self.settings.check_commands, asked_for.because
+                self._beside(
+                    lambda: checked_apart(commands),
+                    lambda found: self.report(
+                        msg.NodeChecked(
+                            results=() if isinstance(found, Exception) else found, because=because
+                        ),
+                        None,
+                    ),
+                )
             case ag.WorkOnDisk(order=asked):
                 self._num_on_disk += 1
                 self._beside(lambda: self._work_on_disk(asked), lambda found: self._worked(asked, found))

@@ -15,6 +15,7 @@ used (`ahead.py`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,17 +23,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeAdmin
+from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.task import OVER, TaskState
 from everstep.core.cluster.task import Task as RunningTask
 from everstep.core.cluster.wishes import circumstances
 from everstep.plan.answer import Decision, decide, explained
-from everstep.plan.change_times import change_times
+from everstep.plan.change_times import START_S, change_times
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
 from everstep.plan.holes import num_moving
 from everstep.plan.measured import Measurements
 from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.options import Options
 from everstep.plan.reroute import live_per_stage
 from everstep.plan.shapes import learn, offered, rounded, throughput_now, throughput_of
 from everstep.plan.task import TaskSituation, TaskSpec
@@ -40,7 +42,7 @@ from everstep.plan.task_shape import ParallelShape
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh, with_only
 from everstep.protocol.incidents import IncidentLog
-from everstep.protocol.messages import AssignmentChosen, ChosenShape, Patience
+from everstep.protocol.messages import AssignmentChosen, ChosenShape, MovedWorker, Patience
 from everstep.protocol.shape import Shape
 
 
@@ -265,6 +267,7 @@ def _chosen(
         spread=tuple(
             name for name, choice in choices.items() if _is_uneven(decision.situations[name], choice)
         ),
+        moved=_moved(view, held.carried_out, measured),
         gains={name: choices[name].throughput / stayed[name] for name in shapes if stayed[name] > 0},
         review_s=min(
             (s for s in (held.review_s, _spread_pays_s(held.carried_out)) if s is not None), default=None
@@ -292,6 +295,65 @@ def _spread_pays_s(decision: Decision) -> float | None:
         if rate > 0:
             found.append(max(1.0, rounded(paid / rate)))
     return min(found, default=None)
+
+
+def _moved(view: ClusterView, decision: Decision, measured: Measurements) -> dict[str, MovedWorker]:
+    """Slow workers for which a free slot on another node pays: what it gains until the next event, or the
+    end of the task, against what is missed while another process starts and copies the state. Until then its
+    peers run some of its microbatches.
+    """
+    seats = [seat for task in view.tasks.values() for seat in task.seats.values()]
+    taken = Counter(seat.node for seat in seats for _ in seat.slots)
+    free = {
+        node.name: node.slots - len(node.unusable) - taken[node.name]
+        for node in view.nodes.values()
+        if node.state is NodeState.UP and node.leaves_at is None
+    }
+    room = sum(max(0, slots) for slots in free.values())
+    for name, choice in decision.choices.items():
+        task = view.tasks[name]
+        room -= max(0, choice.workers - len(task.staying())) * task.shape.shards
+    found: dict[str, MovedWorker] = {}
+    for name, choice in decision.choices.items():
+        task, shards = view.tasks[name], view.tasks[name].shape.shards
+        is_kept = choice.kind in (OptionKind.KEEP, OptionKind.REROUTE)
+        move = _best_move(task, decision.options[name], measured) if is_kept and room >= shards else None
+        if move is None or not any(
+            slots >= shards for node, slots in free.items() if node != task.seats[move.worker].node
+        ):
+            continue
+        room -= shards
+        found[name] = move
+    return found
+
+
+def _best_move(task: RunningTask, given: Options, measured: Measurements) -> MovedWorker | None:
+    seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
+    slow = {worker: factor for worker, factor in task.speeds.slow.items() if worker in seats}
+    times, known = given.task.times, measured.of(task.name)
+    if not slow or times is None or task.state is not TaskState.RUNNING:
+        return None
+    worker = max(slow, key=lambda one: slow[one])
+    if all(other == worker or other.stage != worker.stage for other in seats):
+        return None  # its state would go with it
+    dead = frozenset(one for one in task.shape.workers() if one not in seats)
+    rest = {one: factor for one, factor in slow.items() if one != worker}
+    today = throughput_now(task.shape, dead, known, slow)
+    after = throughput_now(task.shape, dead, known, rest)
+    meanwhile = throughput_now(task.shape, dead | {worker}, known, rest)
+    step_s = known.step_s(known.last) if known.last is not None else None
+    left_s = math.inf if step_s is None else step_s * max(0, task.steps - task.next_step + 1)
+    running_s = min(given.horizon.running_s, left_s)
+    coming_s = START_S + times.copy_s
+    gain = (after - today) * max(0.0, running_s - coming_s)
+    cost = today * 2 * times.agree_s + max(0.0, today - meanwhile) * coming_s
+    if today <= 0 or gain <= cost:
+        return None
+    because = (
+        f"worker {worker} takes {slow[worker]:.2f} times as long; in another slot the task is "
+        f"{after / today - 1:.0%} faster, which pays after {(cost / (after - today)) + coming_s:.0f} s"
+    )
+    return MovedWorker(worker=worker, because=because)
 
 
 def _is_uneven(today: TaskSituation, choice: TaskOption) -> bool:

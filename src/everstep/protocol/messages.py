@@ -314,6 +314,24 @@ class KernelSpoke(NodeReport):
     slots: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """What one check of a node has found."""
+
+    check: str
+    state: str  # passed, warning, failed
+    says: str
+    figures: Mapping[str, float] = field(default_factory=dict)  # larger is better
+
+
+@message(by=AGENT, since=4, says="node {node} was checked: {because}")
+class NodeChecked(NodeReport):
+    """The answer to `CheckNode`. No results: the checks did not run."""
+
+    results: tuple[CheckResult, ...]
+    because: str  # why it was checked
+
+
 @message(by=AGENT, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
 class LeaveNoticed(NodeReport):
     """The node will be taken away, as spot instances are, or its agent was told to end. `at_once`: its
@@ -736,6 +754,13 @@ class CommitCheckpoint(Order):
     loss: float | None = None  # of this step
 
 
+@message(since=4, says="check node {node}: {because}")
+class CheckNode(Order):
+    """Run the checks of `everstep check`, and those of the node's own, in at most 20 s."""
+
+    because: str
+
+
 @message(says="remove an incomplete checkpoint of {task} on {node}")
 class DiscardPartial(Order):
     """Remove what was written of a checkpoint that will not be complete. `keep`: steps being written."""
@@ -820,6 +845,7 @@ class NodeJoined(ClusterEvent):
     host: str
     memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
     protocol: int = PROTOCOL  # the version that its agent speaks
+    checks: tuple[CheckResult, ...] = ()  # that its agent has run before it joined
 
 
 @message(says="node {node} fell silent")
@@ -1002,6 +1028,12 @@ class ChosenShape(NamedTuple):
     shape: Shape
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedWorker:
+    worker: Worker
+    because: str
+
+
 @message(says="the planner allocates the slots")
 class AssignmentChosen(ClusterEvent):
     """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
@@ -1010,6 +1042,7 @@ class AssignmentChosen(ClusterEvent):
     once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
     staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
     `spread`: tasks whose stages have lost unevenly, and of whom live workers shall change their stage.
+    `moved`: tasks of which a slow worker shall leave its slot for a free one.
     """
 
     version: int
@@ -1020,6 +1053,7 @@ class AssignmentChosen(ClusterEvent):
     losses: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
     spread: tuple[str, ...] = ()
+    moved: Mapping[str, MovedWorker] = field(default_factory=dict)
     review_s: float | None = None
     weighed: tuple[WeighedOption, ...] = ()
     is_prepared: bool = False  # the answer was thought of before it was asked for

@@ -262,6 +262,9 @@ class VirtualAgent:
                     self.processes.take(process, order)
             case ag.UseMemory(order=msg.DropCopies(before=before)):
                 self.scene.memory.drop(self.name, before)
+            case ag.RunChecks(order=wanted):
+                found = msg.NodeChecked(results=(), because=wanted.because)
+                self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(found), self.boot)
             case ag.WorkOnDisk(order=asked):
                 self.scene.soon(self.scene.spec.weather.sync_us, self._work_on_disk, asked, self.boot)
             case LeaveLine():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from everstep.core.faults.detector import Glance
 from everstep.protocol.messages import (
+    CheckNode,
     CommitCheckpoint,
     DiscardPartial,
     DropCopies,
@@ -160,10 +161,17 @@ class UseMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class RunChecks:
+    """Is this node fit to train? In a process of its own; the answer goes to the coordinator."""
+
+    order: CheckNode
+
+
+@dataclass(frozen=True, slots=True)
 class WorkOnDisk:
     """May take long, so beside the loop; what it answers is reported."""
 
     order: DiskOrder
 
 
-AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | WorkOnDisk
+AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk

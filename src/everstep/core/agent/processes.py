@@ -32,6 +32,7 @@ from everstep.core.agent.agent_messages import (
     ProcessMisspoke,
     ProcessSpawned,
     ProcessSpoke,
+    RunChecks,
     SendToCoordinator,
     Spawn,
     SpawnFailed,
@@ -144,6 +145,10 @@ class NodeProcesses:
         self, order: msg.FindCheckpoint | msg.CommitCheckpoint | msg.DiscardPartial, now: float
     ) -> Actions:
         return [WorkOnDisk(order)]
+
+    @on_order
+    def _check(self, order: msg.CheckNode, now: float) -> Actions:
+        return [RunChecks(order)]
 
     @on_order
     def _start_ordered(self, order: StartProcess, now: float) -> Actions:

@@ -237,7 +237,16 @@ class Coordinator:
 
     @on
     def _assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
-        return self._tasks.assigned(event, now)
+        is_current = event.version == self.version
+        actions = self._tasks.assigned(event, now)
+        for name, moved in event.moved.items() if is_current else ():
+            task = self.tasks.get(name)
+            seat = None if task is None else task.seats.get(moved.worker)
+            if task is None or seat is None or seat.leaving or moved.worker not in task.speeds.slow:
+                continue
+            self._slowness.moved(task, moved, now)
+            actions += self._nodes.isolate_slots(self.nodes[seat.node], seat.slots, moved.because, now)
+        return actions
 
     @on
     def _policy_set(self, event: msg.PolicySet, now: Moment) -> Actions:
@@ -352,6 +361,7 @@ class Coordinator:
         if isinstance(event, msg.SlownessFound):
             because = self._slowness.found(task, event, now)
             actions += self._failures.noted(self.nodes[seat.node], gray.SLOW, now)
+            self._later.slots_changed(f"worker {event.worker} of {task.name} is slow")
         else:
             because = f"a new schedule: {event.because}" if event.worker in task.speeds.slow else ""
             actions += self._slowness.ended(task, event.worker, event.because, now)
@@ -381,6 +391,10 @@ class Coordinator:
             return handle(node, report, now)
         task = self.tasks.get(report.task)
         return [] if task is None else handle(node, task, report, now)
+
+    @on_report
+    def _node_checked(self, node: Node, report: msg.NodeChecked, now: Moment) -> Actions:
+        return self._nodes.checked(node, report.results, report.because, now)
 
     @on_report
     def _kernel_spoke(self, node: Node, report: msg.KernelSpoke, now: Moment) -> Actions:

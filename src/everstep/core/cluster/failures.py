@@ -430,15 +430,19 @@ class Failures:
             why = (
                 f"it was one of {len(found)} workers on {', '.join(nodes[:SHOWN_WITNESSES]) or 'lost nodes'}"
             )
-            self._incidents.treat(incident, "none: run everstep check on these nodes", why, now)
-            return self._incidents.close(incident, outcome, now)
+            self._incidents.treat(incident, "check the nodes", why, now)
+            actions = self._incidents.close(incident, outcome, now)
+            for name in nodes[:SHOWN_WITNESSES]:
+                actions += self._nodes.ask_check(self._roster.nodes[name], because, now)
+            return actions
         worker, seat = next(iter(seats.items()))
         incident.node = seat.node
         can_leave = self._roster.can_do_without(seat.node, seat.slots)
         if seat.leaving or not can_leave:
             why = "it leaves already" if seat.leaving else "no other slot can take its worker"
-            self._incidents.treat(incident, "none: run everstep check on this node", why, now)
-            return self._incidents.close(incident, outcome, now)
+            self._incidents.treat(incident, "check the node", why, now)
+            actions = self._incidents.close(incident, outcome, now)
+            return actions + self._nodes.ask_check(self._roster.nodes[seat.node], because, now)
         self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
         node = self._roster.nodes[seat.node]
         actions = self._nodes.isolate_slots(node, seat.slots, because, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLiveness, NodeState, shown
+from everstep.core.faults.fitness import CheckRun
 from everstep.core.faults.gray import ISOLATION, GrayRecord
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Dispatch, MemoryAddress
@@ -31,6 +32,8 @@ class Node:
     opened: set[str] = field(default_factory=set)  # tasks it knows of
     memory_open: set[str] = field(default_factory=set)  # tasks whose copies it may keep
     gray: GrayRecord = field(default_factory=lambda: GrayRecord(since=0.0))  # over weeks, bounded
+    checked: list[CheckRun] = field(default_factory=list)  # the last one of each week
+    check_asked_at: float | None = None  # before it is readmitted
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot

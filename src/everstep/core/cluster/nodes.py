@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from everstep.core.cluster.followups import FollowUps
@@ -20,6 +20,7 @@ from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import gray, remedies
+from everstep.core.faults.fitness import Fitness, judge_checks, kept_with, run_of
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -27,6 +28,9 @@ from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 
 DRAINED_BY = "drained by "  # a person, who is named
+CHECK_WAIT_S = 120.0  # for the answer of a node that is checked before it is readmitted
+CHECKED_SINCE = 4  # the protocol that knows such an order
+SHOWN_CHECKS = 8
 LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice
 
 
@@ -53,6 +57,7 @@ class Nodes:
     def joined(self, event: msg.NodeJoined, now: Moment) -> Actions:
         node = self._roster.nodes.get(event.node)
         actions: Actions = []
+        is_new = False  # else its line was cut, and it says what it found when it began
         if node is not None and node.boot != event.boot:
             if node.reachable:
                 actions += self._lost(node, NodeLiveness.GONE, "its agent was started anew", now)
@@ -69,6 +74,7 @@ class Nodes:
             if left and node.admin is NodeAdmin.DRAINING and not node.admin_because.startswith(DRAINED_BY):
                 actions += self._set_admin(node, NodeAdmin.UP, "it left as announced and is back", now)
             self._roster.node_changed(node)
+            is_new = True
         if node is None:
             node = Node(
                 name=event.node,
@@ -81,6 +87,7 @@ class Nodes:
                 memory_port=event.memory_port,
             )
             self._roster.add_node(node)
+            is_new = True
         node.protocol = event.protocol
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
@@ -95,8 +102,72 @@ class Nodes:
         actions += self._orders.send(node.name, order, "the node is back: only these count", now)
         if given_up:
             actions += self._copies.node_back(node, now)
+        if is_new and event.checks:
+            actions += self.checked(node, event.checks, "it joins", now)
         self._later.slots_changed(f"node {node.name} joined")
         return actions
+
+    def checked(self, node: Node, results: Sequence[msg.CheckResult], because: str, now: Moment) -> Actions:
+        """What its checks have found, compared with its peers. An unfit node gets no workers."""
+        was_asked, node.check_asked_at = node.check_asked_at is not None, None
+        # Beside workers of ours the same checks are slower.
+        is_busy = bool(self._roster.on_node(node.name))
+        peers = [
+            other.checked[-1] for other in self._roster.nodes.values() if other is not node and other.checked
+        ]
+        found = judge_checks(results, () if is_busy else node.checked, () if is_busy else peers)
+        if not is_busy and not found.unfit:
+            node.checked = kept_with(node.checked, run_of(results, now.at))
+        actions: Actions = []
+        if found.unfit or found.marked:
+            actions += self._tell_checks(node, found, because, now)
+        is_over = node.admin is NodeAdmin.ISOLATED and was_asked
+        if not found.unfit:
+            passes = "passes its checks" if results else "could not be checked"
+            return actions + (
+                self._back(node, f"its time of isolation is over and it {passes}", now) if is_over else []
+            )
+        why = f"it fails its checks: {found.unfit[0]}"
+        if is_over:  # for as long again
+            node.admin_since, node.admin_because = now.at, why
+            self._roster.node_changed(node)
+            return actions + self._changed(node, why, now)
+        return actions + (self.isolate(node, why, now) if node.admin is NodeAdmin.UP else [])
+
+    def _tell_checks(self, node: Node, found: Fitness, because: str, now: Moment) -> Actions:
+        what = f"node {node.name} {'fails its checks' if found.unfit else 'is marked by its checks'}"
+        incident = self._incidents.new(task=None, what=what, now=now)
+        incident.node, incident.stops_training = node.name, False
+        self._incidents.tell(incident, "checks", (f"checked because {because}",), now)
+        self._incidents.tell(incident, "checks", (*found.unfit, *found.marked)[:SHOWN_CHECKS], now)
+        worst = (*found.unfit, *found.marked)[0]
+        kind = ErrorKind.UNFIT if found.unfit else ErrorKind.MARKED
+        self._incidents.judge(incident, known(kind, worst), now)
+        what = "isolate the node" if found.unfit else "none: an operator can help"
+        self._incidents.treat(incident, what, "`everstep check` on the node shows all of it", now)
+        outcome = "it gets no workers" if found.unfit else "it gets workers"
+        return self._incidents.close(incident, outcome, now)
+
+    def ask_check(self, node: Node, because: str, now: Moment) -> Actions:
+        return self._orders.send(node.name, msg.CheckNode(because=because), because, now)
+
+    def _back(self, node: Node, because: str, now: Moment) -> Actions:
+        node.check_asked_at = None
+        self._later.slots_changed(f"node {node.name} is back from isolation")
+        return self._set_admin(node, NodeAdmin.UP, because, now)
+
+    def _isolation_over(self, node: Node, now: Moment) -> Actions:
+        """It is checked first; if it does not answer, time is all there is to go by."""
+        if (
+            node.check_asked_at is None
+            and node.liveness is NodeLiveness.HEARD
+            and node.protocol >= CHECKED_SINCE
+        ):
+            node.check_asked_at = now.at
+            return self.ask_check(node, "its time of isolation is over", now)
+        if node.check_asked_at is not None and now.at < node.check_asked_at + CHECK_WAIT_S:
+            return []
+        return self._back(node, "its time of isolation is over", now)
 
     def fell_silent(self, node: Node, silent_s: float, now: Moment) -> Actions:
         if node.liveness is not NodeLiveness.HEARD:
@@ -249,6 +320,7 @@ class Nodes:
         if node.admin is NodeAdmin.UP:
             return []
         node.gray = gray.GrayRecord(since=now.at)
+        node.check_asked_at = None
         self._later.slots_changed(f"node {node.name} was readmitted")
         return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
 
@@ -273,8 +345,7 @@ class Nodes:
             self._slots_back(node, now)
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
-                actions += self._set_admin(node, NodeAdmin.UP, "its time of isolation is over", now)
-                self._later.slots_changed(f"node {node.name} is back from isolation")
+                actions += self._isolation_over(node, now)
         return actions + self._confirm_silence(now, self._silent())
 
     def due_at(self) -> list[float]:
@@ -286,7 +357,8 @@ class Nodes:
                 ends_at = silence.given_up_at(node)
                 dues += [] if ends_at is None else [ends_at]
             if node.admin is NodeAdmin.ISOLATED:
-                dues.append(node.admin_since + self._policy.patience.isolation_s)
+                asked_at, over_at = node.check_asked_at, node.admin_since + self._policy.patience.isolation_s
+                dues.append(over_at if asked_at is None else asked_at + CHECK_WAIT_S)
             slot_dues = (self._slot_due(node, s, self._policy.patience) for s in node.isolated_slots)
             dues += [at for at in slot_dues if at < inf]
             dues += [at for at in (node.back_at, node.drain_at) if at is not None]

@@ -74,6 +74,12 @@ class Slowness:
             return []
         return self._incidents.close(incident, because, now)
 
+    def moved(self, task: Task, moved: msg.MovedWorker, now: Moment) -> None:
+        """Its process ends, another one begins in a free slot; the incident closes with the process."""
+        incident = self._incidents.of_worker(task, moved.worker, SLOW)
+        if incident is not None:
+            self._incidents.treat(incident, "move it to a free slot", moved.because, now)
+
     def link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
         """Written down, and no more: no worker is the reason, so none gets less work."""
         what = _at_link(event.peer)

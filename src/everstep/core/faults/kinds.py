@@ -42,6 +42,7 @@ class ErrorKind(StrEnum):
     UNKILLABLE = "unkillable process"
     WRONG_NUMBERS = "wrong numbers"
     GRAY_FAILURE = "gray failure"
+    UNFIT = "unfit node"
     LOST_CONNECTION = "lost connection"
     ECC_CONTAINED = "contained ecc error"
     DAMAGED_TENSOR = "damaged tensor"
@@ -75,6 +76,7 @@ class ErrorKind(StrEnum):
     SLOW_LINK = "slow link"
     NOT_FINITE = "non-finite gradient"
     LOSS_SPIKE = "loss spike"
+    MARKED = "marked node"
     NOT_DETERMINISTIC = "nondeterministic code"
 
 
@@ -98,6 +100,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.UNKILLABLE: KindRow(SEV1, "a process outlives SIGKILL: a device or a mount hangs"),
     E.WRONG_NUMBERS: KindRow(SEV1, "a worker computes, or holds, other bits than its peers"),
     E.GRAY_FAILURE: KindRow(SEV1, "a node fails, or mends itself, more often than its peers"),
+    E.UNFIT: KindRow(SEV1, "a node fails a check, or is far slower than its peers"),
     E.NODE_TAKEN: KindRow(SEV1, "the cluster's scheduler reclaims the node"),
     E.LOST_CONNECTION: KindRow(SEV1, "the node does not answer"),
     # SEV2: the worker
@@ -133,6 +136,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.SLOW_WORKER: KindRow(SEV3, "a worker takes longer for the same work than before, or than its peers"),
     E.SLOW_LINK: KindRow(SEV3, "messages between two workers take longer than before, or than elsewhere"),
     E.NOT_FINITE: KindRow(SEV3, "gradients are infinite or not numbers, so steps are skipped"),
+    E.MARKED: KindRow(SEV3, "a check of a node warns, or finds it slower than its peers"),
     E.LOSS_SPIKE: KindRow(SEV3, "the loss of a step is far above those of the steps before"),
     E.NOT_DETERMINISTIC: KindRow(SEV3, "the model's code computes other bits from run to run"),
 }
