@@ -52,6 +52,7 @@ def test_flipped_bits_in_checkpoints_and_memory_copies_are_found() -> None:
     assert all(flip(rng)["found"] for _ in range(20) for flip in (flip_in_checkpoint, flip_in_memory_copy))
 
 
+@pytest.mark.slow
 def test_a_nan_that_does_not_come_again_is_a_machine_s(fork_server: ForkServer) -> None:
     """Without votes: the step is held back before it counts, and computed again."""
     clean = LocalTask(job_for(2, 2, votes="off"), fork_server=fork_server).run().all_losses()
