@@ -8,11 +8,16 @@ from tools.pages import DOCS
 MESSAGES = {message for _, _, kinds in protocol.PARTS for message in kinds}
 
 
-def test_the_page_is_current(request: pytest.FixtureRequest) -> None:
+@pytest.fixture(scope="module")
+def page() -> str:
+    return protocol.page()
+
+
+def test_the_page_is_current(page: str, request: pytest.FixtureRequest) -> None:
     path = DOCS / "protocol.md"
     if request.config.getoption("--rewrite"):
-        path.write_text(protocol.page())
-    assert path.read_text() == protocol.page(), "run python -m tools.docs protocol"
+        path.write_text(page)
+    assert path.read_text() == page, "run python -m tools.docs protocol"
 
 
 @pytest.mark.parametrize(
@@ -22,8 +27,8 @@ def test_every_message_says_what_it_is(message: type) -> None:
     assert protocol.describe(message).endswith(".")
 
 
-def test_every_message_has_its_heading() -> None:
-    lines = protocol.page().splitlines()
+def test_every_message_has_its_heading(page: str) -> None:
+    lines = page.splitlines()
     assert MESSAGES
     for message in MESSAGES:
         assert lines.count(f"### {message.__name__}") == 1

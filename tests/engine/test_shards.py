@@ -71,6 +71,7 @@ def in_shards(count: int, work: Callable[[GroupCollectives], Any], **more: Any) 
 
 def _shard(results: Connection, join: Callable[[], GroupCollectives], work: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: `work` collects often
     results.send(work(join()))
 
 

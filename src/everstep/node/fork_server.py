@@ -12,6 +12,7 @@ on, and its owner starts another one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -190,6 +191,8 @@ def serve(fd: int, preload: list[str]) -> None:
     for name in preload:
         with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a worker's collections pass over what was imported, and leave its pages shared
     sock = socket.socket(fileno=fd)
     children: set[int] = set()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
