@@ -194,6 +194,7 @@ def test_goodput_is_in_the_metrics_and_in_the_report(
         assert 'everstep_task_goodput_ratio{task="t"} 0.0' in text
         assert 'everstep_task_lost_seconds_total{cause="wait",task="t"}' in text
         assert 'everstep_task_tokens_total{task="t"} 0.0' in text
+        assert 'everstep_task_model_flops_total{task="t"} 0.0' in text
         assert "everstep_build_info{version=" in text
         picture = tmp_path / "week.svg"
         words = ["report", "--since", "1h", "--address", address]

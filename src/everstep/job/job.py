@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from everstep.errors import UserError
 from everstep.job import presets
-from everstep.job.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown
+from everstep.job.tables import at_least, at_most, checked, one_of, positive, read, refuse_unknown, shown
 from everstep.protocol.messages import CheckpointFolder, TaskNeeds
 from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 
@@ -273,6 +273,8 @@ class Job:
     load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
     memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
     callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
+    environment: dict[str, str] = field(default_factory=dict)  # variables of every worker
+    workdir: str | None = None  # in which workers run; None: the agent's
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
     code: str | None = None  # set by `everstep submit`: the folder of the packed code (`job.code`)
@@ -285,6 +287,8 @@ class Job:
                 f"device {self.device!r} is not known; use cpu or cuda. Each worker gets the GPU of its "
                 "slot; CUDA_VISIBLE_DEVICES=1,3 makes GPUs 1 and 3 the slots."
             )
+        for name, value in self.environment.items():
+            _refuse_variable(name, value)
         at_least("seed", self.seed, 0)
         at_least("max_replicas", self.max_replicas, 0)
         at_least("min_stages", self.min_stages, 0)
@@ -488,12 +492,24 @@ class Job:
         return read(cls, _from_home(table), "")
 
 
+def _refuse_variable(name: str, value: Any) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError(f"environment.{name} is not a name of a variable; use letters, digits and _.")
+    if not isinstance(value, str) or "\0" in value:
+        raise UserError(f"environment.{name} is {shown(value)}; it must be text in quotes.")
+    if name == "CUDA_VISIBLE_DEVICES" or name.startswith(("LD_", "PYTHON")):
+        raise UserError(
+            f"environment.{name} has no effect on a worker, which has started by then; set it for the agent."
+        )
+
+
 def _from_home(value: Any, key: str = "") -> Any:
     """`~` in the paths of a job is the home folder of the user who writes it."""
     if isinstance(value, Mapping):
-        return {n: inner if n == "options" else _from_home(inner, n) for n, inner in value.items()}
-    is_path = key in ("folder", "log", "path", "hf") and isinstance(value, str) and value.startswith("~")
-    return str(Path(value).expanduser()) if is_path else value
+        theirs = ("options", "environment")
+        return {n: inner if n in theirs else _from_home(inner, n) for n, inner in value.items()}
+    is_path = key in ("folder", "log", "path", "hf", "workdir") and isinstance(value, str)
+    return str(Path(value).expanduser()) if is_path and value.startswith("~") else value
 
 
 def load_job(path: str | Path) -> Job:

@@ -82,8 +82,8 @@ def main(given: Mapping[str, Any]) -> int:
     if spec.ranks is not None:
         return _keep_ranks(spec, spec.ranks)
     try:
-        job = Job.from_dict(spec.job)
-    except UserError as error:  # the job was submitted to another version
+        job = _surrounded(Job.from_dict(spec.job))
+    except UserError as error:  # the job was submitted to another version, or its folder is not here
         _call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
         return 1
     folder = None if spec.beacon_path is None else spec.beacon_path.parent
@@ -110,6 +110,19 @@ def main(given: Mapping[str, Any]) -> int:
         warn(traceback.format_exc())
         return 1
     return 0
+
+
+def _surrounded(job: Job) -> Job:
+    """In the job's environment and folder, from here on."""
+    os.environ.update(job.environment)
+    if job.workdir is None:
+        return job
+    job = replace(job, base=str(Path(job.base).resolve()))  # seen from where it was until now
+    try:
+        os.chdir(job.path(job.workdir or ""))
+    except OSError as error:
+        raise UserError(f"workdir {job.workdir!r} cannot be used on this node: {error.strerror}.") from None
+    return job
 
 
 def _keep_ranks(spec: WorkerSpec, rules: RankRules) -> int:

@@ -16,6 +16,7 @@ from everstep.core.cluster.task import TaskState
 from everstep.drive.goodput import STEPS
 from everstep.errors import UserError
 from everstep.job.job import Job
+from everstep.job.presets import flops_per_token
 from everstep.protocol.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
 from everstep.server.outlook import waf
@@ -27,7 +28,8 @@ class ClusterMetrics(Collector):
         self.record = record
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._tokens: dict[str, tuple[Any, int | None]] = {}  # by task: its job, and the tokens of a step
+        # By task: its job, and the tokens and the model FLOPs of a step.
+        self._tokens: dict[str, tuple[Any, tuple[int | None, int | None]]] = {}
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -134,6 +136,11 @@ class ClusterMetrics(Collector):
         tokens = CounterMetricFamily(
             "everstep_task_tokens", "Tokens of the steps that count, where known.", labels=["task"]
         )
+        flops = CounterMetricFamily(
+            "everstep_task_model_flops",
+            "Model FLOPs of the steps that count, where known: its rate by the peak of the devices is MFU.",
+            labels=["task"],
+        )
         tasks = self.record.machine.tasks
         self._tokens = {name: known for name, known in self._tokens.items() if name in tasks}
         for name, task in tasks.items():
@@ -145,10 +152,14 @@ class ClusterMetrics(Collector):
             for cause, seconds_lost in account.lost().items():
                 lost.add_metric([name, cause], seconds_lost)
             if name not in self._tokens or self._tokens[name][0] is not task.job:
-                self._tokens[name] = task.job, tokens_in_step(task.job)
-            if (each := self._tokens[name][1]) is not None:
-                tokens.add_metric([name], each * account.totals.get(STEPS, 0.0))
-        yield from (ratio, productive, lost, tokens)
+                self._tokens[name] = task.job, work_in_step(task.job)
+            num_tokens, num_flops = self._tokens[name][1]
+            num_steps = account.totals.get(STEPS, 0.0)
+            if num_tokens is not None:
+                tokens.add_metric([name], num_tokens * num_steps)
+            if num_flops is not None:
+                flops.add_metric([name], num_flops * num_steps)
+        yield from (ratio, productive, lost, tokens, flops)
         text = "Always 1; the version is a label."
         build = GaugeMetricFamily("everstep_build_info", text, labels=["version"])
         build.add_metric([__version__], 1)
@@ -176,17 +187,18 @@ class ClusterMetrics(Collector):
         yield _recoveries(recoveries, log.forgotten)
 
 
-def tokens_in_step(job: Any) -> int | None:
-    """None: the data are not known to be tokens."""
+def work_in_step(job: Any) -> tuple[int | None, int | None]:
+    """Tokens and model FLOPs. None: the data are not known to be tokens; the model is not one of ours."""
     try:
         parsed = Job.from_dict(job)
         language = parsed.language()
     except (UserError, OSError, TypeError):
-        return None
+        return None, None
     length = parsed.data.sequence or (language and language[1])
     if parsed.data.kind not in ("synthetic", "file", "tokens") or not length:
-        return None
-    return parsed.data.rows * length * parsed.microbatches_in_step
+        return None, None
+    tokens, form = parsed.data.rows * length * parsed.microbatches_in_step, parsed.model.shape()
+    return tokens, None if form is None else tokens * flops_per_token(form, length)
 
 
 def _recoveries(recoveries: list[float], forgotten: ForgottenIncidents) -> Metric:

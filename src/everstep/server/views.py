@@ -135,7 +135,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     return {
         "task": task.name,
         "state": "stalled" if stalled else task.state,
-        "because": stalled or "; ".join(filter(None, (task.because, task.updated))),
+        "because": stalled or "; ".join(filter(None, (task.because, _update(task)))),
         "owner": task.request.owner,
         "goodput": None if account is None or account.ratio is None else round(account.ratio, 3),
         "weight": task.weight,
@@ -161,6 +161,14 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "evaluation": None if steps is None else _evaluation(steps),
         "microbatches": _microbatches(task, steps),
     }
+
+
+def _update(task: Task) -> str:
+    """What has become of it, in words."""
+    trial = task.trial
+    if trial is None or task.next_shape is not None:
+        return task.updated
+    return f"the update by {trial.request.by} is on trial: {trial.num_steps} of {trial.request.steps} steps"
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
