@@ -307,6 +307,9 @@ class Fleet:
                     self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=exited))
             case msg.NotifyWorker(worker=worker, words=words):
                 self._tell(worker, words)
+            case msg.FindCheckpoint(live=True):
+                looked = ev.CheckpointsLooked(search=order.search, step=0)
+                self._report(node, None, 0, msg.TaskEvent(task=TASK, event=looked))
             case msg.FindCheckpoint():
                 found = msg.CheckpointFound(task=TASK, step=0, search=order.search)
                 self._report(node, None, 0, found)

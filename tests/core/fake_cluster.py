@@ -49,6 +49,7 @@ class FakeCluster:
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.commits = True  # off: commits are not answered
+        self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         self.on_disk = 0  # the step of the checkpoint that a search finds
@@ -262,6 +263,11 @@ class FakeCluster:
                         self._ends(name, worker, "killed by SIGKILL")
             case msg.CheckNode():
                 self._later(node, msg.NodeChecked(results=self.checks.get(node, ()), because=order.because))
+            case msg.FindCheckpoint(live=True) if not self.looks:
+                pass
+            case msg.FindCheckpoint(live=True):
+                looked = ev.CheckpointsLooked(search=order.search, step=self.on_disk)
+                self._later(node, msg.TaskEvent(task=order.task, event=looked))
             case msg.FindCheckpoint():
                 self._later(
                     node, msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)

@@ -532,3 +532,40 @@ class AnyNode(RuleBasedStateMachine):
 
 TestAnyNode = AnyNode.TestCase
 TestAnyNode.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+# ------------------------------------------------------------------ checkpoints without a coordinator
+
+
+def written(step: int, stage: int = 0, share: tuple[int, int] = (0, 1)) -> ag.ProcessSpoke:
+    part = msg.PartWritten(task="t", step=step, stage=stage, attempt=1, part={}, share=share)
+    return ag.ProcessSpoke(msg.Sender("t", Worker(0, stage), 1), part)
+
+
+def test_what_no_coordinator_commits_is_committed_by_the_agent_of_the_first_part() -> None:
+    machine = NodeProcesses(DetectorLimits(), AgentLimits(commit_s=10.0, commit_alone_s=1.0))
+    machine.handle(ag.OrderGiven(msg.OpenTask(task="t", job={}, secret="s")), 0.0)
+    for stage in (0, 1):
+        start = msg.StartProcess(task="t", worker=Worker(0, stage), incarnation=1, slot=stage)
+        machine.handle(ag.OrderGiven(start), 0.0)
+        machine.handle(ag.ProcessSpawned(msg.Sender("t", Worker(0, stage), 1)), 0.0)
+    machine.handle(written(5, stage=1), 1.0)
+    machine.handle(written(5, share=(1, 2)), 1.0)
+    assert machine.due_at() is None  # another node looks after it
+    machine.handle(written(5), 1.0)
+    machine.handle(written(10), 4.0)
+    sealed = ev.StepSealed(step=12, stage=0, attempt=1, microbatches=4, executed=12)
+    machine.handle(
+        ag.ProcessSpoke(msg.Sender("t", Worker(0, 0), 1), msg.TaskEvent(task="t", event=sealed)), 5.0
+    )
+    assert machine.due_at() == 11.0
+    look = ag.WorkOnDisk(ag.CommitWhole("t", msg.run_of("s"), 12))
+    assert machine.handle(msg.TimePassed(), 11.0) == [look]
+    assert machine.due_at() is None  # until it is answered
+    machine.handle(ag.PartialsLooked("t", (10,)), 12.0)
+    assert machine.due_at() == 22.0
+    assert machine.handle(msg.TimePassed(), 22.0) == [look]
+    machine.handle(ag.PartialsLooked("t", committed=True), 23.0)
+    assert machine.due_at() is None
+    machine.handle(written(15), 24.0)  # no coordinator has committed what was there: it is away
+    assert machine.due_at() == 25.0

@@ -29,7 +29,7 @@ from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import trim
 from everstep.node.checks import checked_apart
-from everstep.node.disk_orders import failure, work_on_disk
+from everstep.node.disk_orders import commit_whole, failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
@@ -263,6 +263,9 @@ class WorkerProcesses:
                         None,
                     ),
                 )
+            case ag.WorkOnDisk(order=ag.CommitWhole() as ours):
+                self._num_on_disk += 1
+                self._beside(lambda: self._commit_whole(ours), lambda found: self._committed(ours, found))
             case ag.WorkOnDisk(order=asked):
                 self._num_on_disk += 1
                 self._beside(lambda: self._work_on_disk(asked), lambda found: self._worked(asked, found))
@@ -284,6 +287,20 @@ class WorkerProcesses:
         """Touches nothing of this class but what it was told of a task, so any thread may do it."""
         here = self.tasks.get(order.task)
         return work_on_disk(order, None if here is None else here.needs.checkpoints)
+
+    def _commit_whole(self, order: ag.CommitWhole) -> Any:
+        here = self.tasks.get(order.task)
+        return commit_whole(order, None if here is None else here.needs.checkpoints)
+
+    def _committed(self, order: ag.CommitWhole, found: Any) -> None:
+        self._num_on_disk -= 1
+        if isinstance(found, Exception):  # a store that is away: it is looked at again
+            self.happened(ag.PartialsLooked(order.task, (0,)))
+            return
+        report, looked = found
+        if report is not None:
+            self.report(report, None)
+        self.happened(looked)
 
     def _worked(self, order: ag.DiskOrder, found: Any) -> None:
         self._num_on_disk -= 1

@@ -140,6 +140,13 @@ class FailTask(Action):
     because: str
 
 
+@message(since=4, says="look for a newer checkpoint")
+class LookForCheckpoint(Action):
+    """Before everyone loads a state: is there a newer one on disk than was reported?"""
+
+    because: str
+
+
 # ------------------------------------------------------------------ of script tasks
 
 

@@ -223,6 +223,17 @@ class CheckpointCommitted(Event):
     step: int
 
 
+@message(by=AGENT, since=4, says="the newest checkpoint in the folder of {task} is of step {step}")
+class CheckpointsLooked(Event):
+    """The folder was looked at before everyone loads a state: its newest checkpoint may be one that no report
+    told of. None: it could not be looked at. `again`: the answer is lost; ask another node.
+    """
+
+    step: int | None
+    search: int = 0
+    again: bool = False
+
+
 @message(says="the newest state of {task} in memory is of step {step}")
 class StateKept(Event):
     """The newest step whose whole state is in the memory of nodes; None: there is none, or none any more."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from everstep.protocol.actions import Action, ComputePlan, Notice, RecordStep
@@ -741,6 +742,8 @@ class FindCheckpoint(Order):
     search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
     needs: TaskNeeds | None = None  # None: as in OpenTask
     verify: bool = False  # all bytes: a worker could not load it
+    run: str = ""  # `run_of` its secret: what this run has written is committed where it is whole
+    live: bool = False  # the task runs; answered by CheckpointsLooked
 
 
 @message(says="commit a checkpoint of {task} on {node}")
@@ -898,6 +901,11 @@ class LeaveAnnounced(NodeEvent):
     node: str
     leaves_in_s: float
     by: str
+
+
+def run_of(secret: str) -> str:
+    """What a task's checkpoints say of whose they are: known to all who know the secret, and no secret."""
+    return sha256(f"checkpoints of {secret}".encode()).hexdigest()[:16]
 
 
 @message(by=OPERATOR, says="{owner} submits task {task}")

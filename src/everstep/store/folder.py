@@ -4,7 +4,8 @@
         index.json                   step, meta, groups, and of every tensor: file, place, dtype, hashes
         <part>.safetensors           written by one worker each
     <root>/step-00000020.partial/    being written, or left by a crash; readers do not see it
-        <part>.json                  what is in a part, until the index says it
+        <part>.json                  what is in a part, until the index says it, and of which save it is:
+                                     whoever finds all parts of a save may commit it
 
 Tensors are named logically ("model/embed.tokens.weight"), never by stage or rank: a reader of another shape
 finds what it needs by name. Writers flush their parts to disk before `commit` names them, and `commit`
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.core.cluster.task import WrittenParts
 from everstep.errors import InternalError, UserError, clipped
 from everstep.layout.box import Box
 from everstep.store import index as indexes
-from everstep.store.index import Part, Refused
+from everstep.store.index import CannotRead, Part, Refused
 from everstep.store.parts import CHUNK_BYTES, Label, PlannedSlice, Progress, labelled, plan_whole, stored_of
-from everstep.store.places import place_of, root_of
+from everstep.store.places import Place, place_of, root_of
 from everstep.store.ranges import Access
 from everstep.store.reader import Checkpoint, UnusableCheckpointError, open_in, read_small, unusable
 
@@ -89,27 +93,33 @@ def write_slices(
     return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes, progress=progress)
 
 
-def write_description(root: str | Path, step: int, name: str, part: Part) -> Label:
+def write_description(
+    root: str | Path, step: int, name: str, part: Part, save: SavedPart | None = None
+) -> Label:
     """What is in part `name`, as a file beside it until `commit`; returns what a report says of it."""
-    text, label = labelled(name, part)
+    text, label = labelled(name, part if save is None else part | {"save": save.to_json()})
     place_of(root).write_description(step, name, text)
     return label
 
 
 def read_description(root: str | Path, step: int, label: Label) -> Part:
     """What `write_description` wrote, and nothing else."""
-    name, place = str(label["name"]), place_of(root)
+    name = str(label["name"])
     if not indexes.PART_NAME.fullmatch(f"{name}.safetensors"):
         raise UserError(f"{clipped(repr(name), 100)} is not a name for a part of a checkpoint.")
-    file = place.file(place.staging_name(step), f"{name}.json")
-    try:
-        text = read_small(file, f"{name}.json", indexes.MAX_INDEX_BYTES)
-    finally:
-        file.close()
+    text = _description(place_of(root), step, f"{name}.json")
     if indexes.digest(memoryview(text)) != label["xxh3"]:
         raise Refused(f"{name}.json fails its checksum")
     part: Part = json.loads(text)
     return part
+
+
+def _description(place: Place, step: int, name: str) -> bytes:
+    file = place.file(place.staging_name(step), name)
+    try:
+        return read_small(file, name, indexes.MAX_INDEX_BYTES)
+    finally:
+        file.close()
 
 
 def commit(
@@ -137,6 +147,156 @@ def commit(
             with contextlib.suppress(OSError):  # the new one is committed, whatever becomes of old ones
                 place.remove(f"step-{number:08d}")
     return name
+
+
+def commit_described(
+    root: str | Path, step: int, described: Sequence[Part], keep: int, loss: float | None = None
+) -> None:
+    """Commit the parts of a step by their descriptions: what each tells of the optimizer and of the run
+    goes into the index. Incomplete checkpoints of earlier steps are removed.
+    """
+    groups = merged(group for part in described for group in part.get("groups", ()))
+    meta = {key: value for part in described for key, value in part.get("meta", {}).items()}
+    if loss is not None and math.isfinite(loss):
+        meta["loss"] = loss
+    told = ("groups", "meta", "save")  # of the whole, not of one part
+    parts = [{key: value for key, value in part.items() if key not in told} for part in described]
+    commit(root, step, parts, meta, keep, groups=groups)
+    place_of(root).clean(before=step)  # what is not whole by now never will be
+
+
+def merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's groups of all stages: those of the same numbers are one."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        numbers = {key: value for key, value in group.items() if key != "params"}
+        key = json.dumps(numbers, sort_keys=True)
+        found.setdefault(key, {"params": [], **numbers})["params"].extend(group["params"])
+    return list(found.values())
+
+
+# Commits without a coordinator: from what the parts say of themselves.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """Which save a part belongs to. Parts of two runs, or of two attempts at a step, are not one checkpoint.
+
+    A worker writes its part when every stage has sealed the step: a whole set is a state that counts. Where
+    peers vote on what they compute, they compare this state in the next step: `settled` says that this state
+    needs no such comparison (there are no votes, or no next step).
+    """
+
+    run: str
+    attempt: int
+    stage: int
+    stages: int
+    share: tuple[int, int]
+    settled: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @staticmethod
+    def from_json(data: Any) -> SavedPart | None:
+        try:
+            index, count = data["share"]
+            stages = int(data["stages"])
+            found = SavedPart(
+                run=str(data["run"]),
+                attempt=int(data["attempt"]),
+                stage=int(data["stage"]),
+                stages=stages,
+                share=(int(index), int(count)),
+                settled=data["settled"] is True,
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+        return found if 0 <= found.stage < stages and 0 <= found.share[0] < found.share[1] else None
+
+
+@dataclass(slots=True)
+class StagedStep:
+    """What of a step is written and not committed."""
+
+    step: int
+    parts: list[Part] | None = None  # of its newest attempt that is whole
+    settled: bool = False
+    of_run: bool = False  # at least one part is of this run
+    unreadable: str = ""  # a description could not be read: nothing is known of the step
+
+
+@dataclass(slots=True)
+class Adopted:
+    """What `commit_whole` did: the steps it committed, and those it must not remove, each with the reason."""
+
+    committed: list[int] = field(default_factory=list)
+    kept: dict[int, str] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)  # steps of this run that are not whole, or not settled
+
+
+def commit_whole(root: str | Path, *, run: str, keep: int, sealed: int = 0) -> Adopted:
+    """Commit every step of this run whose parts are all there, the `keep` newest of them. Others may do the
+    same at the same time. `sealed`: a step that a stage of the run is known to have sealed; before it can,
+    every stage has compared the states that step `sealed` - 2 ended with.
+    """
+    place, found = place_of(root), Adopted()
+    steps = [_staged(place, step, names, run) for step, names in place.staged()]
+    sealed = max([sealed, *(one.step for one in steps if one.of_run)])
+    whole = [one for one in steps if one.parts and (one.settled or one.step + 2 <= sealed)]
+    for one in whole[-max(keep, 1) :]:
+        try:
+            assert one.parts is not None
+            commit_described(root, one.step, one.parts, keep)
+            found.committed.append(one.step)
+        except FileNotFoundError:  # another process has committed it
+            pass
+        except (OSError, InternalError) as error:
+            found.kept[one.step] = f"it cannot be committed: {error}"
+    newest = max(found.committed, default=0)
+    found.kept |= {one.step: one.unreadable for one in steps if one.unreadable and one.step > newest}
+    found.left = [
+        one.step for one in steps if one.of_run and one.step > newest and one.step not in found.kept
+    ]
+    return found
+
+
+def _staged(place: Place, step: int, names: Sequence[str], run: str) -> StagedStep:
+    found, saves = StagedStep(step), dict[tuple[int, int], WrittenParts]()
+    unsettled: set[tuple[int, int]] = set()
+    try:
+        for name in names:
+            if not name.endswith(".json") or name == "index.json":
+                continue
+            part, save = _read_saved(place, step, name)
+            if part is None or save is None or save.run != run:
+                continue
+            found.of_run = True
+            which = (save.attempt, save.stages)
+            saves.setdefault(which, WrittenParts(save.attempt)).add(save.stage, save.share, part)
+            if not save.settled:
+                unsettled.add(which)
+    except (CannotRead, OSError) as error:
+        found.unreadable = str(error)
+        return found
+    for which in sorted(saves, reverse=True):
+        if (parts := saves[which].whole(which[1])) is not None:
+            found.parts, found.settled = list(parts), which not in unsettled
+            break
+    return found
+
+
+def _read_saved(place: Place, step: int, name: str) -> tuple[Part | None, SavedPart | None]:
+    """None: it was committed meanwhile, or a crash has left half of it."""
+    try:
+        part = json.loads(_description(place, step, name))
+    except CannotRead:
+        raise
+    except (Refused, ValueError, RecursionError):
+        return None, None
+    if not isinstance(part, dict):
+        return None, None
+    return part, SavedPart.from_json(part.get("save"))
 
 
 def doomed(steps: Sequence[int], keep: int, keep_every: int = 0) -> list[int]:

@@ -13,6 +13,7 @@ import ctypes
 import itertools
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Collection, Sequence
@@ -28,6 +29,7 @@ from everstep.store.ranges import Access, LocalFile, RangeFile, UrlFile
 
 STEP = re.compile(r"step-(\d{8,18})")
 PARTIAL = re.compile(r"step-(\d{8,18})(?:\.old)?\.partial")
+_STAGING = re.compile(r"step-(\d{8,18})\.partial")
 _SET_ASIDE = re.compile(r"step-\d{8,18}\.(corrupt|unreadable|unknown)(-\d+)?")
 _RENAME_EXCHANGE = 2
 
@@ -68,8 +70,13 @@ class Place(Protocol):
     def staging_name(self, step: int) -> str:
         """The folder that a step's parts are in until it is committed."""
 
+    def staged(self) -> list[tuple[int, list[str]]]:
+        """The steps that were written and not committed, oldest first, with the files of each."""
+
     def commit(self, step: int, text: str, files: dict[str, int]) -> str:
-        """Make a step with this index visible at once; its folder."""
+        """Make a step with this index visible at once; its folder. Two processes may do it at one time: the
+        one that comes second finds nothing to commit (FileNotFoundError), and the step is complete.
+        """
 
     def discard(self, step: int) -> None:
         """Remove the parts of a step that was not committed."""
@@ -171,28 +178,52 @@ class LocalPlace:
     def discard(self, step: int) -> None:
         shutil.rmtree(self.root / self.staging_name(step), ignore_errors=True)
 
+    def staged(self) -> list[tuple[int, list[str]]]:
+        found = [(int(m[1]), name) for name in self._folders() if (m := _STAGING.fullmatch(name)) is not None]
+        return [(step, self._files(name)) for step, name in sorted(found)]
+
+    def _files(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:  # it was committed meanwhile
+            return []
+
     def commit(self, step: int, text: str, files: dict[str, int]) -> str:
         source, target = self.root / self.staging_name(step), self.root / step_name(step)
         for file, size in files.items():
             if (source / file).stat().st_size != size:
                 raise InternalError(f"{source / file} is not as long as its writer said.")
-        with open(source / "index.json", "w", encoding="utf-8") as out:
+        # Under a name of its own: another process may commit the same step, or have just done so.
+        index = source / f"index.json.{secrets.token_hex(4)}"
+        with open(index, "w", encoding="utf-8") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
+        os.replace(index, source / "index.json")
         for path in source.iterdir():
-            if path.name not in (*files, "index.json"):
-                path.unlink()  # of an attempt that others have written since
+            if path.name not in files and not path.name.startswith("index.json"):
+                path.unlink(missing_ok=True)  # of an attempt that others have written since
         _fsync_folder(source)
         if target.exists():  # a run that went back has made this step again: at no moment is there none
             if not _exchange(source, target):
-                self.remove(target.name)
-                os.rename(source, target)
+                self._replace(source, target)
             shutil.rmtree(source, ignore_errors=True)
         else:
             os.rename(source, target)
         _fsync_folder(self.root)
         return target.name
+
+    def _replace(self, source: Path, target: Path) -> None:
+        """Where names cannot be exchanged at once. If `source` is gone, another has committed it."""
+        old = self.root / f"{target.name}.old.partial"
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+        try:
+            os.rename(source, target)
+        except OSError:
+            os.rename(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def remove(self, folder: str) -> None:
         doomed = self.root / f"{folder}.old.partial"
@@ -312,6 +343,11 @@ class UrlPlace:
         if not self._has_index(step_name(step)):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(f"{self._path}/{step_name(step)}", recursive=True)
+
+    def staged(self) -> list[tuple[int, list[str]]]:
+        found = [(step, name) for step, name in _steps(self._folders()) if not self._has_index(name)]
+        listed = [(step, self._fs.ls(f"{self._path}/{name}", detail=False)) for step, name in found]
+        return [(step, sorted(str(path).rpartition("/")[2] for path in paths)) for step, paths in listed]
 
     def commit(self, step: int, text: str, files: dict[str, int]) -> str:
         folder = f"{self._path}/{step_name(step)}"

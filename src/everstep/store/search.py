@@ -1,5 +1,6 @@
 """Which checkpoint a run starts from. Nothing complete is removed here, and none is passed over in silence.
 
+    written, all parts there, and not committed (its coordinator was away)    commit it
     newest checkpoint is …
         whole        start from it (its bytes are checked as they are loaded)
         corrupt      set aside by a rename, with its reason; look at the one before
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everstep.errors import EverstepError, UserError
+from everstep.store.folder import Adopted, commit_whole
 from everstep.store.index import Refused
 from everstep.store.places import Place, place_of
 from everstep.store.reader import UnusableCheckpointError, open_in, unusable
@@ -49,15 +51,22 @@ def newest_to_use(
     known: int = 0,
     start_over: bool = False,
     verify: bool = False,
+    run: str = "",
+    keep: int = 3,
+    live: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Newest:
     """The newest checkpoint whose index fits its files, by sizes and headers; who loads it checks the hashes
     of what it reads. `verify`: all bytes are read and checked, after a load has failed. `known`: a step that
-    is known to have been committed.
+    is known to have been committed. What this `run` has written is committed first where it is whole; other
+    incomplete checkpoints are removed, unless the run is `live` and may be writing them.
     """
     for pause_s in (*PAUSES_S, None):
         try:
-            return _newest(place_of(root), known, start_over and pause_s is None, start_over, verify)
+            last = pause_s is None
+            left = _adopt(root, run, keep, live, last)
+            found = _newest(place_of(root), known, start_over and last, start_over, verify)
+            return replace(found, refused=(*left, *found.refused))
         except OSError as error:
             reason = NoStart(f"checkpoint folder {root} cannot be read: {error}", passing=True)
         except NoStart as error:
@@ -70,8 +79,19 @@ def newest_to_use(
     raise reason
 
 
+def _adopt(root: str | Path, run: str, keep: int, live: bool, last: bool) -> list[str]:
+    """Commit what is whole. A sentence for each step that may be whole, and whose files are therefore kept;
+    before the `last` try it is looked at again.
+    """
+    found = Adopted() if not run else commit_whole(root, run=run, keep=keep)
+    if found.kept and not last:
+        raise OSError(next(iter(found.kept.values())))
+    if not live:
+        place_of(root).clean(keep=found.kept)
+    return [f"{root}: step {step}: {why}; its files are kept." for step, why in found.kept.items()]
+
+
 def _newest(place: Place, known: int, pass_over: bool, start_over: bool, verify: bool) -> Newest:
-    place.clean()
     refused: list[str] = []
     for _, name in reversed(place.complete()):
         try:

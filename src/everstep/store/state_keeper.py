@@ -31,6 +31,7 @@ from everstep.protocol.messages import (
     Sender,
     StateFetched,
     WorkerReport,
+    run_of,
 )
 from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
@@ -63,7 +64,7 @@ class StateKeeper:
         """`cut`: which part of every tensor is this shard's, if the worker has shards."""
         self._task, self._me, self._incarnation = me
         self._job, self._node, self._memory_root = job, node, memory_root
-        self._memory_key = memory.memory_key(secret)
+        self._memory_key, self._run = memory.memory_key(secret), run_of(secret)
         self._say = say
         self._cut = cut or Cut({})
         self._written_bytes = 0
@@ -126,11 +127,23 @@ class StateKeeper:
         try:
             part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
             part |= self._told_once(step, share, groups)
-            label = folder.write_description(self._root, step, name, part)
+            label = folder.write_description(self._root, step, name, part, self._saved(step, attempt, share))
         except Exception as error:  # whatever a disk or a store can say: training goes on
             self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
             return
         self._say(self._written(step, attempt, label, share=share))
+
+    def _saved(self, step: int, attempt: int, share: tuple[int, int]) -> folder.SavedPart:
+        """What whoever finds the part must know to commit it, should the coordinator be away."""
+        votes = self._job.vote_period[0]
+        return folder.SavedPart(
+            run=self._run,
+            attempt=attempt,
+            stage=self._me.stage,
+            stages=self._job.stages,
+            share=share,
+            settled=not votes or step >= self._job.steps,
+        )
 
     def _told_once(self, step: int, share: tuple[int, int], groups: Groups) -> dict[str, Any]:
         """Peers know the same: one of each stage tells its groups, and one of all what the run is."""

@@ -269,6 +269,10 @@ class CoarseCluster:
                 for (task, worker), actor in list(self.actors.items()):
                     if actor.node == node and (task, worker, actor.incarnation) not in order.keep:
                         self.ends(task, worker, "killed by SIGKILL")
+            case msg.FindCheckpoint(live=True):
+                step = self.steps.going[order.task].disk
+                looked = ev.CheckpointsLooked(search=order.search, step=step)
+                self.report(node, msg.TaskEvent(task=order.task, event=looked), None)
             case msg.FindCheckpoint():
                 step = self.steps.going[order.task].disk
                 found = msg.CheckpointFound(task=order.task, step=step, search=order.search)

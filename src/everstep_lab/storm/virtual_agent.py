@@ -265,6 +265,8 @@ class VirtualAgent:
             case ag.RunChecks(order=wanted):
                 found = msg.NodeChecked(results=(), because=wanted.because)
                 self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(found), self.boot)
+            case ag.WorkOnDisk(order=ag.CommitWhole() as ours):  # orders to commit are never lost here
+                self.happens(ag.PartialsLooked(ours.task))
             case ag.WorkOnDisk(order=asked):
                 self.scene.soon(self.scene.spec.weather.sync_us, self._work_on_disk, asked, self.boot)
             case LeaveLine():
@@ -287,7 +289,10 @@ class VirtualAgent:
         self, order: msg.FindCheckpoint | msg.CommitCheckpoint | msg.DiscardPartial, boot: int
     ) -> None:
         disk = self.scene.disk
-        if isinstance(order, msg.FindCheckpoint):
+        if isinstance(order, msg.FindCheckpoint) and order.live:
+            looked = ev.CheckpointsLooked(search=order.search, step=disk.committed)
+            self.happens(AgentSaid(msg.TaskEvent(task=order.task, event=looked)), boot)
+        elif isinstance(order, msg.FindCheckpoint):
             found = msg.CheckpointFound(task=order.task, step=disk.committed, search=order.search)
             self.happens(AgentSaid(found), boot)
         elif isinstance(order, msg.CommitCheckpoint) and self.up and boot == self.boot:

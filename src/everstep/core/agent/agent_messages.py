@@ -26,6 +26,18 @@ from everstep.protocol.messages import (
 
 DiskOrder = FindCheckpoint | CommitCheckpoint | DiscardPartial
 
+
+@dataclass(frozen=True, slots=True)
+class CommitWhole:
+    """Of the agent to itself: commit what this run has written and no coordinator has ordered to commit.
+    `sealed`: the newest step that a worker here has sealed.
+    """
+
+    task: str
+    run: str
+    sealed: int
+
+
 # ------------------------------------------------------------------ events
 
 
@@ -91,6 +103,15 @@ class ProcessGone:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialsLooked:
+    """`CommitWhole` is done; these steps of the task are still not committed."""
+
+    task: str
+    left: tuple[int, ...] = ()
+    committed: bool = False  # something was
+
+
+@dataclass(frozen=True, slots=True)
 class Glanced:
     """One look at a process's beacon. `stopped`, `active_s`: what the kernel says, where it was asked.
     `shard`: the one of the worker's processes that this is about, where the others wait for it.
@@ -112,6 +133,7 @@ ProcessEvent = (
     | ProcessMisspoke
     | ProcessDied
     | ProcessGone
+    | PartialsLooked
     | Glanced
     | TimePassed
 )
@@ -171,7 +193,7 @@ class RunChecks:
 class WorkOnDisk:
     """May take long, so beside the loop; what it answers is reported."""
 
-    order: DiskOrder
+    order: DiskOrder | CommitWhole
 
 
 AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk

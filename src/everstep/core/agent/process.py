@@ -17,6 +17,8 @@ class AgentLimits:
     save_s: float = 600.0  # the same, while it writes its last state and no byte is written
     leave_s: float = 20.0  # for a worker ordered to leave, before it is killed
     kill_s: float = 30.0  # for a killed process to go, before it is given up as stuck
+    commit_s: float = 10.0  # for a coordinator to order the commit of what is written, before it is done here
+    commit_alone_s: float = 1.0  # the same, once it is known that no coordinator does
     spawn_tries: int = 3  # of one start, each with a new fork server
     look_s: float = 0.03  # a beacon younger than this is not asked about
     ask_kernel_s: float = 0.1  # in one op for so long: what has its process been doing?

@@ -21,9 +21,11 @@ from typing import ClassVar, assert_never
 
 from everstep.core.agent.agent_messages import (
     AgentAction,
+    CommitWhole,
     Glanced,
     Kill,
     OrderGiven,
+    PartialsLooked,
     PassOn,
     ProcessDied,
     ProcessEvent,
@@ -71,6 +73,18 @@ class Curiosity:
 
 
 @dataclass(slots=True)
+class Unattended:
+    """A task's checkpoints, of which a coordinator that is away would order no commit. The node whose worker
+    wrote the first part of a step looks after it.
+    """
+
+    run: str
+    sealed: int = 0  # the newest step that a worker here has sealed
+    look_at: float | None = None  # when to look at what is written and perhaps not committed
+    is_away: bool = False  # the last look found what a coordinator would have committed
+
+
+@dataclass(slots=True)
 class NodeProcesses:
     """`handle` is its only way to change."""
 
@@ -81,6 +95,7 @@ class NodeProcesses:
     waiting: dict[tuple[str, object], StartProcess] = field(default_factory=dict)  # by task and worker
     tasks: set[str] = field(default_factory=set)
     facts: dict[str, EpochFacts] = field(default_factory=dict)  # by task: of its last epoch
+    unattended: dict[str, Unattended] = field(default_factory=dict)  # by task
     dead_servers: set[str] = field(default_factory=set)  # tasks whose fork server is known to be dead
     progress: ProgressWatch = field(init=False)
 
@@ -98,24 +113,28 @@ class NodeProcesses:
             case ProcessGreeted():
                 return self._greeted(event.sender)
             case ProcessSpoke():
-                return self._spoke(event)
+                return self._spoke(event, now)
             case ProcessMisspoke():
                 return self._misspoke(event, now)
             case ProcessDied():
                 return self._died(event)
             case ProcessGone():
                 return self._gone(event.sender)
+            case PartialsLooked():
+                return self._looked_at_partials(event, now)
             case Glanced():
                 return self._glanced(event, now)
             case msg.TimePassed():
-                return [a for p in list(self.processes.values()) for a in self._press(p, now)]
+                pressed = [a for p in list(self.processes.values()) for a in self._press(p, now)]
+                return pressed + self._commit_unattended(now)
             case _:
                 assert_never(event)
 
     def due_at(self) -> float | None:
         """When `TimePassed` is wanted next."""
-        deadlines = (p.deadline for p in self.processes.values() if p.deadline is not None)
-        return min(deadlines, default=None)
+        deadlines = [p.deadline for p in self.processes.values()]
+        deadlines += [one.look_at for one in self.unattended.values()]
+        return min((at for at in deadlines if at is not None), default=None)
 
     def validate(self) -> None:
         """What must hold between events."""
@@ -134,6 +153,7 @@ class NodeProcesses:
     @on_order
     def _open(self, order: msg.OpenTask, now: float) -> Actions:
         self.tasks.add(order.task)
+        self.unattended.setdefault(order.task, Unattended(msg.run_of(order.secret)))
         return [UseMemory(order)]
 
     @on_order
@@ -266,6 +286,8 @@ class NodeProcesses:
     @on_order
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
         self.facts.pop(order.task, None)
+        if order.task in self.unattended and self.unattended[order.task].look_at is None:
+            del self.unattended[order.task]
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
         for process in [p for p in self.processes.values() if p.sender.task == order.task]:
             if process.state is _S.STARTING:
@@ -325,7 +347,7 @@ class NodeProcesses:
             return []
         return [PassOn(sender, EndWorker(gently=process.gently))]  # it was not there to hear it
 
-    def _spoke(self, event: ProcessSpoke) -> Actions:
+    def _spoke(self, event: ProcessSpoke, now: float) -> Actions:
         process = self.processes.get(event.sender)
         if process is None or process.state in (_S.STUCK, _S.DEAD):
             return []
@@ -341,8 +363,36 @@ class NodeProcesses:
             case msg.TimesReported(times=times, carriers=carriers):
                 self.progress.expects(process.sender.task, process.sender.worker, times)
                 process.carriers = dict(carriers)
+            case msg.TaskEvent(event=ev.StepSealed(step=step)) if event.sender.task in self.unattended:
+                saves = self.unattended[event.sender.task]
+                saves.sealed = max(saves.sealed, step)
+            case msg.PartWritten(memory_of=None, stage=0, share=(0, _)) if (
+                event.sender.task in self.unattended
+            ):
+                saves = self.unattended[event.sender.task]
+                saves.look_at = saves.look_at or now + self._commit_s(saves)
         assert isinstance(event.report, msg.NodeReport), event.report
         return [SendToCoordinator(event.report, event.sender)]
+
+    def _commit_unattended(self, now: float) -> Actions:
+        """Time for a commit has passed: the coordinator may be away. If it is not, nothing is found."""
+        actions: Actions = []
+        for task, saves in self.unattended.items():
+            if saves.look_at is not None and saves.look_at <= now:
+                saves.look_at = None
+                actions.append(WorkOnDisk(CommitWhole(task, saves.run, saves.sealed)))
+        return actions
+
+    def _looked_at_partials(self, event: PartialsLooked, now: float) -> Actions:
+        saves = self.unattended.get(event.task)
+        if saves is not None:
+            saves.is_away = event.committed
+            if event.left:
+                saves.look_at = now + self._commit_s(saves)
+        return []
+
+    def _commit_s(self, saves: Unattended) -> float:
+        return self.limits.commit_alone_s if saves.is_away else self.limits.commit_s
 
     def _misspoke(self, event: ProcessMisspoke, now: float) -> Actions:
         process = self.processes.get(event.sender)

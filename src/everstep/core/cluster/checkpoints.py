@@ -27,6 +27,7 @@ from everstep.protocol.moment import Moment
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
 NOT_COPIED = "its state cannot be copied to memory"
 MOST_FAILED_LOADS = 2  # of checkpoints that pass every check
+LOOK_S = 30.0  # for a look at the folder of a task that goes back
 MOST_BROKEN = 64  # steps whose late parts are still recognised
 
 
@@ -40,10 +41,12 @@ class Checkpoints:
 
     # -------------------------------------------------------------- where to start
 
-    def look(self, task: Task, because: str, now: Moment) -> Actions:
-        """Each time on another node, where there are several: one may see what another does not."""
+    def look(self, task: Task, because: str, now: Moment, *, live: bool = False) -> Actions:
+        """Each time on another node, where there are several: one may see what another does not. `live`: the
+        task goes back, and does not wait for the answer without end.
+        """
         known = task.checkpoints
-        known.search_at = None
+        known.search_at = now.at + LOOK_S if live else None
         known.search += 1
         nodes = sorted({seat.node for seat in task.seats.values()})
         known.searcher = nodes[known.failed_searches % len(nodes)]
@@ -54,6 +57,8 @@ class Checkpoints:
             search=known.search,
             needs=task.request.needs,
             verify=known.failed_loads > 0,
+            run=msg.run_of(task.request.secret),
+            live=live,
         )
         return self._orders.send(known.searcher, order, because, now)
 
@@ -112,10 +117,14 @@ class Checkpoints:
     def committed(self, task: Task, step: int, now: Moment) -> Actions:
         """It is a checkpoint now; unless the task went back behind it while it was committed."""
         known = task.checkpoints
-        known.committing.pop(step, None)
+        for old in [s for s in known.committing if s <= step]:  # a node may have committed without an order
+            del known.committing[old]
         self._later.vacated.append(task)
         if step > _recorded(task):
+            known.ahead = max(known.ahead, step)
             return []
+        for old in [s for s in known.parts if s <= step]:
+            del known.parts[old]
         known.newest, known.failed_loads = max(known.newest, step), 0
         for old in [s for s in known.broken if s <= step]:
             del known.broken[old]

@@ -494,6 +494,8 @@ class Coordinator:
             case ev.CheckpointCommitted():
                 saved = self._checkpoints.committed(task, event.step, now)
                 return saved + self._training.inform(task, event, now)
+            case ev.CheckpointsLooked():
+                return self._training.looked(task, event, now)
             case ev.RestoreFailed():
                 return self._training.unrestored(task, event, now)
             case ev.WorkerRaised():

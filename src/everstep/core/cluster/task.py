@@ -190,6 +190,7 @@ class CheckpointProgress:
     search_at: float | None = None  # when it is looked for again
     parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step
     committing: dict[int, str] = field(default_factory=dict)  # step -> the node that commits it
+    ahead: int = 0  # committed, and not recorded yet: counts as soon as it is
     broken: dict[int, int] = field(default_factory=dict)  # step -> its attempt that will not be complete
     num_failed: int = 0  # saves, in all
     failing: str = ""  # why the last save failed; empty: it did not

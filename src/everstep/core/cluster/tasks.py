@@ -210,6 +210,10 @@ class Tasks:
     # -------------------------------------------------------------- where it starts
 
     def checkpoint_found(self, task: Task, event: msg.CheckpointFound, now: Moment) -> Actions:
+        if task.state is TaskState.RUNNING:  # an agent of the version before answers a live search like this
+            return self._training.looked(
+                task, ev.CheckpointsLooked(search=event.search, step=event.step), now
+            )
         if task.state is not TaskState.SEARCHING or event.search != task.checkpoints.search:
             return []
         task.checkpoints.newest, task.checkpoints.search_at = event.step, None
@@ -239,12 +243,18 @@ class Tasks:
             self._checkpoints.node_lost(task, node, now)
             if task.checkpoints.searcher == node:
                 self.give_up_search(task)
+                if task.state is TaskState.RUNNING and task.checkpoints.search_at is not None:
+                    task.checkpoints.search_at = now.at
 
     def time_passed(self, task: Task, now: Moment) -> Actions:
         actions = self._training.start_due(task, now)
         again_at = task.checkpoints.search_at
         if again_at is not None and again_at <= now.at:
-            actions += self._search(task, now)
+            if task.state is TaskState.RUNNING:
+                is_lost = task.checkpoints.searcher not in self._roster.nodes_of(task)
+                actions += self._training.look_overdue(task, now, again=is_lost)
+            else:
+                actions += self._search(task, now)
         return actions
 
     def _open(self, task: Task, now: Moment) -> Actions:

@@ -76,7 +76,9 @@ class Training:
             steps=task.steps + task.request.closes,
             closes=task.request.closes,
             policy=RecoveryPolicy(
-                rejoin_after_steps=patience.rejoin_after_steps, max_restarts=patience.restarts_per_place
+                rejoin_after_steps=patience.rejoin_after_steps,
+                max_restarts=patience.restarts_per_place,
+                looks=task.request.has_checkpoints,
             ),
             first_step=step + 1,
             checkpoint=task.checkpoints.newest if step == task.copies.newest else None,
@@ -280,6 +282,24 @@ class Training:
         return [msg.Think(task=task.name, question=wish, because=wish.because, slow=speeds, cause=now.event)]
 
     @on_wish
+    def _look(self, task: Task, wish: act.LookForCheckpoint, now: Moment) -> Actions:
+        return self._checkpoints.look(task, wish.because, now, live=True)
+
+    def looked(self, task: Task, event: ev.CheckpointsLooked, now: Moment) -> Actions:
+        """The newest checkpoint in the folder of a task that goes back."""
+        known = task.checkpoints
+        if event.search != known.search:
+            return []
+        known.search_at = None
+        known.newest = max(known.newest, event.step or 0)
+        return self.inform(task, event, now)
+
+    def look_overdue(self, task: Task, now: Moment, *, again: bool) -> Actions:
+        """No answer: another node is asked, or the task goes back to what is known."""
+        lost = ev.CheckpointsLooked(search=task.checkpoints.search, step=None, again=again)
+        return self.looked(task, lost, now)
+
+    @on_wish
     def _order_ranks(
         self,
         task: Task,
@@ -313,6 +333,11 @@ class Training:
             self._judge_trial(task, task.trial, wish, now)
         if wish.suspect is not None:
             self._later.replayed.append((task, wish))
+        ahead = task.checkpoints.ahead
+        if ahead and ahead <= wish.step:  # it was committed before the last seals were reported
+            task.checkpoints.ahead = 0
+            found += self._checkpoints.committed(task, ahead, now)
+            found += self.inform(task, ev.CheckpointCommitted(step=ahead), now)
         return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
 
     def _judge_trial(self, task: Task, trial: Trial, wish: act.RecordStep, now: Moment) -> None:

@@ -7,11 +7,22 @@ the states that outlive workers, on disk and in the memory of nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from everstep.core.task.groups import Groups
 from everstep.core.task.places import Places
 from everstep.core.task.states import Assembling, Restoring
-from everstep.protocol.actions import ComputePlan
+from everstep.protocol.actions import ComputePlan, LookForCheckpoint
+
+
+class Look(StrEnum):
+    """At the checkpoint folder, before everyone loads a state: while a coordinator is away, checkpoints are
+    committed without it, and reports of them can be lost with their node.
+    """
+
+    WANTED = "wanted"
+    ASKED = "asked"
+    DONE = "done"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,6 +30,7 @@ class Assembly:
     on_disk: int  # the step of the newest checkpoint; 0: none, the task starts from its seed
     in_memory: int | None  # the newest step whose whole state is in the memory of nodes
     ordered_in: int = 0  # the last epoch in which everyone was ordered to load a state
+    look: Look = Look.DONE  # for a checkpoint that no report told of
     is_doubted: bool = False  # what the workers have may be wrong: once they pause, a kept state is loaded
 
     def nearest(self) -> tuple[int, str]:
@@ -32,13 +44,18 @@ class Assembly:
 
     def restore(
         self, phase: Assembling, places: Places, groups: Groups, *, is_first: bool
-    ) -> tuple[Restoring, ComputePlan] | None:
+    ) -> tuple[Restoring, ComputePlan] | LookForCheckpoint | None:
         """Every process becomes a member, if there are enough of them. `is_first`: the task begins."""
         every_stage = frozenset(range(groups.shape.stages))
         if phase.wait_for_all and places.are_starting():
             return None
-        if places.stages_joining() != every_stage:
+        if places.stages_joining() != every_stage or self.look is Look.ASKED:
             return None
+        if self.look is Look.WANTED:
+            self.look = Look.ASKED
+            return LookForCheckpoint(
+                because=f"every stage has a worker again; {self.nearest()[1]} may be old"
+            )
         epoch = groups.next_epoch()
         places.all_enter(phase.restore + 1)
         groups.regroup(phase.restore + 1, places.since(), restarting=every_stage)

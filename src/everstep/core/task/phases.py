@@ -14,7 +14,7 @@ on (Running).
 
 from __future__ import annotations
 
-from everstep.core.task.assembly import Assembly
+from everstep.core.task.assembly import Assembly, Look
 from everstep.core.task.doubts import unreported
 from everstep.core.task.groups import Groups
 from everstep.core.task.owed import what_is_owed
@@ -31,7 +31,7 @@ from everstep.core.task.states import (
     Running,
 )
 from everstep.core.task.step_book import StepBook
-from everstep.protocol.actions import Action, ComputePlan, FailTask, InterruptWorkers
+from everstep.protocol.actions import Action, ComputePlan, FailTask, InterruptWorkers, LookForCheckpoint
 from everstep.protocol.events import LedgerReported, PlanComputed
 from everstep.protocol.incidents import TaskIncidents
 from everstep.protocol.lifecycle import become
@@ -157,6 +157,9 @@ class Phases:
     def assemble(self) -> list[Action]:
         """A stage has no worker left: everyone goes back to the newest state that is kept."""
         self.assembly.is_doubted = False
+        kept = self.assembly.in_memory
+        if self._places.policy.looks and (kept is None or kept < self._book.recorded):
+            self.assembly.look = Look.WANTED
         self._places.send_all_back()
         self._assemble_nearest(wait_for_all=False)
         return self.fill_stages() + self.restore_if_assembled()
@@ -188,9 +191,26 @@ class Phases:
         found = self.assembly.restore(self.phase, self._places, self.groups, is_first=is_first)
         if found is None:
             return []
+        if isinstance(found, LookForCheckpoint):
+            return [found]
         phase, question = found
         self.to(phase)
         return [question]
+
+    def committed(self, step: int) -> None:
+        """A checkpoint is complete. While all wait to go back, it may be the newest one."""
+        self.assembly.committed(step)
+        if isinstance(self.phase, Assembling):
+            self._assemble_nearest(wait_for_all=self.phase.wait_for_all)
+
+    def take_look(self, step: int | None, *, again: bool) -> list[Action]:
+        """What the folder's newest checkpoint is; a state that was found counts, whatever was reported."""
+        if self.assembly.look is not Look.ASKED:
+            return []
+        self.assembly.look = Look.WANTED if again else Look.DONE
+        if step is not None and isinstance(self.phase, Assembling):
+            self.committed(step)
+        return self.restore_if_assembled()
 
     def take_kept(self, step: int | None) -> list[Action]:
         """The newest state in the memory of nodes is of another step now, or gone."""

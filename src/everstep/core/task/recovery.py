@@ -416,8 +416,12 @@ class Recovery:
     @on
     def _checkpoint_committed(self, event: ev.CheckpointCommitted, now: float) -> list[Action]:
         if event.step <= self.recorded:  # else it was written before the task went back
-            self._phases.assembly.committed(event.step)
+            self._phases.committed(event.step)
         return []
+
+    @on
+    def _checkpoints_looked(self, event: ev.CheckpointsLooked, now: float) -> list[Action]:
+        return self._phases.take_look(event.step, again=event.again)
 
     @on
     def _state_kept(self, event: ev.StateKept, now: float) -> list[Action]:

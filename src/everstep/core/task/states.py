@@ -185,5 +185,6 @@ class RecoveryPolicy:
     """When a place is filled again, and how often."""
 
     rejoin_after_steps: int = 0
+    looks: bool = False  # before all go back, for a checkpoint that no report told of
     max_restarts: int = 3  # per place, in a row
     forgiven_after_steps: int = 20  # a process that took part in so many is no sign of a crash loop
