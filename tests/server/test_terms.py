@@ -246,12 +246,12 @@ def test_after_an_internal_error_the_state_is_read_back_and_an_event_that_fails_
             assert (machine.policy.planned, incidents) == (True, [])
         else:
             assert not machine.policy.planned
-            assert incidents == ["internal error while handling PolicySet: event 2 is set aside"]
+            assert incidents == ["internal error while handling PolicySet: event 3 is set aside"]
 
     asyncio.run(led(tmp_path, play, said))
     tracebacks = [line for line in said if "Traceback" in line]
     assert len(tracebacks) == min(times, 2)
-    assert "entry 2: internal error while handling PolicySet" in tracebacks[0]
+    assert "entry 3: internal error while handling PolicySet" in tracebacks[0]
     # A later version, without the bug, must come to the same state: other decisions were built upon it.
     monkeypatch.setattr(Coordinator, "_policy_set", right)
     check(asyncio.run(started(tmp_path, more=[])))

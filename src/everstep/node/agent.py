@@ -340,13 +340,17 @@ class Agent:
             "memory_port": self._door.port,
             "protocol": PROTOCOL,
             "checks": [encode(one) for one in self.settings.checks],
+            "journal": self.state.journal,
+            "runs": encode(self.state.processes.runs()),
         }
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
-        await line.send_str(json.dumps({"hello": hello, "done": self.state.done, "facts": facts}))
+        done, term = self.state.done, self.state.term
+        await line.send_str(json.dumps({"hello": hello, "done": done, "facts": facts, "term": term}))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise PeerError(welcome["refused"])
-        self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"]))
+        journal = str(welcome.get("journal", ""))
+        self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"], journal))
         self._welcomed = True
         self._troubles.clear()
         self._line = line

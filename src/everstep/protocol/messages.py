@@ -849,6 +849,28 @@ class NodeJoined(ClusterEvent):
     memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
     protocol: int = PROTOCOL  # the version that its agent speaks
     checks: tuple[CheckResult, ...] = ()  # that its agent has run before it joined
+    journal: str = ""  # the id of the journal whose orders it has carried out; empty: of none, or not said
+    done: int = 0  # the last of those orders
+    runs: tuple[tuple[str, Worker, int], ...] = ()  # its processes: task, worker, incarnation
+    epochs: Mapping[str, int] = field(default_factory=dict)  # by task: of the last facts it knows
+
+
+@message(since=4, says="the journal {journal} is kept by version {version}: {because}")
+class JournalBegun(ClusterEvent):
+    """The journal has this id from now on. Agents that followed another one are reconciled when they join."""
+
+    journal: str
+    version: str  # of Everstep: the code that has decided what follows
+    because: str
+
+
+@message(since=4, says="a report of node {node} is not understood: {what}")
+class ReportUnknown(NodeEvent):
+    """It counts as heard, or it would be sent again without end. A later version may have said it."""
+
+    node: str
+    report: int  # its number
+    what: str
 
 
 @message(says="node {node} fell silent")

@@ -19,6 +19,8 @@ from everstep.errors import PeerError, clipped
 from everstep.net.sockets import watch_path
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode
+from everstep.protocol.events import Event
+from everstep.protocol.table import PROTOCOL, rows
 from everstep.server.access import CALLER, Role
 from everstep.server.journal import MAX_ENTRY_BYTES, LostLeadership
 
@@ -93,7 +95,7 @@ class AgentConnections:
                 watch_path(sock)
         try:
             first = await line.receive_json(timeout=10.0)
-            hello, done, facts = _hello(first)
+            hello, term = _hello(first)
         except (
             PeerError,
             KeyError,
@@ -120,7 +122,9 @@ class AgentConnections:
             await line.close()
             return line
         try:
-            await self._converse(line, hello, done, OrderLine(facts))
+            if term > self._term.number and hello.journal == self._term.machine.policy.journal:
+                await self._term.begin_journal("it was put back: an agent has heard a later term of it")
+            await self._converse(line, hello)
         except LostLeadership:
             await line.close()
         return line
@@ -131,13 +135,11 @@ class AgentConnections:
         other = self._boots.get(hello.node, hello.boot) != hello.boot
         return hello.node in self._queues and other and age is not None and age < 1.0
 
-    async def _converse(
-        self, line: web.WebSocketResponse, hello: msg.NodeJoined, done: int, orders: OrderLine
-    ) -> None:
-        node = hello.node
-        known = self._term.machine.nodes.get(node)
-        if known is not None and known.boot == hello.boot:
-            self._term.machine.acknowledged(node, done)
+    async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined) -> None:
+        node, journal = hello.node, self._term.machine.policy.journal
+        known, orders = self._term.machine.nodes.get(node), OrderLine(hello.epochs)
+        if known is not None and known.boot == hello.boot and hello.journal in ("", journal):
+            self._term.machine.acknowledged(node, hello.done)
         old = self._queues.pop(node, None)
         if old is not None:
             old.put_nowait(None)
@@ -146,7 +148,8 @@ class AgentConnections:
         queue: asyncio.Queue[Queued | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot
-        self._send(node, {"welcome": node, "heard": state.heard})
+        journal = self._term.machine.policy.journal
+        self._send(node, {"welcome": node, "heard": state.heard, "journal": journal, "protocol": PROTOCOL})
         for order in state.pending:
             self.send(order)
         writing = asyncio.create_task(self._write(line, queue, orders))
@@ -193,11 +196,20 @@ class AgentConnections:
             if asked is not None and not asked.done():
                 asked.set_result(message["value"])
             return
+        try:
+            report = decode(msg.NodeReport, message["report"])
+        except PeerError:
+            if not _is_unknown(message["report"]):
+                raise
+            what = clipped(str(message["report"]["is"]), 60)
+            self._term.hear(msg.ReportUnknown(node=node, report=int(message["number"]), what=what))
+            self.received(node, int(message["number"]))
+            return
         said = msg.FromNode(
             node=node,
             boot=hello.boot,
             number=int(message["number"]),
-            report=decode(msg.NodeReport, message["report"]),
+            report=report,
             sender=decode(msg.Sender | None, message["sender"]),
         )
         if isinstance(said.report, msg.TimesReported):
@@ -228,9 +240,18 @@ def _refused(said: msg.FromNode, packed: int) -> msg.ClusterEvent:
     return msg.EventSetAside(number=0, what=what, error=because, node=said.node, report=said.number)
 
 
-def _hello(message: Any) -> tuple[msg.NodeJoined, int, dict[str, int]]:
-    """Who it is, the last order it has carried out, and by task the epoch whose facts it knows."""
-    hello = decode(msg.NodeJoined, {"protocol": PROTOCOL_WITHOUT_A_NUMBER, **message["hello"]})
+def _is_unknown(report: Any) -> bool:
+    """Of a kind that this version does not have; not a report that is malformed."""
+    kinds = {row.kind.__name__ for wire in (msg.NodeReport, Event) for row in rows(wire)}
+    is_event = isinstance(report, dict) and report.get("is") == "TaskEvent"
+    said = report.get("event") if is_event else report
+    return isinstance(said, dict) and isinstance(said.get("is"), str) and said["is"] not in kinds
+
+
+def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
+    """Who it is, what it runs and has done; and the term of the coordinator that it followed last."""
+    told = {"epochs": message.get("facts", {}), "done": message["done"]}
+    hello = decode(msg.NodeJoined, {"protocol": PROTOCOL_WITHOUT_A_NUMBER, **message["hello"], **told})
     if not 1 <= hello.slots <= MAX_SLOTS:
         raise PeerError(f"{hello.slots} slots; a node has 1 to {MAX_SLOTS}")
     if not 0 <= hello.memory_port <= MAX_PORT:
@@ -240,5 +261,4 @@ def _hello(message: Any) -> tuple[msg.NodeJoined, int, dict[str, int]]:
             raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")
     if "/" in hello.node or hello.node in (".", ".."):
         raise PeerError(f"node is {hello.node!r}, which is no part of an address; leave the / out")
-    facts = decode(Mapping[str, int], message.get("facts", {}))
-    return hello, int(message["done"]), facts
+    return hello, int(message.get("term", 0))

@@ -20,7 +20,9 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from everstep import __version__
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
@@ -46,6 +48,7 @@ MOST_THINK_S = 120.0  # for a schedule: then a plain one is used
 TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
+LAST_SNAPSHOT_S = 10.0
 LAST_S = 3.0  # an agent that is up tries again within 2.5 s (everstep.node.agent)
 _ZIPPED = b"z"
 
@@ -127,10 +130,27 @@ class Term:
             f"state {state[:12]}, {len(self.machine.nodes)} nodes, "
             f"{len(self.machine.tasks)} tasks"
         )
+        policy_now = self.machine.policy
+        if not policy_now.journal or policy_now.version != __version__:
+            if self.driver.number > self._snapshot_at:  # what another version decided is not decided again
+                await self._take_snapshot()
+            self._hear_journal(
+                policy_now.journal or uuid4().hex,
+                "it is new" if not policy_now.journal else f"version {policy_now.version} has kept it before",
+            )
         in_force = msg.PolicySet(patience=self.machine.patience, planned=self.machine.policy.planned)
         if policy is not None and policy != in_force:
             self.hear(policy)
         self.driver.resume()
+
+    def _hear_journal(self, journal: str, because: str) -> None:
+        self.hear(msg.JournalBegun(journal=journal, version=__version__, because=because))
+
+    async def begin_journal(self, because: str) -> None:
+        """With an id of its own, on which agents do not compare terms and orders of the one before. A deposed
+        coordinator cannot write that.
+        """
+        await self.handle(msg.JournalBegun(journal=uuid4().hex, version=__version__, because=because))
 
     async def _replay(self, entries: Sequence[JournalEntry]) -> None:
         """By time, not by number: what an entry costs depends on the size of the cluster. A pause is long
@@ -157,11 +177,14 @@ class Term:
             for job in jobs:
                 if job.done():
                     job.result()
+        except asyncio.CancelledError:  # the process ends in good order
+            self.close()
+            await _ended(jobs)
+            await self._last_snapshot()
+            raise
         finally:
             self.close()
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+            await _ended(jobs)
 
     def close(self) -> None:
         """Nothing of this term acts any more."""
@@ -322,6 +345,15 @@ class Term:
                     self.record.say("coordinator: the journal can be written again")
                 return
 
+    async def _last_snapshot(self) -> None:
+        """At a clean end: the next coordinator, perhaps of another version, replays nothing."""
+        if self._failed is not None or self.driver.number == self._snapshot_at:
+            return
+        try:
+            await asyncio.wait_for(self._take_snapshot(), LAST_SNAPSHOT_S)
+        except Exception as error:  # the entries are there
+            self.record.say(f"coordinator: no snapshot was taken at the end: {error}")
+
     async def _take_snapshot(self) -> None:
         try:
             await self._snapshot()
@@ -366,6 +398,13 @@ class Term:
         job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+async def _ended(jobs: Iterable[asyncio.Task[None]]) -> None:
+    jobs = list(jobs)
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
 
 
 class Returns:

@@ -24,6 +24,7 @@ class LineOpened:
 
     term: int
     heard: int
+    journal: str = ""  # the id of its journal; empty: a coordinator of the version before
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ class AgentState:
         self.reports = ReportQueue(ahead_s=ahead_s)
         self.done = 0  # the last order carried out
         self.term = 0  # of the newest coordinator heard
+        self.journal = ""  # whose orders these are: terms of another one are not compared with it
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentAction | LeaveLine]:
         match event:
             case LineOpened():
+                if event.journal and event.journal != self.journal:
+                    self.journal, self.term = event.journal, event.term
                 if refused := self._refuses(event.term):
                     return refused
                 self.reports.connected = True

@@ -136,6 +136,12 @@ class NodeProcesses:
         deadlines += [one.look_at for one in self.unattended.values()]
         return min((at for at in deadlines if at is not None), default=None)
 
+    def runs(self) -> tuple[Sender, ...]:
+        """Every process that lives here, or is about to."""
+        dying = (_S.KILLED, _S.STUCK, _S.DEAD)
+        here = [p.sender for p in self.processes.values() if p.state not in dying]
+        return (*here, *(Sender(w.task, w.worker, w.incarnation) for w in self.waiting.values()))
+
     def validate(self) -> None:
         """What must hold between events."""
         places = [p.sender[:2] for p in self.processes.values()]

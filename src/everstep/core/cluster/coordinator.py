@@ -42,7 +42,9 @@ from everstep.protocol import messages as msg
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import ClusterEvent, Patience
 from everstep.protocol.moment import Moment
-from everstep.protocol.table import Handlers
+from everstep.protocol.table import PROTOCOL, Handlers
+
+MOST_UNKNOWN = 20  # kinds of reports of a node that are counted by name
 
 # What an incident says of an answer that could not be computed: what, remedy, outcome.
 NO_PLAN = (
@@ -253,6 +255,28 @@ class Coordinator:
         self.policy.patience, self.policy.planned = event.patience, event.planned
         self._later.slots_changed("the policy was set")
         return []
+
+    @on
+    def _journal_begun(self, event: msg.JournalBegun, now: Moment) -> Actions:
+        self.policy.journal, self.policy.version = event.journal, event.version
+        return []
+
+    @on
+    def _report_unknown(self, node: Node, event: msg.ReportUnknown, now: Moment) -> Actions:
+        """Counted; shown once for each kind."""
+        node.heard = max(node.heard, event.report)
+        is_new = event.what not in node.unknown
+        what = event.what if not is_new or len(node.unknown) < MOST_UNKNOWN else "others"
+        node.unknown[what] = node.unknown.get(what, 0) + 1
+        if node.unknown[what] > 1:
+            return []
+        incident = self.incidents.new(
+            task=None, what=f"a report ({event.what}) of node {node.name} is not understood", now=now
+        )
+        incident.stops_training, incident.node = False, node.name
+        text = f"its agent speaks protocol {node.protocol}, this coordinator {PROTOCOL}"
+        self.incidents.tell(incident, "coordinator", (text,), now)
+        return self.incidents.close(incident, "reports of this kind are counted and do nothing", now)
 
     @on
     def _set_aside(self, event: msg.EventSetAside, now: Moment) -> Actions:

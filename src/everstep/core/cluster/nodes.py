@@ -16,12 +16,13 @@ from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.silence import Silence
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import Seat, Task, TaskState
+from everstep.core.cluster.task import Ending, Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import gray, remedies
 from everstep.core.faults.fitness import Fitness, judge_checks, kept_with, run_of
 from everstep.core.faults.severity import ErrorKind, known
+from everstep.core.task.states import Lived
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
@@ -89,6 +90,9 @@ class Nodes:
             self._roster.add_node(node)
             is_new = True
         node.protocol = event.protocol
+        strange = self._strange_tasks(event)
+        if because := self._why_records_disagree(node, event):
+            actions += self._reconcile(node, event, strange, because, now)
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
             actions += self._set_liveness(node, NodeLiveness.HEARD, "it is back", now)
@@ -98,8 +102,11 @@ class Nodes:
             (task.name, worker, task.seats[worker].incarnation)
             for task, worker in self._roster.on_node(node.name)
         )
-        order = msg.KeepOnly(keep=keep)
+        order = msg.KeepOnly(keep=keep + tuple(run for run in event.runs if run[0] in strange))
         actions += self._orders.send(node.name, order, "the node is back: only these count", now)
+        for task in strange:  # they may finish what they have in hand: it is not theirs that it is unknown
+            close = msg.CloseTask(task=task, gently=True)
+            actions += self._orders.send(node.name, close, "this coordinator does not run the task", now)
         if given_up:
             actions += self._copies.node_back(node, now)
         if is_new and event.checks:
@@ -168,6 +175,66 @@ class Nodes:
         if node.check_asked_at is not None and now.at < node.check_asked_at + CHECK_WAIT_S:
             return []
         return self._back(node, "its time of isolation is over", now)
+    # -------------------------------------------------------------- records that disagree
+
+    def _strange_tasks(self, event: msg.NodeJoined) -> list[str]:
+        """The tasks that a node runs and that this coordinator does not know."""
+        return [
+            name for name in dict.fromkeys(run[0] for run in event.runs) if name not in self._roster.tasks
+        ]
+
+    def _why_records_disagree(self, node: Node, event: msg.NodeJoined) -> str:
+        """An agent ignores orders of a number that it has carried out already. So a journal that is new, that
+        was put back from a copy, or that has forgotten the node must not go on counting where it is.
+        """
+        if event.journal and self._policy.journal and event.journal != self._policy.journal:
+            return f"its agent followed journal {event.journal[:8]}, this is {self._policy.journal[:8]}"
+        if event.done > node.sent:
+            return f"its agent has carried out {event.done} orders; this journal has {node.sent} of them"
+        return ""
+
+    def _reconcile(
+        self, node: Node, event: msg.NodeJoined, strange: list[str], because: str, now: Moment
+    ) -> Actions:
+        """Adopt its workers if they are exactly those of this journal, at the same epoch. Else the tasks that
+        have workers there begin again from their newest state, with numbers that no process has used.
+        """
+        node.sent, node.pending = max(node.sent, event.done), []
+        node.opened, node.memory_open = set(), set()
+        ours: dict[str, set[tuple[str, Worker, int]]] = {}
+        for task, worker in self._roster.on_node(node.name):
+            if incarnation := task.seats[worker].incarnation:
+                ours.setdefault(task.name, set()).add((task.name, worker, incarnation))
+        theirs = {name: {run for run in event.runs if run[0] == name} for name in ours}
+        agreed = theirs == ours and all(
+            self._roster.tasks[name].epoch == event.epochs.get(name) for name in ours
+        )
+        incident = self._incidents.new(
+            task=None, what=f"the records of node {node.name} and of this coordinator disagree", now=now
+        )
+        incident.stops_training, incident.node = False, node.name
+        self._incidents.tell(incident, "coordinator", (because,), now)
+        ended = f"; workers of {', '.join(strange)} end: such a task is not known here" if strange else ""
+        if agreed:
+            adopted = f"its {len(event.runs)} workers are adopted" if ours else "it has no worker of ours"
+            return self._incidents.close(incident, adopted + ended, now)
+        actions: Actions = []
+        for name in ours:
+            task = self._roster.tasks[name]
+            before = task.epoch
+            sentence = f"node {node.name} knows more of it than this coordinator: {because}"
+            actions += self._tasks.end(
+                task, Ending(state=TaskState.WAITING, because=sentence, gently=True), now
+            )
+            lived, epoch = task.progress.lived, event.epochs.get(name, 0)
+            task.progress.lived = Lived(
+                max(lived.epoch, epoch),
+                lived.attempt + max(0, epoch - before) + 1,  # an epoch raises it by one at most
+                max([lived.incarnation, *(run[2] for run in theirs[name])]),
+            )
+        actions += self._lost(node, NodeLiveness.GONE, because, now)
+        outcome = f"its tasks begin again from their newest state: {', '.join(ours)}"
+        return actions + self._incidents.close(incident, outcome + ended, now)
 
     def fell_silent(self, node: Node, silent_s: float, now: Moment) -> Actions:
         if node.liveness is not NodeLiveness.HEARD:

@@ -1,4 +1,5 @@
-"""How the coordinator is set: one object, shared by all who decide, changed by the event `PolicySet` only."""
+"""How the coordinator is set: one object, shared by all who decide, changed by `PolicySet` and
+`JournalBegun` only."""
 
 from __future__ import annotations
 
@@ -12,4 +13,6 @@ from everstep.protocol.messages import Patience
 class CoordinatorPolicy:
     patience: Patience = field(default_factory=Patience)
     limits: DetectorLimits = field(default_factory=DetectorLimits)
+    journal: str = ""  # its id, by the event `JournalBegun`; empty: it has none yet
+    version: str = ""  # of Everstep, which decided last
     planned: bool = False  # ask a planner how many workers each task gets; else first come, first served

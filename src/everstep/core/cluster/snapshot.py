@@ -34,6 +34,8 @@ def freeze(coordinator: Coordinator) -> dict[str, Any]:
         "question": encode(coordinator.question),
         "patience": encode(coordinator.policy.patience),
         "planned": coordinator.policy.planned,
+        "journal": coordinator.policy.journal,
+        "version": coordinator.policy.version,
         "events": coordinator.events,
         "nodes": [_freeze_node(node, epochs) for node in coordinator.nodes.values()],
         "tasks": [_freeze_task(task) for task in coordinator.tasks.values()],
@@ -58,6 +60,7 @@ def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
     coordinator.question.review_at = question.review_at
     policy = coordinator.policy
     policy.patience, policy.planned = decode(Patience, frozen["patience"]), frozen["planned"]
+    policy.journal, policy.version = frozen.get("journal", ""), frozen.get("version", "")
     coordinator.log.incidents = [decode(Incident, data) for data in frozen["incidents"]]
     if "forgotten" in frozen:
         coordinator.log.forgotten = decode(ForgottenIncidents, frozen["forgotten"])

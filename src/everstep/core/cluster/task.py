@@ -318,6 +318,10 @@ class Task:
         return self.shape.stages if self.request.ranks is None else self.request.ranks.least
 
     @property
+    def epoch(self) -> int:
+        return self.recovery.epoch if self.recovery is not None else self.progress.lived.epoch
+
+    @property
     def next_step(self) -> int:
         """The first step that is not on record, 0 before training has begun."""
         return self.recovery.recorded + 1 if self.recovery is not None else 0
