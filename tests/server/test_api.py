@@ -360,3 +360,43 @@ def test_a_drain_that_costs_steps_which_cannot_be_made_safe_is_refused_unless_fo
             assert (status, json.loads(told)["state"]) == (200, "draining")
 
     asyncio.run(play())
+
+
+def test_a_report_of_a_later_version_is_acknowledged_and_counted(address: str) -> None:
+    """The line was closed, the agent sent it again, for ever."""
+
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            said = {"number": 1, "report": {"is": "SaidByALaterVersion", "x": 1}, "sender": None}
+            await one.line.send_str(json.dumps(said))
+            event = {"is": "TaskEvent", "task": "t", "event": {"is": "LaterEvent"}}
+            await one.line.send_str(json.dumps({"number": 2, "report": event, "sender": None}))
+            await one.acknowledged(2)
+            incidents = await asyncio.to_thread(Client(address=address).get, "/v1/incidents")
+            assert sorted(row["what"] for row in incidents) == [
+                "a report (LaterEvent) of node a is not understood",
+                "a report (SaidByALaterVersion) of node a is not understood",
+            ]
+
+    asyncio.run(play())
+
+
+def test_a_journal_that_was_put_back_gets_an_id_of_its_own(address: str) -> None:
+    """Its terms are lower than those that agents know: they would refuse its coordinator for ever."""
+
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            journal = one.welcome["journal"]
+        assert journal
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(f"{address}/v1/agent") as line,
+        ):
+            hello = {"node": "a", "boot": "1", "slots": 2, "host": "127.0.0.1", "journal": journal}
+            await line.send_str(json.dumps({"hello": hello, "done": 9, "term": 1203}))
+            welcome = await line.receive_json(timeout=60)
+            assert welcome["journal"] not in ("", journal)
+            first = await line.receive_json(timeout=60)
+            assert (first["number"], first["order"]["is"]) == (10, "KeepOnly")
+
+    asyncio.run(play())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from everstep import __version__
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.errors import EverstepError, InternalError, UserError
@@ -24,7 +26,7 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.server import views
 from everstep.server.gateway import Gateway, text_of
-from everstep.server.journal import LostLeadership, SqliteJournal
+from everstep.server.journal import JournalEntry, LostLeadership, SqliteJournal
 from everstep.server.record import ClusterRecord
 from everstep.server.serve import _lead
 from everstep.server.step_files import StepFiles
@@ -409,3 +411,29 @@ def test_a_task_that_went_back_counts_no_microbatch_of_the_steps_it_will_do_agai
 def counted(record: ClusterRecord) -> dict[str, int]:
     found: dict[str, int] = views.task_row(record, record.machine.tasks["t"])["microbatches"]
     return found
+
+
+def test_a_coordinator_that_ends_in_good_order_leaves_a_snapshot_that_names_its_version(
+    tmp_path: Path,
+) -> None:
+    """Another version replayed the events by its own rules: orders had other numbers, and were ignored."""
+
+    async def play(address: str) -> None:
+        async with agent(address, "a"):
+            pass
+
+    async def read() -> tuple[int, bytes, list[JournalEntry]]:
+        journal = SqliteJournal(tmp_path / "journal.sqlite")
+        await journal.open()
+        found = await journal.latest_snapshot()
+        assert found is not None
+        entries = await journal.entries(after=found[0])
+        await journal.close()
+        return *found, entries
+
+    with served(tmp_path) as address:
+        asyncio.run(play(address))
+    number, body, entries = asyncio.run(read())
+    state = json.loads(zlib.decompress(body))["state"]
+    assert (entries, state["version"], len(state["journal"])) == ([], __version__, 32)
+    assert number >= 2

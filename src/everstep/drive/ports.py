@@ -58,3 +58,5 @@ class ClusterPorts:
         match one.event:
             case msg.FromNode(node=node, number=number) | msg.EventSetAside(node=node, report=number) if node:
                 self.transport.received(node, number)
+            case msg.ReportUnknown(node=node, report=number):
+                self.transport.received(node, number)

@@ -199,11 +199,10 @@ class AgentConnections:
         try:
             report = decode(msg.NodeReport, message["report"])
         except PeerError:
-            if not _is_unknown(message["report"]):
+            if not (kind := _unknown_kind(message["report"])):
                 raise
-            what = clipped(str(message["report"]["is"]), 60)
+            what = clipped(kind, 60)
             self._term.hear(msg.ReportUnknown(node=node, report=int(message["number"]), what=what))
-            self.received(node, int(message["number"]))
             return
         said = msg.FromNode(
             node=node,
@@ -240,12 +239,13 @@ def _refused(said: msg.FromNode, packed: int) -> msg.ClusterEvent:
     return msg.EventSetAside(number=0, what=what, error=because, node=said.node, report=said.number)
 
 
-def _is_unknown(report: Any) -> bool:
-    """Of a kind that this version does not have; not a report that is malformed."""
-    kinds = {row.kind.__name__ for wire in (msg.NodeReport, Event) for row in rows(wire)}
+def _unknown_kind(report: Any) -> str:
+    """Its name, if it is of a kind that this version does not have; empty: it is malformed."""
     is_event = isinstance(report, dict) and report.get("is") == "TaskEvent"
     said = report.get("event") if is_event else report
-    return isinstance(said, dict) and isinstance(said.get("is"), str) and said["is"] not in kinds
+    kind = said.get("is") if isinstance(said, dict) else None
+    known = {row.kind.__name__ for wire in (msg.NodeReport, Event) for row in rows(wire)}
+    return kind if isinstance(kind, str) and kind not in known else ""
 
 
 def _hello(message: Any) -> tuple[msg.NodeJoined, int]:

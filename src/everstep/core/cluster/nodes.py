@@ -199,6 +199,8 @@ class Nodes:
         """Adopt its workers if they are exactly those of this journal, at the same epoch. Else the tasks that
         have workers there begin again from their newest state, with numbers that no process has used.
         """
+        is_prefix = event.journal in ("", self._policy.journal)  # of a journal that was put back all is done
+        may_lack = bool(node.pending) and not is_prefix
         node.sent, node.pending = max(node.sent, event.done), []
         node.opened, node.memory_open = set(), set()
         ours: dict[str, set[tuple[str, Worker, int]]] = {}
@@ -206,14 +208,18 @@ class Nodes:
             if incarnation := task.seats[worker].incarnation:
                 ours.setdefault(task.name, set()).add((task.name, worker, incarnation))
         theirs = {name: {run for run in event.runs if run[0] == name} for name in ours}
-        agreed = theirs == ours and all(
-            self._roster.tasks[name].epoch == event.epochs.get(name) for name in ours
-        )
+        agreed = not may_lack and theirs == ours
+        for task in (self._roster.tasks[name] for name in ours):
+            is_same = task.state is TaskState.RUNNING and task.epoch == event.epochs.get(task.name)
+            agreed = agreed and is_same
         incident = self._incidents.new(
             task=None, what=f"the records of node {node.name} and of this coordinator disagree", now=now
         )
         incident.stops_training, incident.node = False, node.name
         self._incidents.tell(incident, "coordinator", (because,), now)
+        self._incidents.judge(incident, known(ErrorKind.OTHER, because), now)
+        remedy = "adopt its workers" if agreed else "begin its tasks again from their newest state"
+        self._incidents.treat(incident, remedy, "its agent would ignore orders that it takes for done", now)
         ended = f"; workers of {', '.join(strange)} end: such a task is not known here" if strange else ""
         if agreed:
             adopted = f"its {len(event.runs)} workers are adopted" if ours else "it has no worker of ours"
