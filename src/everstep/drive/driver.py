@@ -94,6 +94,11 @@ class Driver(Generic[E, A]):
         return len(self._waiting)
 
     @property
+    def is_settled(self) -> bool:
+        """Everything that was heard is durable and handled."""
+        return not self._waiting and not self._is_writing
+
+    @property
     def now(self) -> float:
         """The time of the last event."""
         return self._now

@@ -48,7 +48,7 @@ MOST_THINK_S = 120.0  # for a schedule: then a plain one is used
 TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
-LAST_SNAPSHOT_S = 10.0
+LAST_WRITE_S, LAST_SNAPSHOT_S = 1.0, 10.0  # at a clean end
 LAST_S = 3.0  # an agent that is up tries again within 2.5 s (everstep.node.agent)
 _ZIPPED = b"z"
 
@@ -178,6 +178,7 @@ class Term:
                 if job.done():
                     job.result()
         except asyncio.CancelledError:  # the process ends in good order
+            await self._written()
             self.close()
             await _ended(jobs)
             await self._last_snapshot()
@@ -344,6 +345,13 @@ class Term:
                 if said_at > 0:
                     self.record.say("coordinator: the journal can be written again")
                 return
+
+    async def _written(self) -> None:
+        """What has been heard is on disk and decided; agents are not listened to any more."""
+        self.lines.close()
+        until = time.monotonic() + LAST_WRITE_S
+        while not self.driver.is_settled and time.monotonic() < until and not self.journal.lost.is_set():
+            await asyncio.sleep(TICK_S)
 
     async def _last_snapshot(self) -> None:
         """At a clean end: the next coordinator, perhaps of another version, replays nothing."""
