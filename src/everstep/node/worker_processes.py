@@ -266,9 +266,9 @@ class WorkerProcesses:
             case ag.WorkOnDisk(order=ag.CommitWhole() as ours):
                 self._num_on_disk += 1
                 self._beside(lambda: self._commit_whole(ours), lambda found: self._committed(ours, found))
-            case ag.WorkOnDisk(order=asked):
+            case ag.WorkOnDisk(order=given):
                 self._num_on_disk += 1
-                self._beside(lambda: self._work_on_disk(asked), lambda found: self._worked(asked, found))
+                self._beside(lambda: self._work_on_disk(given), lambda found: self._worked(given, found))
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:
         if isinstance(order, msg.DropCopies):
