@@ -175,6 +175,7 @@ class Nodes:
         if node.check_asked_at is not None and now.at < node.check_asked_at + CHECK_WAIT_S:
             return []
         return self._back(node, "its time of isolation is over", now)
+
     # -------------------------------------------------------------- records that disagree
 
     def _strange_tasks(self, event: msg.NodeJoined) -> list[str]:
