@@ -457,6 +457,47 @@ def test_without_its_nodes_a_state_is_lost_and_the_script_begins_with_its_own() 
     assert [order.restore for order in cluster.life] == [None]
 
 
+def drained(cluster: Cluster, failed: str = "") -> list[int]:
+    """Every node writes what it was told to; the steps."""
+    orders = [order for order in cluster.sent if isinstance(order, msg.DrainSnapshot)]
+    for order in orders:
+        cluster.sent.remove(order)
+        node = cluster.task.seats[order.worker].node
+        cluster.say(node, msg.SnapshotDrained, order, life=order.life, step=order.step, failed=failed)
+    return [order.step for order in orders]
+
+
+def test_a_state_on_disk_is_restored_when_both_nodes_that_kept_it_are_lost() -> None:
+    cluster = Cluster(3)
+    cluster.submit(least=1, most=3, snapshots="/shared")
+    for step in (7, 8):
+        taken(cluster, step)
+        copied(cluster)
+    assert drained(cluster) == [7, 7, 7], "8 waits: one state at a time is on its way"
+    for node in ("n0", "n1"):  # n1 had the only copy of what n0 handed over
+        cluster.deaf.add(node)
+        cluster.hear(msg.NodeLeft(node=node))
+    (alone,) = cluster.life
+    assert alone.restore is not None
+    assert alone.restore.step == 7
+    assert [(file.name, file.holders) for file in alone.restore.files] == [
+        (f"rank-{group}", ()) for group in range(3)
+    ]
+
+
+def test_a_state_that_could_not_be_written_is_followed_by_the_next() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1, snapshots="/shared")
+    taken(cluster, 7)
+    copied(cluster)
+    assert drained(cluster, failed="No space left on device") == [7, 7]
+    taken(cluster, 8)
+    copied(cluster)
+    assert drained(cluster) == [8, 8]
+    cluster.fail(0, "cannot be read", source="log", lost_snapshot=8)
+    assert cluster.task.lives._book.on_disk is None, "what cannot be read is not tried again"
+
+
 def test_a_state_that_a_node_cannot_read_is_given_up_for_the_one_before() -> None:
     cluster = Cluster(2)
     cluster.submit()

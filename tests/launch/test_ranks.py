@@ -419,13 +419,17 @@ import torch
 if life == 0:
     everstep.snapshot({"w": torch.tensor(7.5)}, 3)
     everstep.ranks.snapshots._writing.join()
+    while not [f for _, _, files in os.walk("kept") for f in files if f.endswith(".pt")]: time.sleep(0.01)
     os.kill(os.getpid(), 9)
 """,
         ranks=1,
         preload=("torch",),
+        snapshots="kept",
     )
     assert told.ran.code == 0
     assert told.file(1, 0, "stdout.log") == "from (3, 7.5)\n"
+    (written,) = (told.launch.logs.parent.parent / "kept" / "test").glob("step-3/rank-0*.pt")
+    assert written.stat().st_size > 0
 
 
 # ------------------------------------------------------------------ the end

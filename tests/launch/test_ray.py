@@ -1,4 +1,4 @@
-"""`everstep launch ray`, on a Ray of several nodes on loopback."""
+"""`everstep launch ray`, on a Ray of several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -89,10 +89,7 @@ def test_more_nodes_than_ray_has_is_a_sentence(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
     (tmp_path / "train.py").write_text("")
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1"},
-    )
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         command = ["launch", "ray", "--nodes", "2", "--cpu", "--wait", "1", "--address", cluster.address]
         ran = subprocess.run(

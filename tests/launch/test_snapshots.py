@@ -210,3 +210,35 @@ def test_only_the_newest_steps_stay_in_memory() -> None:
         assert sorted(path.name for path in memory.folder.iterdir()) == ["step-10", "step-11", "step-9"]
     finally:
         memory.close()
+
+
+def test_a_state_on_disk_is_read_where_no_node_has_it_and_refused_if_it_was_changed(tmp_path: Path) -> None:
+    first, second = NodeMemory("127.0.0.1", "s", tmp_path), NodeMemory("127.0.0.1", "s", tmp_path)
+    try:
+        (first.folder / "step-3").mkdir()
+        (first.folder / "step-3" / "rank-0").write_bytes(b"x" * 100_000)
+        file = snapshots.described(first.folder / "step-3" / "rank-0")
+        held = first.hold(3, ["rank-0"])
+        (first.folder / "step-3" / "rank-0").unlink()  # it is no longer kept, and still being written
+        assert first.drain(3, held) == ""
+        assert [path.name for path in (tmp_path / "step-3").iterdir()] == ["rank-0"]
+        assert not held.exists()
+        wanted = [KeptFile(name="rank-0", file=file, holders=())]
+        assert second.fetch(3, wanted) == ""
+        assert snapshots.described(second.folder / "step-3" / "rank-0") == file
+        (tmp_path / "step-3" / "rank-0").write_bytes(b"y" * 100_000)
+        assert "fails its checksum" in first.fetch(3, wanted)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_disk_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    memory = NodeMemory("127.0.0.1", "s", tmp_path / "file")
+    try:
+        (memory.folder / "step-3").mkdir()
+        (memory.folder / "step-3" / "rank-0").write_bytes(b"x")
+        assert memory.drain(3, memory.hold(3, ["rank-0"])).startswith("Not a directory: ")
+    finally:
+        memory.close()

@@ -111,6 +111,14 @@ def submit_command(
         Path | None,
         typer.Option("--log-dir", rich_help_panel=_SCRIPTS, help="Directory for a file per rank."),
     ] = None,
+    snapshot_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshot-dir",
+            rich_help_panel=_SCRIPTS,
+            help="Directory seen by all nodes: states of everstep.snapshot are also written there.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,6 +173,7 @@ def submit_command(
             grace_s=grace,
             preload=preload,
             logs=None if log_dir is None else str(log_dir.resolve()),
+            snapshots=None if snapshot_dir is None else str(snapshot_dir.resolve()),
             environment=scripts.environment(env or []),
         )
     else:

@@ -156,6 +156,14 @@ def run_command(
             "Usually torch. Repeatable.",
         ),
     ] = None,
+    snapshot_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--snapshot-dir",
+            rich_help_panel=_ANY,
+            help="Directory seen by all nodes: states of everstep.snapshot are also written there.",
+        ),
+    ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> int:
@@ -187,6 +195,7 @@ def run_command(
             "--hang-after": hang_after,
             "--preload": preload,
             "--log-dir": log_dir,
+            "--snapshot-dir": snapshot_dir,
         }
         for name, value in given.items():
             if value:
@@ -224,6 +233,7 @@ def run_command(
         grace_s=5.0 if grace is None else grace,
         preload=preload or [],
         log_dir=log_dir or Path("runs"),
+        snapshot_dir=snapshot_dir,
     )
     if most == 1:
         return scripts.run_here(run, port=rdzv_port, as_json=as_json)

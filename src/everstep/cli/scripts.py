@@ -75,6 +75,7 @@ class ScriptRun:
     grace_s: float = 5.0
     preload: list[str] = field(default_factory=list)
     log_dir: Path = Path("runs")
+    snapshot_dir: Path | None = None
     role: str = "default"
 
 
@@ -117,6 +118,7 @@ def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
         port=port,
         logs=str(run.log_dir.resolve()),
         role=run.role,
+        snapshots="" if run.snapshot_dir is None else str(run.snapshot_dir.resolve()),
     )
     output = sys.stderr.buffer if as_json else sys.stdout.buffer
     launch = script_run.ScriptLaunch(rules=rules, output=output)
@@ -150,6 +152,7 @@ def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
         preload=run.preload,
         logs=str(run.log_dir.resolve()),
         role=run.role,
+        snapshots=None if run.snapshot_dir is None else str(run.snapshot_dir.resolve()),
         join_s=at.last_call_s,
     )
     here = script_nodes.RunOnNodes(

@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     own = made.add_argument_group("Everstep's own")
     _option(own, "--hang-after", default="", help="seconds without progress of any rank, then restart")
     _option(own, "--grace", default="5", help="seconds from SIGTERM to SIGKILL")
+    _option(own, "--snapshot-dir", default="", help="states of everstep.snapshot are also written there")
     _option(own, "--preload", default="", help="modules to import once and fork ranks from: torch")
     for name in _UNUSED:
         short = {"redirects": ["-r"], "tee": ["-t"]}.get(name, [])
@@ -148,6 +149,7 @@ def run(given: argparse.Namespace) -> int:
         grace_s=_seconds(given.grace, "--grace"),
         preload=[name for name in given.preload.split(",") if name],
         log_dir=Path(given.log_dir or "runs"),
+        snapshot_dir=Path(given.snapshot_dir) if given.snapshot_dir else None,
         role=given.role,
     )
     if given.standalone or most == 1:

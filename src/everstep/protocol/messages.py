@@ -373,6 +373,7 @@ class RankRules:
     port: int = 0  # of the store; 0: a free one for each life
     logs: str = ""  # folder of files per rank; empty: the agent chooses
     role: str = "default"  # ROLE_NAME
+    snapshots: str = ""  # folder that all nodes see, to which states in memory are drained; empty: none
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -530,6 +531,31 @@ class SnapshotCopied(RankReport, WorkerReport):
     step: int
     owner: Worker
     failed: str = ""
+
+
+@message(by=WORKER, says="{node} has written its part of the state of {task} after step {step} to disk")
+class SnapshotDrained(RankReport, WorkerReport):
+    """The answer to `DrainSnapshot`."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    step: int
+    failed: str = ""
+
+
+@message(says="write the state of {task} after step {step} on {node} to disk")
+class DrainSnapshot(RankOrder):
+    """From the node's memory to the folder of the task, meanwhile."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    step: int
+    names: tuple[str, ...]
+    because: str
 
 
 @message(says="copy the state of {task} after step {step} to {node}")

@@ -197,6 +197,10 @@ class Keeper:
                 self._question = _StacksQuestion(self._group.ranks)
             case msg.CopySnapshot():
                 threading.Thread(target=self._copy, args=(order, self._number), daemon=True).start()
+            case msg.DrainSnapshot():
+                self._drain(order)
+            case msg.SnapshotCopied() | msg.SnapshotDrained():  # of a thread of ours
+                self._tell(order)
             case msg.EndWorker(gently=gently):
                 self._is_leaving = True
                 if self._life is not None:
@@ -406,7 +410,7 @@ class Keeper:
             warn(f"a copy of the state of step {order.step} failed: {failed}")
         self._memory.trim()
         task, worker, incarnation = self._settings.sender
-        self._tell(
+        self._inbox.put(
             msg.SnapshotCopied(
                 task=task,
                 worker=worker,
@@ -417,6 +421,28 @@ class Keeper:
                 failed=failed,
             )
         )
+
+    def _drain(self, order: msg.DrainSnapshot) -> None:
+        """The files are held now; written in a thread, whatever becomes of the ranks."""
+        try:
+            held = self._memory.hold(order.step, order.names)
+        except OSError as error:
+            self._drained(order.step, order.life, f"{error.strerror}: {error.filename}")
+            return
+        threading.Thread(
+            target=lambda: self._drained(order.step, order.life, self._memory.drain(order.step, held)),
+            name="everstep-drain",
+            daemon=True,
+        ).start()
+
+    def _drained(self, step: int, life: int, failed: str) -> None:
+        if failed:
+            warn(f"the state of step {step} could not be written to disk: {failed}")
+        task, worker, incarnation = self._settings.sender
+        said = msg.SnapshotDrained(
+            task=task, worker=worker, incarnation=incarnation, life=life, step=step, failed=failed
+        )
+        self._inbox.put(said)
 
     def _look(self, life: _Life, now: float) -> None:
         if self._question is not None and (answer := self._question.answers(self._group.ranks)):
@@ -479,7 +505,9 @@ def keep(settings: KeeperSettings, tell: Say, inbox: Inbox) -> int:
 
 
 def made(settings: KeeperSettings, tell: Say, inbox: Inbox) -> Keeper:
-    memory = NodeMemory(settings.host, settings.secret)
+    rules = settings.rules
+    disk = Path(rules.folder, rules.snapshots, rules.run_id) if rules.snapshots else None
+    memory = NodeMemory(settings.host, settings.secret, disk)
     return Keeper(settings, _starter(settings.rules), memory, tell, inbox)
 
 

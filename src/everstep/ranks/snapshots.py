@@ -286,10 +286,28 @@ def described(path: Path) -> SnapshotFile:
 # ------------------------------------------------------------------ in a keeper
 
 
+def _trim(folder: Path) -> None:
+    """Only the newest steps stay."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    for step in steps[:-KEPT_STEPS]:
+        shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class NodeMemory:
     """The files of this node's ranks and of another node's, in shared memory; other nodes read them here."""
 
-    def __init__(self, host: str, secret: str) -> None:
+    def __init__(self, host: str, secret: str, disk: Path | None = None) -> None:
+        """`disk`: the folder of the task, that all nodes see, to which states are drained."""
+        self.disk = disk
         base = Path("/dev/shm")
         root = base if base.is_dir() and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
         self.folder, self._lock = new_folder("everstep-snapshots-", root)
@@ -305,10 +323,7 @@ class NodeMemory:
         os.close(self._lock)
 
     def trim(self) -> None:
-        """Only the newest steps stay."""
-        steps = sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
-        for step in steps[:-KEPT_STEPS]:
-            shutil.rmtree(step_folder(self.folder, step), ignore_errors=True)
+        _trim(self.folder)
 
     def fetch(self, step: int, files: Iterable[KeptFile]) -> str:
         """Read what is not here. Why it failed; empty: all are here, with the right hash."""
@@ -319,8 +334,54 @@ class NodeMemory:
             if path.is_file() and described(path) == wanted.file:
                 continue
             troubles = [self._read(holder, step, wanted, path) for holder in wanted.holders]
-            if not wanted.holders or all(troubles):
+            if wanted.holders and not all(troubles):
+                continue
+            if self.disk is not None:
+                troubles.append(self._read_disk(self.disk, step, wanted, path))
+            if not troubles or all(troubles):
                 return f"{wanted.name}: {'; '.join(filter(None, troubles)) or 'no node has it'}"
+        return ""
+
+    def _read_disk(self, disk: Path, step: int, wanted: KeptFile, path: Path) -> str:
+        """Why it failed."""
+        part, found = path.with_name(f"{path.name}.part"), step_folder(disk, step) / wanted.name
+        try:
+            shutil.copyfile(found, part)
+            if described(part) != wanted.file:
+                return f"{found} fails its checksum"
+            part.replace(path)
+        except OSError as error:
+            return f"{found}: {error.strerror}"
+        finally:
+            part.unlink(missing_ok=True)
+        return ""
+
+    def hold(self, step: int, names: Iterable[str]) -> Path:
+        """Other names of these files, which stay when the step is no longer kept."""
+        held = Path(tempfile.mkdtemp(prefix=f"draining-{step}-", dir=self.folder))
+        for name in names:
+            os.link(step_folder(self.folder, step) / name, held / name)
+        return held
+
+    def drain(self, step: int, held: Path) -> str:
+        """Write them to disk, each whole or not at all. Why it failed."""
+        assert self.disk is not None, "no folder was given"
+        folder = step_folder(self.disk, step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for source in sorted(held.iterdir()):
+                part = folder / f"{source.name}.part"
+                with source.open("rb") as data, part.open("wb") as file:
+                    shutil.copyfileobj(data, file, _CHUNK)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(folder / source.name)
+            _sync_folder(folder)
+        except OSError as error:
+            return f"{error.strerror or error}: {error.filename or folder}"
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
+        _trim(self.disk)
         return ""
 
     def _read(self, holder: tuple[str, int], step: int, wanted: KeptFile, path: Path) -> str:

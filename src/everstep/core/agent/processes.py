@@ -284,7 +284,9 @@ class NodeProcesses:
 
     @on_order
     def _tell_keeper(
-        self, order: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot, now: float
+        self,
+        order: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot | msg.DrainSnapshot,
+        now: float,
     ) -> Actions:
         process = self.processes.get(Sender(order.task, order.worker, order.incarnation))
         return [PassOn(process.sender, order)] if process is not None and _alive(process) else []

@@ -490,7 +490,8 @@ class Coordinator:
         | msg.RanksLocated
         | msg.RankProgressed
         | msg.SnapshotTaken
-        | msg.SnapshotCopied,
+        | msg.SnapshotCopied
+        | msg.SnapshotDrained,
         now: Moment,
     ) -> Actions:
         if isinstance(report, msg.RanksStarted):

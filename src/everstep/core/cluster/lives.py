@@ -126,6 +126,15 @@ class Snapshot:
 
 
 @dataclass(slots=True, kw_only=True)
+class Draining:
+    """A state on its way to disk: one at a time, so a slow disk gets every so manieth."""
+
+    step: int
+    files: Mapping[str, SnapshotFile]
+    awaited: set[Worker]
+
+
+@dataclass(slots=True, kw_only=True)
 class LivesBook:
     """All of the state."""
 
@@ -149,6 +158,8 @@ class LivesBook:
     says_when_saved: bool = False
     memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by step
+    draining: Draining | None = None  # to disk
+    on_disk: tuple[int, Mapping[str, SnapshotFile]] | None = None  # the newest: its step and files
 
 
 class Lives:
@@ -340,6 +351,8 @@ class Lives:
         book.places[worker] = Absent(0, event.reason)
         book.addresses.pop(worker, None)
         book.memories.pop(worker, None)
+        if book.draining is not None and worker in book.draining.awaited:
+            book.draining = None
         over = ""
         if not event.planned:
             lost = book.keepers_lost[worker] = book.keepers_lost.get(worker, 0) + 1
@@ -482,6 +495,8 @@ class Lives:
             return []
         if event.lost_snapshot is not None:
             self._book.snapshots.pop(event.lost_snapshot, None)
+            if self._book.on_disk is not None and self._book.on_disk[0] == event.lost_snapshot:
+                self._book.on_disk = None
         witness = testimony.of_report(event, now)
         if isinstance(phase, Settling):
             phase.witnesses.append(witness)
@@ -681,10 +696,43 @@ class Lives:
             return []
         for old in sorted(book.snapshots)[:-KEPT_SNAPSHOTS]:
             del book.snapshots[old]
-        return self._saved(step, now)
+        return [*self._drain(step), *self._saved(step, now)]
+
+    def _drain(self, step: int) -> list[Action]:
+        """To disk, by the nodes whose files they are, if none is on its way."""
+        book, kept = self._book, self._book.snapshots[step]
+        if not book.rules.snapshots or book.draining is not None:
+            return []
+        owners = [worker for worker, files in sorted(kept.files.items()) if files]
+        files = {name: file for worker in owners for name, file in kept.files[worker].items()}
+        book.draining = Draining(step=step, files=files, awaited=set(owners))
+        return [
+            msg.DrainSnapshot(
+                task=self.task,
+                worker=worker,
+                incarnation=self._incarnation(worker),
+                life=book.life,
+                step=step,
+                names=tuple(sorted(kept.files[worker])),
+                because="it outlives its nodes there",
+            )
+            for worker in owners
+        ]
+
+    @on
+    def _snapshot_drained(self, event: msg.SnapshotDrained, now: float) -> list[Action]:
+        book, draining = self._book, self._book.draining
+        if draining is None or draining.step != event.step:
+            return []
+        draining.awaited.discard(event.worker)
+        if event.failed:
+            book.draining = None  # the next state is tried
+        elif not draining.awaited:
+            book.draining, book.on_disk = None, (draining.step, draining.files)
+        return []
 
     def _newest_snapshot(self) -> KeptSnapshot | None:
-        """The newest state of which every file is in the memory of a node that is there."""
+        """The newest state of which every file is in the memory of a node that is there, else on disk."""
         book = self._book
         for step in sorted(book.snapshots, reverse=True):
             kept = book.snapshots[step]
@@ -699,7 +747,11 @@ class Lives:
             if len(kept.files) == kept.groups and found and all(each.holders for each in found):
                 return KeptSnapshot(step=step, files=tuple(found))
             del book.snapshots[step]  # unfinished, or lost with its nodes
-        return None
+        if book.on_disk is None:
+            return None
+        step, files = book.on_disk
+        written = tuple(KeptFile(name=n, file=f, holders=()) for n, f in sorted(files.items()))
+        return KeptSnapshot(step=step, files=written)
 
     # -------------------------------------------------------------- a life ends
 

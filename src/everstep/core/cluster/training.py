@@ -303,7 +303,7 @@ class Training:
     def _order_ranks(
         self,
         task: Task,
-        wish: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot,
+        wish: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot | msg.DrainSnapshot,
         now: Moment,
     ) -> Actions:
         seat = task.seats.get(wish.worker)
