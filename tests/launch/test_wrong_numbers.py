@@ -113,3 +113,26 @@ def test_a_spike_of_the_data_is_treated_by_the_job_s_rule(
     # Skipped: the next step has the weights that the bad one had.
     is_moved = abs(losses[STEP + 1] - usual[STEP]) > 1e-2 * usual[STEP]
     assert is_moved == (rule == "tell"), (losses[STEP + 1], usual[STEP])
+
+
+@pytest.mark.slow
+def test_code_that_is_not_deterministic_is_named_and_no_machine_blamed(fork_server: ForkServer) -> None:
+    """Other losses than a run before is all that is wrong with it: it trains to its end."""
+    job = Job(
+        model=ModelSpec(build="odd_rows:model_of_chance"),
+        data=DataSpec(build="odd_rows:Data"),
+        optimizer=OptimizerSpec(lr=1e-3),
+        steps=12,
+        replicas=3,
+        microbatches=2,
+        verify=VerifySpec(votes="every"),
+        base=str(Path(__file__).parents[2] / "harness"),
+    )
+    task = LocalTask(job, fork_server=fork_server)
+    outcome = task.run()
+    assert outcome.failure is None
+    (incident,) = outcome.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.kind == "nondeterministic code"
+    assert not any(node.isolated_slots for node in task.coordinator.nodes.values())
+    assert len(outcome.steps.rows) == 12

@@ -320,7 +320,7 @@ def drain_command(
     safe at the end of its step: as a checkpoint, or in the memory of another node. If it has neither, the
     drain is refused. --force ends the workers at once in both cases.
 
-    --readmit undoes it, also for a lemon: a node that was isolated repeatedly.
+    --readmit undoes it, also for a lemon: a node that failed more often than its peers.
 
     [bold]Examples[/bold]
 

@@ -50,7 +50,8 @@ def kept_with(runs: Sequence[CheckRun], new: CheckRun) -> list[CheckRun]:
 def judge_checks(
     results: Sequence[CheckResult], mine: Sequence[CheckRun], peers: Iterable[CheckRun]
 ) -> Fitness:
-    unfit, marked = [], []
+    unfit: list[str] = []
+    marked: list[str] = []
     for one in results:
         if one.state == "failed":
             is_own = one.check.split()[0] in OF_THE_MACHINE
