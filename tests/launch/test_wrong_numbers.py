@@ -110,9 +110,8 @@ def test_a_spike_of_the_data_is_treated_by_the_job_s_rule(
     usual = odd(fork_server, "", tmp_path / "clean", spike=rule).all_losses()
     assert [losses[step] for step in range(1, STEP)] == [usual[step] for step in range(1, STEP)]
     assert losses[STEP] > 100 * usual[STEP]
-    # Skipped: the next step has the weights that the bad one had.
-    is_moved = abs(losses[STEP + 1] - usual[STEP]) > 1e-2 * usual[STEP]
-    assert is_moved == (rule == "tell"), (losses[STEP + 1], usual[STEP])
+    # Skipped: the next step has the weights that the bad one had, and data are the same in every step.
+    assert (losses[STEP + 1] == usual[STEP]) == (rule != "tell")
 
 
 @pytest.mark.slow
