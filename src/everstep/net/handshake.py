@@ -66,7 +66,7 @@ class Opener:
         both = [suite for suite in self._accepts if said[0] & 1 << suite]
         if not both:
             raise PeerError("the two ends of a connection do not agree on how it is protected")
-        self.identity, suite = said[ANSWER - NONCE - PROOF :], max(both)
+        self.identity, suite = said[ANSWER - NONCE - PROOF :], both[0]
         self.sealer = Sealer(suite, _key(self._secret, self._nonce + theirs))
         chosen = bytes([suite])
         return chosen + _proof(self._secret, b"opener", self._nonce + theirs, chosen)

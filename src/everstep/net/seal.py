@@ -39,7 +39,7 @@ class TamperedError(PeerError):
 
 
 class Suite(IntEnum):
-    """How chunks are protected; the higher of those that both ends accept is used."""
+    """How chunks are protected: by the first of the opener's that the acceptor has as well."""
 
     PLAIN = 0
     BLAKE2B = 1
@@ -62,14 +62,17 @@ def is_available(suite: Suite) -> bool:
 
 
 def accepted(net: NetSpec, peer: str) -> tuple[Suite, ...]:
-    """What a job asks for on a connection with this host. Both ends come to the same answer, but for `gmac`,
-    which an end has or has not.
+    """What a job allows on a connection with this host, the best first. An end has `gmac` or has not; and
+    through a tunnel or a proxy, one end may see loopback where the other does not: then it is authenticated.
     """
     if net.encrypt:
         return (Suite.AES_GCM,)
-    if net.authenticate == "never" or (net.authenticate == "auto" and is_loopback(peer)):
+    if net.authenticate == "never":
         return (Suite.PLAIN,)
-    return tuple(filter(is_available, (Suite.BLAKE2B, Suite.GMAC)))
+    authenticated = tuple(filter(is_available, (Suite.GMAC, Suite.BLAKE2B)))
+    if net.authenticate == "auto" and is_loopback(peer):
+        return (Suite.PLAIN, *authenticated)
+    return authenticated
 
 
 def require_encryption() -> None:
