@@ -70,7 +70,7 @@ def test_a_script_on_ray_survives_a_killed_node_and_leaves_a_drained_one(tmp_pat
         drain = ["drain-node", "--address", cluster.address, "--node-id", nodes[1].node_id]
         why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         program = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
-        subprocess.run([*program, *drain, *why, "--deadline-remaining-seconds", "300"], check=True)
+        subprocess.run([*program, *drain, *why, "--deadline-remaining-seconds", "20"], check=True)
         launched.until(lambda: launched.world == 1)
         (tmp_path / "worlds.end").write_text("")
         assert launched.process.wait(timeout=300) == 0, (tmp_path / "stderr").read_text()[-4000:]
