@@ -80,6 +80,8 @@ def test_the_quick_start_trains_and_trains_through_a_death(tmp_path: Path) -> No
     assert float(last_loss(said[0])) == pytest.approx(float(last_loss(in_peace)), rel=1e-3), "and what is so"
 
 
+# By default `test_blocks.py` runs the block, and `tests/cli/test_broken_pipe.py` a script through a death.
+@pytest.mark.slow
 def test_fifteen_lines_train_and_train_through_a_death(tmp_path: Path) -> None:
     script = next(block.text for block in blocks(DOCS / "own-model.md") if block.language == "python")
     assert len(script.splitlines()) <= 15

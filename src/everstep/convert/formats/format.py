@@ -1,4 +1,4 @@
-"""What a checkpoint format is to the rest of the program: one row of the table in `formats/table.py`.
+"""What a checkpoint format is to the rest of the program: one row of the table in `known_formats.py`.
 
 A new format is a module with `FORMAT = Format(…)` and one line in that table. Command-line help, detection,
 the self-check and the table in docs/checkpoint-format.md follow from the row.
