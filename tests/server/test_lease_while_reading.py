@@ -96,3 +96,29 @@ def test_a_snapshot_that_takes_longer_to_load_than_the_lease_lasts_keeps_it(
     took, lost, _ = asyncio.run(read(etcd, "/snapshot", tmp_path))
     assert took > LEASE_S
     assert not lost
+
+
+def test_an_event_that_outlasts_the_lease_keeps_it_and_a_loop_that_hangs_loses_it(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop kept the lease. One long event lost it, and so it did again in every next leader's replay."""
+
+    async def slow() -> None:
+        journal = await leading(etcd, "/slow-event", LEASE_S)
+        time.sleep(3 * LEASE_S)  # on the loop, as a decision is
+        assert await journal.append([joined(1)]) == 1
+        await asyncio.sleep(0.2)
+        assert not journal.lost.is_set()
+        await journal.close()
+
+    async def hung() -> None:
+        journal = await leading(etcd, "/hung-loop", LEASE_S)
+        time.sleep(4 * LEASE_S)
+        await asyncio.wait_for(journal.lost.wait(), 30.0)
+        other = await leading(etcd, "/hung-loop", LEASE_S)
+        await other.close()
+        await journal.close()
+
+    asyncio.run(slow())
+    monkeypatch.setattr("everstep.server.etcd.HANG_S", 1.0)
+    asyncio.run(hung())

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,12 +264,12 @@ class WorkerProcesses:
                         None,
                     ),
                 )
-            case ag.WorkOnDisk(order=ag.CommitWhole() as ours):
-                self._num_on_disk += 1
-                self._beside(lambda: self._commit_whole(ours), lambda found: self._committed(ours, found))
             case ag.WorkOnDisk(order=given):
                 self._num_on_disk += 1
-                self._beside(lambda: self._work_on_disk(given), lambda found: self._worked(given, found))
+                if isinstance(given, ag.CommitWhole):
+                    self._beside(partial(self._commit_whole, given), partial(self._committed, given))
+                else:
+                    self._beside(partial(self._work_on_disk, given), partial(self._worked, given))
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:
         if isinstance(order, msg.DropCopies):

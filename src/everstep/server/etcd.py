@@ -30,11 +30,13 @@ import contextlib
 import json
 import ssl
 import struct
+import threading
 import zlib
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from everstep.errors import InternalError, UserError
+from everstep.log import warn
 from everstep.server.gateway import Gateway, Json, RequestRefused, Unreachable, bytes_of, end_of, text_of
 from everstep.server.journal import (
     MAX_ENTRY_BYTES,
@@ -50,8 +52,78 @@ _CHUNK_BYTES = 1 << 20
 _PAGES_AT_ONCE = 8
 _ANSWER_S = 5.0  # for calls that no lease depends on
 _LOOK_AGAIN_S = 0.2
+HANG_S = 20.0  # without a turn of the coordinator's loop: another one should lead
 _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
+
+
+class LeaseKeeper:
+    """Renews a lease from a thread: one slow event of the coordinator must not cost its leadership, or the
+    next leader reads the same event and loses it too. A coordinator that hangs must lose it: when its loop
+    has not turned for `HANG_S`, the lease is not renewed any more.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        lease: str,
+        lease_s: float,
+        kept: Callable[[float], None],
+        lost: Callable[[], None],
+    ) -> None:
+        self._gateway, self._lease, self._lease_s = gateway, lease, lease_s
+        self._kept, self._lost, self._hang_s = kept, lost, HANG_S
+        self._loop = asyncio.get_running_loop()
+        self._turned_at = self._loop.time()  # the monotonic clock, for all threads the same
+        self._turning: asyncio.Task[None] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        self._turning = asyncio.create_task(self._turn())
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._end.set()
+        if self._turning is not None:
+            self._turning.cancel()
+        await asyncio.to_thread(self._thread.join, 2.0)
+
+    async def _turn(self) -> None:
+        while True:
+            self._turned_at = self._loop.time()
+            await asyncio.sleep(self._lease_s / 6)
+
+    def _run(self) -> None:
+        asyncio.run(self._renew())
+
+    async def _renew(self) -> None:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._lease_s
+        await self._gateway.open()
+        try:
+            while not await asyncio.to_thread(self._end.wait, self._lease_s / 3):
+                sent_at = clock()
+                if sent_at - self._turned_at > self._hang_s:
+                    warn(
+                        f"coordinator: it has not answered for {self._hang_s:g} s and gives up its leadership"
+                    )
+                    break
+                try:
+                    answer = await self._gateway.call(
+                        "lease/keepalive", {"ID": self._lease}, within_s=until - sent_at
+                    )
+                except (Unreachable, RequestRefused):
+                    answer = {}
+                if int(answer.get("TTL", 0)) <= 0:  # it expired, or etcd was unreachable before it did
+                    break
+                until = sent_at + self._lease_s
+                self._kept(until)
+        finally:
+            await self._gateway.close()
+        if not self._end.is_set():
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                self._loop.call_soon_threadsafe(self._lost)
 
 
 class EtcdJournal:
@@ -76,7 +148,7 @@ class EtcdJournal:
         self._compacts = compacts
         self._lease: str | None = None
         self._alive_until = 0.0
-        self._keeper: asyncio.Task[None] | None = None
+        self._keeper: LeaseKeeper | None = None
         self._term: str | None = None  # the revision at which this process became leader
         self._writing = asyncio.Lock()
         self._num_writes = 0
@@ -129,7 +201,10 @@ class EtcdJournal:
         self._lease_s = float(granted["TTL"])
         self._alive_until = sent_at + self._lease_s
         self.lost.clear()
-        self._keeper = asyncio.create_task(self._keep_alive())
+        self._keeper = LeaseKeeper(
+            self._gateway.another(), self._lease, self._lease_s, self._kept, self._lose
+        )
+        self._keeper.start()
         try:
             if await self._create_leader():
                 await self._learn()
@@ -168,20 +243,8 @@ class EtcdJournal:
         snapshot, _ = await self._range(self._key("snapshot"))
         self._snapshot = bytes_of(snapshot[0]["value"]) if snapshot else None
 
-    async def _keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            sent_at = self._now()
-            try:
-                answer = await self._gateway.call(
-                    "lease/keepalive", {"ID": self._lease}, within_s=self._alive_until - sent_at
-                )
-            except (Unreachable, RequestRefused):
-                answer = {}
-            if int(answer.get("TTL", 0)) <= 0:  # it expired, or etcd was unreachable before it did
-                self._lose()
-                return
-            self._alive_until = sent_at + self._lease_s
+    def _kept(self, until: float) -> None:
+        self._alive_until = until
 
     async def _until_vacant(self, revision: int) -> None:
         """Until the leader key is deleted; or for the time of a lease, for a watch can die unheard."""
@@ -204,8 +267,7 @@ class EtcdJournal:
         lease, self._lease = self._lease, None
         self._term = None
         if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait({keeper})
+            await keeper.stop()
         if lease is not None:
             with contextlib.suppress(Unreachable, RequestRefused):
                 await self._gateway.call("lease/revoke", {"ID": lease}, within_s=1.0)

@@ -67,6 +67,10 @@ class Gateway:
         self._current = 0
         self._session: aiohttp.ClientSession | None = None
 
+    def another(self) -> Gateway:
+        """To the same etcd, for another thread."""
+        return Gateway(self.endpoints, token=self._token, tls=self._tls)
+
     async def open(self) -> None:
         headers = {"Authorization": self._token} if self._token else {}
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)

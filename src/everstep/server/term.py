@@ -111,8 +111,7 @@ class Term:
         number, steps, at = 0, None, 0.0
         if snapshot is not None:
             number, body = snapshot
-            # In a thread: a large one takes longer than a lease lasts, which the loop keeps alive meanwhile.
-            # Not the lease in a thread: a coordinator that hangs must lose it.
+            # In a thread: a loop that stands still for too long loses its leadership (etcd.LeaseKeeper).
             steps, at = await asyncio.to_thread(self._thaw, body)
         self._snapshot_at = number
         self.driver = self._driver(Moment(at, number))
