@@ -251,6 +251,17 @@ def test_no_wrong_number_is_ever_used_and_no_healthy_slot_isolated() -> None:
         assert violation is None, f"everstep sim storm --flips --seeds {seed}: {violation}"
 
 
+def test_steps_with_a_nan_are_computed_again_and_nothing_breaks() -> None:
+    """Of the data and of machines, with and without votes, while workers die."""
+    found = set()
+    for seed in (*range(8), 18, 21):
+        spec = draw_storm(seed, "spikes")
+        found.add((spec.spike is not None, spec.rules.vote_every > 0))
+        violation = run_storm(spec, cluster=True).violation
+        assert violation is None, f"everstep sim storm --spikes --seeds {seed}: {violation}"
+    assert len(found) == 4
+
+
 def test_without_votes_wrong_numbers_are_used() -> None:
     """The checkers see what votes prevent."""
     spec = draw_storm(0, "flips")
