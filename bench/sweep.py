@@ -6,6 +6,7 @@
     python bench/sweep.py --only reduce --json
     python bench/sweep.py --points 1,2,3 --in-a-row 60    all in one run, each after the rejoin of the last
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
+    python bench/sweep.py --shards 2 --experts 4    80 points; the experts of a block are on two processes
     python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -73,7 +74,13 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
     command = [sys.executable, __file__, "--results", str(given.results), "--preset", given.preset]
     command += ["--device", given.device, "--precision", given.precision, "--transport", given.transport]
     command += ["--graphs", given.graphs, "--in-a-row", str(given.in_a_row), "--rest", str(given.rest)]
-    command += ["--shards", str(given.shards), *(["--shard"] if given.shard else [])]
+    command += [
+        "--shards",
+        str(given.shards),
+        "--experts",
+        str(given.experts),
+        *(["--shard"] if given.shard else []),
+    ]
     command += ["--ahead"] if given.ahead else []
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
@@ -102,6 +109,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="a file of rows; what passed in it is not run again")
     parser.add_argument(
         "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of every block; with --shards spread over them, a multiple"
     )
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
@@ -153,6 +163,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         preset=given.preset,
         transport=given.transport,
         shards=given.shards,
+        experts=given.experts,
         shard=given.shard,
         graphs=given.graphs,
         clean=clean_in(given.results),

@@ -236,14 +236,16 @@ class Sweep:
         clean: dict[str, Losses] | None = None,
         data: DataSpec | None = None,
         depth: int | None = None,
+        experts: int = 0,
         fork_server: ForkServer | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
         carrying and of launching are compared.
         """
         self.transport, self.shard, self.graphs = transport, shard, graphs
+        options = {key: value for key, value in (("depth", depth), ("experts", experts)) if value}
         self.job = Job(
-            model=ModelSpec(preset=preset, options={} if depth is None else {"depth": depth}),
+            model=ModelSpec(preset=preset, options=options),
             data=data or DataSpec(kind="synthetic"),
             steps=steps,
             microbatches=4,

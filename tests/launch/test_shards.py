@@ -48,6 +48,25 @@ def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: S
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
 
 
+def test_experts_over_shards_heal_and_their_checkpoint_goes_to_one_process(
+    sweep: Sweep, tmp_path: Path
+) -> None:
+    """Killed inside the sum of the experts' outputs; saved by two shards, continued by one."""
+    constant = replace(sweep.job.optimizer, decay="constant")
+    model = ModelSpec(preset="moe-tiny", options={"depth": 2, "experts": 4})
+    job = replace(sweep.job, model=model, replicas=2, stages=1, steps=4, optimizer=constant)
+    clean = sweep.run(job, ())
+    saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
+    killed = ("stage=0,replica=1,step=2,op=F1,when=inside,shard=1",)
+    healed = sweep.run(replace(saving, steps=2), killed)
+    assert compare(clean, healed, replace(job, steps=2))["max_relative_loss_difference"] == 0.0
+    assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
+    again = sweep.run(replace(saving, replicas=1, shards=1), ())
+    assert again.resumed_from == 2
+    for step in (3, 4):
+        assert again.by_step()[step].loss == pytest.approx(clean.by_step()[step].loss, rel=1e-5)
+
+
 def test_sharded_optimizer_states_of_shards_come_back_from_a_checkpoint(sweep: Sweep, tmp_path: Path) -> None:
     """Chunks of two shards are boxes of the logical tensors; both replicas of the stage die."""
     optimizer = replace(sweep.job.optimizer, clip=0.05, decay="constant")

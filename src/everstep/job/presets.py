@@ -27,6 +27,9 @@ class GptShape:
     dropout: float = 0.0
     tied: bool = False  # embedding and output head are one tensor
     rope_base: float = 10_000.0
+    experts: int = 0  # in place of each SwiGLU, each as wide as it; 0: none
+    experts_per_token: int = 2
+    router_loss: float = 0.01  # what the loss of an uneven use of experts is multiplied with
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "depth", "heads", "hidden", "context"):
@@ -39,18 +42,23 @@ class GptShape:
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise UserError(f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}.")
+        if self.experts < 0 or self.experts == 1:
+            raise UserError(f"model.experts is {self.experts}; give 2 or more, or 0 for none.")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UserError(
+                f"model.experts_per_token is {self.experts_per_token}; give 1 to {self.experts}, the number "
+                "of experts."
+            )
+        if self.router_loss < 0:
+            raise UserError(f"model.router_loss is {self.router_loss}; it must be at least 0.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
 
     def shared_out(self) -> dict[str, int | None]:
         """What is shared out among shards, which must divide it."""
         kv_heads = self.kv_heads or self.heads
-        return {
-            "model.heads": self.heads,
-            "model.kv_heads": kv_heads,
-            "model.hidden": self.hidden,
-            "model.vocab": self.vocab,
-        }
+        inside = {"model.experts": self.experts} if self.experts else {"model.hidden": self.hidden}
+        return {"model.heads": self.heads, "model.kv_heads": kv_heads, **inside, "model.vocab": self.vocab}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,10 @@ MODELS = {
     "gpt-3b": BuiltIn(shape=GptShape(vocab=32000, width=3072, depth=24, heads=24, hidden=8192, context=2048)),
     "gpt-7b": BuiltIn(
         shape=GptShape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048)
+    ),
+    "moe-tiny": BuiltIn(shape=GptShape(hidden=96, experts=8)),  # 0.7 M parameters, 0.26 M per token
+    "moe-3b": BuiltIn(  # 0.7 B per token
+        shape=GptShape(vocab=32000, width=1536, depth=20, heads=12, hidden=2048, context=2048, experts=16)
     ),
 }
 SMALLEST = "gpt-tiny"
@@ -115,10 +127,20 @@ def refuse_shards(shards: int, numbers: Mapping[str, int | None]) -> None:
 
 
 def matmul_parameters(shape: GptShape) -> int:
-    """The parameters a token is multiplied with: all Linear weights, the head's too, the embedding's not."""
+    """The parameters a token is multiplied with: all Linear weights, the head's too, the embedding's not, of
+    experts those that it goes to.
+    """
+    return shape.depth * block_parameters(shape) + shape.vocab * shape.width
+
+
+def block_parameters(shape: GptShape) -> int:
+    """The same of one block."""
     kv_width = shape.width // shape.heads * (shape.kv_heads or shape.heads)
     attention = 2 * shape.width**2 + 2 * shape.width * kv_width
-    return shape.depth * (attention + 3 * shape.width * shape.hidden) + shape.vocab * shape.width
+    expert = 3 * shape.width * shape.hidden
+    return attention + (
+        expert * shape.experts_per_token + shape.width * shape.experts if shape.experts else expert
+    )
 
 
 def flops_per_token(shape: GptShape, sequence: int | None = None) -> int:

@@ -257,7 +257,7 @@ class StateKeeper:
 
     def _logical(self, parts: StateParts) -> dict[int, list[StateSlice]]:
         """What this shard writes: its slices as boxes of the logical tensors. What all shards have whole is
-        the first one's.
+        written by the first one; what one shard alone has, by that one.
         """
         return {number: self._of_logical(slices) for number, slices in parts.slices.items()}
 
@@ -270,7 +270,7 @@ class StateKeeper:
             if split is not None:
                 start = tuple(a + b for a, b in zip(split.box.start, one.box.start, strict=True))
                 found.append(one._replace(shape=split.whole, box=Box(start, one.box.size)))
-            elif self._cut.index == 0:
+            elif self._cut.index == (self._cut.owner(parameter_of(one.tensor)) or 0):
                 found.append(one)
         return found
 

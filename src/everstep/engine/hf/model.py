@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,7 +21,7 @@ from everstep.engine.hf.source import config_of, folder_of, plain_config, transf
 from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short, token_loss
-from everstep.engine.layers.shard_plan import from_theirs
+from everstep.engine.layers.shard_plan import STYLES, from_theirs
 from everstep.errors import UserError
 
 Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in
@@ -223,9 +225,12 @@ class Family:
         return {second: first for second, first in pairs if second in inside and first in inside}
 
     def _shard_plan(self) -> dict[str, str]:
-        """Its own `tp_plan`. The head's table and the embedding's are split alike, for they may be one."""
+        """Its experts, wherever they are, and for the rest its own `tp_plan`. The head's table and the
+        embedding's are split alike, for they may be one.
+        """
         inner = getattr(self.config.get_text_config(), "base_model_tp_plan", None) or {}
-        if not inner:
+        experts = expert_patterns(self.bare)
+        if not inner and not experts:
             return {}
         prefix = self.bare.base_model_prefix
         found = {f"{prefix}.{pattern}": style for pattern, style in inner.items()}
@@ -233,12 +238,15 @@ class Family:
         table = next((n for n in self.anatomy.names if n.endswith("embed_tokens")), None)
         if table is not None and table not in found:
             found[table] = "embedding_rowwise"
-        return from_theirs(found)
+        return experts | _beside(experts, from_theirs(found))
 
     def _heads(self) -> dict[str, int | None]:
         text = self.config.get_text_config()
         keys = ("num_attention_heads", "num_key_value_heads")
-        return {key: getattr(text, key, None) for key in keys}
+        experts = (
+            [key for key in _EXPERTS if getattr(text, key, None)][:1] if expert_patterns(self.bare) else []
+        )
+        return {key: getattr(text, key, None) for key in (*keys, *experts)}
 
     def _cost(self, name: str) -> float:
         """Multiplications per token: of experts only those that a token is sent to, of a table none."""
@@ -255,6 +263,40 @@ class Family:
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def expert_patterns(model: nn.Module) -> dict[str, str]:
+    """The experts in a model as a plan of shards, found by their form and not by the architecture's name."""
+    names = [name for name, module in model.named_modules() if _is_experts(name, module)]
+    return {re.sub(r"\.\d+(?=\.)", ".*", name): "experts" for name in names}
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    """Stacked: every parameter of its own has a row for each expert, and it takes hidden states, the experts
+    of each token and their weights. A list: of modules of one form.
+    """
+    if isinstance(module, nn.ModuleList):
+        forms = {tuple((key, p.shape) for key, p in one.named_parameters()) for one in module}
+        return "expert" in name.rpartition(".")[2] and len(module) > 1 and len(forms) == 1 and forms != {()}
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    rows = {parameter.shape[0] if parameter.ndim > 1 else 1 for parameter in own}
+    stacked = len(rows) == 1 and max(rows) > 1 and any(parameter.ndim == 3 for parameter in own)
+    return stacked and len(inspect.signature(module.forward).parameters) == 3
+
+
+def _beside(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan without what it says of experts. Of a model with experts what is split in a way that we do not
+    know (latent attention) stays whole, with all that is split beside it.
+    """
+    if not experts:
+        return dict(plan)
+    rest = {
+        pattern: style
+        for pattern, style in plan.items()
+        if not any(pattern == one or pattern.startswith(f"{one}.") for one in experts)
+    }
+    whole = {pattern.rpartition(".")[0] for pattern, style in rest.items() if style not in STYLES}
+    return {pattern: style for pattern, style in rest.items() if pattern.rpartition(".")[0] not in whole}
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads if asked.
+"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads and experts if asked.
 
 It is a user's model like any other: a table of layers, each built by its own factory on the worker that runs
 it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from everstep.engine.layers.model import Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
 from everstep.errors import UserError
-from everstep.job.presets import GptShape
+from everstep.job.presets import GptShape, block_parameters
 from everstep.job.presets import shape as named_shape
 
 SHARD_PLAN = {
@@ -48,13 +49,20 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     form = preset if isinstance(preset, GptShape) else named_shape(preset, **changes)
     blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
     tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
+    costs = None
+    if form.experts:  # a token goes to some of them
+        head = float(form.vocab * form.width)
+        costs = {"embed": 0.05 * head, **dict.fromkeys(blocks, float(block_parameters(form))), "head": head}
     return Model(
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
         assembly=ModelAssembly(
-            check=partial(check_tokens, form.vocab), shared_out=form.shared_out(), recordable=True
+            check=partial(check_tokens, form.vocab),
+            costs=costs,
+            shared_out=form.shared_out(),
+            recordable=not form.experts,  # how many tokens an expert gets is known on the host
         ),
-        shard_plan=SHARD_PLAN,
+        shard_plan=SHARD_PLAN | ({"blocks.*.mlp.experts": "experts"} if form.experts else {}),
     )
 
 
@@ -104,7 +112,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(form.width, eps=1e-6)
         self.attention = Attention(form)
         self.mlp_norm = nn.RMSNorm(form.width, eps=1e-6)
-        self.mlp = SwiGLU(form)
+        self.mlp = Mixture(form) if form.experts else SwiGLU(form)
         self.dropout = nn.Dropout(form.dropout)
 
     def forward(self, value: Value) -> Value:
@@ -173,6 +181,75 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(_gated(*_all_of(x, self.gate, self.up)))
         return y
+
+
+class Mixture(nn.Module):
+    """A router sends every token to some experts; none is dropped, whatever their number is.
+
+    The loss of an uneven use (Switch Transformers: experts x sum of share of tokens x mean chance) changes
+    the gradient and not the loss that is shown, so nothing has to travel with the hidden states.
+    """
+
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.each, self.router_loss = form.experts_per_token, form.router_loss
+        self.router = _linear(form.width, form.experts)
+        self.experts = Experts(form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        chances = self.router(flat).float().softmax(-1)
+        weights, chosen = chances.topk(self.each, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        made: Tensor = self.experts(flat, chosen, weights)
+        if self.training and self.router_loss:
+            used = F.one_hot(chosen, chances.shape[-1]).sum(1).float().mean(0)
+            uneven = chances.shape[-1] * (used * chances.mean(0)).sum() / self.each
+            made = _WithLoss.apply(made, self.router_loss * uneven)  # type: ignore[no-untyped-call]
+        return made.view_as(x)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A value whose backward is that of a loss besides."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), device=grads[0].device)
+
+
+class Experts(nn.Module):
+    """SwiGLUs side by side: every parameter has a row for each. They take tokens sorted by expert."""
+
+    def __init__(self, form: GptShape) -> None:
+        super().__init__()
+        self.num_experts = form.experts
+        into, out = (form.experts, form.width, form.hidden), (form.experts, form.hidden, form.width)
+        self.gate, self.up, self.down = (nn.Parameter(torch.empty(size)) for size in (into, into, out))
+        for parameter, scale in ((self.gate, 1.0), (self.up, 1.0), (self.down, (2 * form.depth) ** -0.5)):
+            nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        numbers, order = chosen.reshape(-1).sort(stable=True)
+        tokens = order.div(chosen.shape[-1], rounding_mode="floor")
+        every = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(numbers, every, right=True)
+        given = x.index_select(0, tokens)
+        inside = _gated(_of_each(given, self.gate, ends), _of_each(given, self.up, ends))
+        made = _of_each(inside, self.down, ends) * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, tokens, made)
+
+
+def _of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to each end times the matrix of their expert, in one product where torch has it."""
+    even = all(size * x.itemsize % 16 == 0 for size in weights.shape[1:])  # what its kernels ask for
+    if even and hasattr(torch, "_grouped_mm") and (not x.is_cuda or x.dtype == torch.bfloat16):
+        return torch._grouped_mm(x, weights, offs=ends.to(torch.int32))
+    starts = [0, *ends.tolist()]
+    return torch.cat([x[a:b] @ weight for (a, b), weight in zip(pairwise(starts), weights, strict=True)])
 
 
 class Head(nn.Module):

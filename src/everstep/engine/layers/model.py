@@ -310,6 +310,8 @@ def slots(model: Model, layers: range, align: int = 64, cut: Cut | None = None) 
     offset = 0
     for layer in model.names[layers.start : layers.stop]:
         for name, parameter in trained(layer, skeleton(model, layer)).items():
+            if cut is not None and not cut.has(name):
+                continue
             shape = tuple(parameter.shape)
             slot = found[name] = Slot(offset, shape if cut is None else cut.local_shape(name, shape))
             offset += -(-slot.size // align) * align

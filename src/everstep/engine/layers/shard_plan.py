@@ -8,6 +8,8 @@
     "*.q_norm": "whole_summed"            not split, but used on split values: its gradients are added up
     "blocks.*.mlp_norm": "sequence"       works on each token alone; with `sequence_parallel` each
                                           shard runs it on its part of the sequence
+    "*.mlp.experts": "experts"            each shard has some of the experts, whole: of stacked ones the rows
+                                          of every parameter, of a ModuleList every so-manieth module
 
 What no pattern names is whole on every shard, and every shard computes the same with it.
 
@@ -39,6 +41,7 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "whole": (None, None),
     "whole_summed": (None, None),
     "sequence": (None, None),
+    "experts": (None, None),  # by what lies below the module, see `Cut`
 }
 # What transformers calls them.
 THEIRS: Mapping[str, str] = {
@@ -104,8 +107,26 @@ class Cut:
             return "whole"
         return next((style for pattern, style in self.plan.items() if fnmatchcase(module, pattern)), "whole")
 
+    def expert(self, name: str) -> str | None:
+        """Of a parameter of experts its path inside them: "gate_up_proj", or of a list "3.up.weight"."""
+        if self.count == 1 or "experts" not in self.plan.values():
+            return None
+        ends = [at for at, letter in enumerate(name) if letter == "."]
+        return next((name[at + 1 :] for at in ends if self.style(name[:at]) == "experts"), None)
+
+    def owner(self, name: str) -> int | None:
+        """The one shard that has this parameter, of an expert in a list; None: every shard has a part."""
+        number, dot, _ = (self.expert(name) or "").partition(".")
+        return int(number) % self.count if dot and number.isdecimal() else None
+
+    def has(self, name: str) -> bool:
+        """Is any of this parameter on this shard?"""
+        return self.owner(name) in (None, self.index)
+
     def split(self, name: str, shape: tuple[int, ...]) -> Split | None:
         """How a parameter of this whole shape is split; None: it is whole."""
+        if self.owner(name) is not None:
+            return Split(shape, 0, 0, 1)  # whole, and here alone
         dim = self._dim(name)
         if dim is None:
             return None
@@ -118,6 +139,8 @@ class Cut:
 
     def split_of_part(self, name: str, shape: tuple[int, ...]) -> Split | None:
         """As `split`, from the shape of this shard's part."""
+        if self.owner(name) is not None:
+            return Split(shape, 0, 0, 1)
         dim = self._dim(name)
         if dim is None:
             return None
@@ -129,10 +152,13 @@ class Cut:
         return shape if found is None else found.shape
 
     def is_split(self, name: str) -> bool:
-        return self._dim(name) is not None
+        """Has each shard something else of it?"""
+        return self._dim(name) is not None or self.owner(name) is not None
 
     def _dim(self, name: str) -> int | None:
         """The dimension in which a parameter is split."""
+        if (inside := self.expert(name)) is not None:
+            return None if "." in inside else 0
         module, _, parameter = name.rpartition(".")
         of_weight, of_bias = STYLES[self.style(module)]
         return {"weight": of_weight, "bias": of_bias}.get(parameter)

@@ -45,6 +45,7 @@ from everstep.engine.prepare.resolve import (
     schedule_of,
     tried_optimizer,
 )
+from everstep.engine.shards.layers import refuse_experts
 from everstep.engine.stage.stage import DTYPES, changed_in_place
 from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
 from everstep.engine.state.optimizer_trial import CannotTry, try_optimizer
@@ -86,7 +87,15 @@ def preflight(
     built = _check_sharing(model)
     if job.shards > 1:
         refuse_shards(job.shards, model.assembly.shared_out)
-        slots(model, range(len(model.layers)), cut=Cut(model.shard_plan, 0, job.shards))
+        cut = Cut(model.shard_plan, 0, job.shards)
+        for layer, module in built.items() if "experts" in model.shard_plan.values() else ():
+            refuse_experts(layer, module, cut)
+        slots(model, range(len(model.layers)), cut=cut)
+        if job.sequence_parallel and "experts" in model.shard_plan.values():
+            raise UserError(
+                "sequence_parallel = true cannot be combined with experts that are spread over shards: each "
+                "shard routes all tokens; leave sequence_parallel out."
+            )
         if job.sequence_parallel and "sequence" not in model.shard_plan.values():
             raise UserError(
                 "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "

@@ -3,6 +3,11 @@
     column    x ──► copied ──► x Wᵢᵀ               backward: the shards' dx are added up
     row       x Wᵢᵀ ──► added up ──► + b           backward: each shard has dy already
     vocab     rows of this shard, else 0 ──► added up
+    experts   x, weights ──► copied ──► the experts of this shard, else 0 ──► added up
+
+Every shard has all tokens and routes them alike, so no token has to be sent to a shard, none is dropped, and
+the order in which gradients are added up does not depend on the routing. Of outputs one sum is exchanged per
+layer (of experts in a list one per expert that is called).
 
 With `splits_sequence` the values between a row and the next column matrix are split along the sequence, so
 norms, dropout and residual sums are computed once and not by every shard:
@@ -18,6 +23,7 @@ its forward runs and no longer.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -234,8 +240,219 @@ class PartDropout:
         return input * drawn.narrow(-2, shards.index * size, size)
 
 
+# Experts.
+
+
+class _CopiedTogether(torch.autograd.Function):
+    """Values that all shards have, for experts that are on some: their gradients are added up in one order,
+    also on a shard whose experts got nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.collectives = collectives
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        shards = ctx.collectives
+        return None, *(
+            shards.sum(grad.contiguous().clone()) if wants else None
+            for grad, wants in zip(grads, wanted, strict=True)
+        )
+
+
+class _OfAllExperts(torch.autograd.Function):
+    """What the experts of all shards have made. `entered`, the copies that went into them, get a gradient
+    (of 0 where nothing was made of them), so that every shard takes part in adding theirs up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, collectives: Collectives, *entered: Tensor) -> Tensor:
+        ctx.entered = [(value.shape, value.dtype) for value in entered]
+        # A recompute begins where a saved tensor is needed and ends with the last that is saved: by this one
+        # on all shards in the same place, behind this sum.
+        ctx.save_for_backward(made.new_empty(0))
+        return collectives.sum(made.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        zeros = (grads[0].new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.entered)
+        return grads[0], None, *zeros
+
+
+def _copied_together(values: list[Tensor], collectives: Collectives) -> list[Tensor]:
+    made: tuple[Tensor, ...] = _CopiedTogether.apply(collectives, *values)  # type: ignore[no-untyped-call]
+    return list(made)
+
+
+def _of_all_experts(made: Tensor, entered: list[Tensor], collectives: Collectives, *, trains: bool) -> Tensor:
+    """`trains`: there are experts that are trained, if not on this shard; then all shards' values want a
+    gradient, whatever went in.
+    """
+    graded = [value for value in entered if value.requires_grad]
+    if trains and not graded:
+        graded = [torch.zeros((), device=made.device, requires_grad=True)]
+    found: Tensor = _OfAllExperts.apply(made, collectives, *graded)  # type: ignore[no-untyped-call]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StackedExperts:
+    """Experts whose parameters have a row for each, of which this shard has some: its forward is given the
+    pairs of a token and an expert that are here, as tokens with one expert each, numbered from 0.
+    """
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Tensor]  # of hidden states, the experts of each token, and their weights
+    takes: inspect.Signature
+    run: LayerRun
+    size: int  # experts of one shard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        shards = self.run.collectives
+        given = self.takes.bind(*args, **kwargs).arguments
+        hidden, index, weights = _routed(self.name, given)
+        states = given[hidden].reshape(-1, given[hidden].shape[-1])
+        tokens, each = given[index].reshape(-1, given[index].shape[-1]), given[index].shape[-1]
+        entered = _copied_together([states, given[weights].reshape(-1)], shards)
+        local = tokens.reshape(-1) - shards.index * self.size
+        here = local >= 0
+        if shards.index < shards.count - 1:  # numbers above all experts have a meaning to the module alone
+            here &= local < self.size
+        pairs = here.nonzero().squeeze(-1)
+        made = torch.zeros_like(states)
+        if len(pairs):
+            if self.module.training:
+                self.run.enter(states.device)
+            rows = pairs.div(each, rounding_mode="floor")
+            here_alone = {
+                hidden: entered[0].index_select(0, rows),
+                index: local.index_select(0, pairs).unsqueeze(-1),
+                weights: entered[1].index_select(0, pairs).unsqueeze(-1),
+            }
+            found = self.forward(*(here_alone[key] for key in given))
+            self.run.leave()
+            made = made.index_add(0, rows, found.reshape(-1, found.shape[-1]).to(made.dtype))
+        trains = any(parameter.requires_grad for parameter in self.module.parameters())
+        return _of_all_experts(made, entered, shards, trains=trains).view(given[hidden].shape)
+
+
+def _routed(name: str, given: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Which arguments of stacked experts are hidden states, the experts of each token, and their weights."""
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    whole = [key for key, value in tensors.items() if not value.is_floating_point()]
+    floats = [key for key, value in tensors.items() if value.is_floating_point()]
+    if len(given) == 3 and len(whole) == 1 and len(floats) == 2:
+        states, index, weights = (tensors[key] for key in (floats[0], whole[0], floats[1]))
+        tokens = index.numel() // max(1, index.shape[-1])
+        if index.shape == weights.shape and states.numel() == tokens * states.shape[-1]:
+            return floats[0], whole[0], floats[1]
+    raise UserError(
+        f"{name} is given {', '.join(given)}; stacked experts that are spread over shards take hidden "
+        "states, the experts of each token and as many weights; leave them out of shard_plan."
+    )
+
+
+class Elsewhere(nn.Module):
+    """In the place of an expert of a list that another shard has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing; in the form in which every expert of a list gives its output, that of its input."""
+        return torch.zeros_like(next(value for value in (*args, *kwargs.values()) if _is_float(value)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ListedExpert:
+    """One expert of a list. Its shard runs it, and all get what it has made."""
+
+    name: str
+    module: nn.Module
+    forward: Callable[..., Tensor]
+    run: LayerRun
+    trains: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        shards = self.run.collectives
+        values = [value for value in (*args, *kwargs.values()) if _is_float(value)]
+        if not values or not values[0].numel():
+            return self.forward(*args, **kwargs)  # called for no token: on every shard
+        copies = iter(entered := _copied_together(values, shards))
+        given = [next(copies) if _is_float(value) else value for value in args]
+        named = {key: next(copies) if _is_float(value) else value for key, value in kwargs.items()}
+        if self.module.training:
+            self.run.enter(values[0].device)
+        made = self.forward(*given, **named)
+        self.run.leave()
+        if not isinstance(made, Tensor) or made.shape != values[0].shape or made.dtype != values[0].dtype:
+            raise UserError(
+                f"{self.name} does not give a tensor of the shape and type of its input, as experts that are "
+                "spread over shards must; leave it out of shard_plan."
+            )
+        return _of_all_experts(made, entered, shards, trains=self.trains)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _join_experts(name: str, part: nn.Module, plan: Cut, run: LayerRun) -> list[nn.Parameter]:
+    """Returns the parameters that the experts of all shards share, such as those of a norm behind them."""
+    if isinstance(part, nn.ModuleList):
+        trains = any(parameter.requires_grad for parameter in part.parameters())
+        for number, one in enumerate(part):
+            one.forward = ListedExpert(
+                name=f"{name}.{number}", module=one, forward=one.forward, run=run, trains=trains
+            )
+        return []
+    size = next(part.parameters(recurse=False)).shape[0]
+    for key, value in list(vars(part).items()):
+        if "expert" in key and type(value) is int and value == size * plan.count:
+            setattr(part, key, size)  # its number of experts
+    takes = inspect.signature(part.forward)
+    part.forward = StackedExperts(
+        name=name, module=part, forward=part.forward, takes=takes, run=run, size=size
+    )
+    shared = [one for one in part.modules() if one is not part]
+    for one in shared:
+        _by_autograd(one)
+    return [parameter for one in shared for parameter in one.parameters(recurse=False)]
+
+
+def refuse_experts(layer: str, module: nn.Module, plan: Cut) -> None:
+    """Before the start: what is named as experts and cannot be spread over this many shards."""
+    for path, part in module.named_modules():
+        name = ".".join(filter(None, (layer, path)))
+        if plan.style(name) != "experts":
+            continue
+        if isinstance(part, nn.ModuleList):
+            forms = {
+                tuple((key, tuple(p.shape), p.requires_grad) for key, p in one.named_parameters())
+                for one in part
+            }
+            if len(part) % plan.count or len(forms) != 1:
+                raise UserError(
+                    f"shards is {plan.count}, and {name} has {len(part)} experts of {len(forms)} forms; "
+                    "give a number of shards that divides them, and experts of one form."
+                )
+        elif len({p.shape[0] if p.ndim else 0 for p in part.parameters(recurse=False)}) != 1:
+            raise UserError(
+                f"shard_plan names {name} as experts; it is a {type(part).__name__}, neither a ModuleList of "
+                "experts nor a module whose own parameters all have a row for each expert."
+            )
+
+
 def cut(layer: str, module: nn.Module, plan: Cut) -> None:
     """Keep only this shard's part of every parameter of a whole layer. Frozen ones too."""
+    for path, part in list(module.named_modules()):
+        name = ".".join(filter(None, (layer, path)))
+        if isinstance(part, nn.ModuleList) and plan.style(name) == "experts":
+            for number in range(len(part)):
+                if not plan.has(f"{name}.{number}.any"):
+                    part[number] = Elsewhere()
     for path, part in module.named_modules():
         for key, parameter in part.named_parameters(recurse=False):
             name = ".".join(filter(None, (layer, path, key)))
@@ -252,13 +469,16 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
     run = LayerRun(collectives)
     for path, part in module.named_modules():
         name = ".".join(filter(None, (layer, path)))
+        if plan.expert(name) is not None:
+            continue  # inside of experts nothing is split
         style = plan.style(name)
         if style == "whole_summed" or (style == "sequence" and collectives.splits_sequence):
-            if isinstance(part.forward, QueuedLinear | QueuedConv1D | QueuedEmbedding):
-                del part.forward  # a gradient that is added up before W must be there before W: autograd's
+            _by_autograd(part)
             summed += part.parameters(recurse=False)
             if isinstance(part, nn.Dropout) and style == "sequence":
                 part.forward = PartDropout(module=part, collectives=collectives)  # type: ignore[method-assign]
+        elif style == "experts":
+            summed += _join_experts(name, part, plan, run)
         elif style == "vocab":
             queue = _queue_of(part, QueuedEmbedding, name, style)
             part.forward = VocabEmbedding(module=part, queue=queue, collectives=collectives)
@@ -273,6 +493,12 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
             part.forward = ColumnLinear(module=part, queue=queue, run=run, gathers=gathers)
     module.forward = _LayerForward(module.forward, run)
     return summed
+
+
+def _by_autograd(part: nn.Module) -> None:
+    """A gradient that is added up before W must be there before W."""
+    if isinstance(part.forward, QueuedLinear | QueuedConv1D | QueuedEmbedding):
+        del part.forward
 
 
 def _queue_of(

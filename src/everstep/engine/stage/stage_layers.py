@@ -45,7 +45,7 @@ def build_layers(
     for index in layers:
         layer = model.names[index]
         module = drawn(model, index, seed)
-        here, parameters = every_parameter(layer, module), trained(layer, module)
+        here = every_parameter(layer, module)
         for first, second in model.tied:  # the second of a pair starts with the values of the first
             if second in here:
                 owner = max((name for name in index_of if first.startswith(name + ".")), key=len)
@@ -53,6 +53,7 @@ def build_layers(
                 source = every_parameter(owner, drawn(model, index_of[owner], seed)) if others else here
                 here[second].data.copy_(source[first].data)
         cut(layer, module, plan)
+        parameters = trained(layer, module)
         for name, parameter in parameters.items():
             master, copy = slots[name].of(masters), slots[name].of(working)
             copy.copy_(master.copy_(parameter.data))

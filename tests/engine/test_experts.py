@@ -1,0 +1,315 @@
+"""Experts spread over the shards of a worker: the losses of the whole model, and no shard has them all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_shards import CPU, DATA, in_shards, small_gpt, trained
+from torch import Tensor, nn
+
+from everstep.engine.layers.gpt import Mixture, _of_each
+from everstep.engine.layers.model import Model, slots
+from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.prepare.preflight import preflight
+from everstep.engine.shards.collectives import GroupCollectives
+from everstep.engine.stage.stage import Stage
+from everstep.engine.state.sharded import StateSlice
+from everstep.engine.worker.ports import StateParts
+from everstep.errors import UserError
+from everstep.job.job import Job
+from everstep.job.presets import GptShape
+from everstep.layout.box import Box
+from everstep.protocol.ops import Worker
+from everstep.store.folder import parameter_of
+from everstep.store.state_keeper import StateKeeper
+
+BASE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GROUPS = {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+THEIRS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "qwen3_moe": {"num_experts": 4, "output_router_logits": True},
+    "deepseek_v3": {"n_routed_experts": 4, **LATENT, **GROUPS},
+    "gpt_oss": {"num_local_experts": 4, "output_router_logits": True, "sliding_window": 8},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "olmoe": {"num_experts": 4},
+    "glm4_moe": {"n_routed_experts": 4, **GROUPS},
+    "granitemoe": {"num_local_experts": 4},
+}
+
+COMMON = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+def theirs(kind: str, **changes: Any) -> Model:
+    import transformers
+
+    from everstep.engine.hf.model import hf
+
+    return hf(transformers.AutoConfig.for_model(kind, **{**BASE, **THEIRS[kind], **changes}))
+
+
+def each(runs: dict[str, Callable[..., Any]], shards: GroupCollectives | None = None) -> dict[str, Any]:
+    return {name: run(shards) for name, run in runs.items()}
+
+
+def alike(one: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    assert all(shard == found[0] for shard in found), "losses, norms and whole parameters, to the bit"
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
+
+
+def spread(runs: dict[str, Callable[..., Any]]) -> None:
+    work = partial(each, runs)
+    one, found = work(), in_shards(2, work)
+    for name in runs:
+        alike(one[name], [shard[name] for shard in found])
+
+
+def test_experts_of_hugging_face_models_are_spread_over_the_shards() -> None:
+    """Router losses, shared experts, latent attention, biases: the losses of one process."""
+    pytest.importorskip("transformers")
+    spread({kind: partial(trained, partial(theirs, kind), steps=1) for kind in COMMON})
+
+
+@pytest.mark.slow
+def test_experts_of_more_hugging_face_models_are_spread_over_the_shards() -> None:
+    pytest.importorskip("transformers")
+    spread({kind: partial(trained, partial(theirs, kind), steps=3) for kind in THEIRS})
+
+
+@pytest.mark.parametrize("kind", list(THEIRS))
+def test_half_of_the_experts_are_on_each_of_two_shards(kind: str) -> None:
+    pytest.importorskip("transformers")
+    model = theirs(kind)
+    assert "experts" in model.shard_plan.values()
+    whole = slots(model, range(len(model.layers)))
+    experts = [name for name in whole if ".experts." in name]
+    assert experts
+    for index in (0, 1):
+        part = slots(model, range(len(model.layers)), cut=Cut(model.shard_plan, index, 2))
+        assert sum(part[n].size for n in experts) == sum(whole[n].size for n in experts) / 2
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Listed(nn.Module):
+    """A mixture with its experts in a list, as in the first publications of Mixtral and DeepSeek."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, experts)
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 32)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if len(token):
+                out = out.index_add(0, token, expert(flat[token]) * weights[token, place, None])
+        return x + out.view_as(x)
+
+
+class Rows(nn.Module):
+    """Stacked experts of one's own, arguments in another order; every token is sent to the first two, so
+    that the other shard's have nothing to do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(*shape) * 0.2) for shape in ((4, 32, 16), (4, 16, 32)))
+        self.num_experts = 4
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            token, place = torch.where(chosen == number)
+            if len(token):
+                made = torch.relu(x[token] @ self.up[number]) @ self.down[number]
+                out = out.index_add(0, token, made * weights[token, place, None])
+        return out
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 2), Rows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 32)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        return x + self.experts(flat, weights=weights, chosen=chosen).view_as(x)
+
+
+def own(mixture: Callable[[], nn.Module], frozen: bool = False) -> Model:
+    def embed() -> nn.Module:
+        return nn.Embedding(128, 32).requires_grad_(not frozen)
+
+    layers = {"embed": embed, "a": mixture, "b": mixture, "head": partial(nn.Linear, 32, 128)}
+    return Model(layers=layers, shard_plan={"*.experts": "experts", "a.experts": "experts"})
+
+
+def test_experts_of_ones_own_and_of_our_gpt() -> None:
+    """In a list and stacked; also where a shard's experts get no token, and where nothing before them is
+    trained.
+    """
+    ours = partial(small_gpt, hidden=24, experts=4)
+    spread(
+        {
+            "our GPT": partial(trained, ours, steps=2),
+            "our GPT, one expert per token": partial(trained, partial(ours, experts_per_token=1), steps=2),
+        }
+        | {
+            f"{mixture.__name__}, {frozen=}, {recompute=}": partial(
+                trained, partial(own, mixture, frozen), recompute=recompute, steps=2
+            )
+            for mixture in (Listed, Idle)
+            for frozen in (False, True)
+            for recompute in (0, 1)
+        }
+    )
+
+
+def held(shards: GroupCollectives) -> dict[str, list[int]]:
+    stage = Stage(own(Listed), range(4), data=DATA, device=CPU, shards=shards)
+    return {name: list(slot.shape) for name, slot in stage.slots.items() if stage.cut.is_split(name)}
+
+
+def test_an_expert_of_a_list_is_whole_on_one_shard_and_nowhere_else() -> None:
+    first, second = in_shards(2, held)
+    assert not first.keys() & second.keys()
+    assert {name.split(".")[2] for name in first} == {"0", "2"}
+    assert {name.split(".")[2] for name in second} == {"1", "3"}
+    assert first["a.experts.0.up.weight"] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (partial(own, partial(Listed, 3)), "a.experts has 3 experts of 1 forms"),
+        (lambda: Model(layers={"a": Expert}, shard_plan={"a": "experts"}), "neither a ModuleList of experts"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(
+    model: Callable[[], Model], words: str
+) -> None:
+    job = Job.from_dict({"model": {"preset": "gpt-tiny"}, "shards": 2, "data": {"kind": "synthetic"}})
+    with pytest.raises(UserError, match=words):
+        preflight(job, model=model())
+
+
+def test_a_number_of_shards_that_does_not_divide_the_experts_is_refused() -> None:
+    pytest.importorskip("transformers")
+    job = Job.from_dict({"model": {"preset": "gpt-tiny"}, "shards": 4, "data": {"kind": "synthetic"}})
+    with pytest.raises(UserError, match="shards is 4, which does not divide num_local_experts 6"):
+        preflight(job, model=theirs("mixtral", num_local_experts=6, num_key_value_heads=4))
+    split = Job.from_dict(
+        {
+            "model": {"preset": "gpt-tiny"},
+            "shards": 2,
+            "sequence_parallel": True,
+            "data": {"kind": "synthetic"},
+        }
+    )
+    with pytest.raises(UserError, match="sequence_parallel = true cannot be combined with experts"):
+        preflight(split, model=theirs("mixtral"))
+
+
+def test_products_by_expert_are_those_of_a_loop() -> None:
+    ends = torch.tensor([2, 2, 6, 7])
+    for width in (32, 5):  # with torch's grouped product, and by a loop
+        x, weights = torch.randn(7, 32), torch.randn(4, 32, width)
+        wanted = torch.cat([x[:2] @ weights[0], x[2:6] @ weights[2], x[6:] @ weights[3]])
+        assert torch.allclose(_of_each(x, weights, ends), wanted, atol=1e-5)
+
+
+def test_the_routers_loss_evens_out_the_use_of_experts() -> None:
+    """Its gradient is that of the loss written out; the loss that is shown does not have it."""
+    torch.manual_seed(3)
+    form = GptShape(width=32, hidden=16, experts=4, router_loss=0.5)
+    mixture, x = Mixture(form), torch.randn(2, 8, 32)
+    mixture(x).sum().backward()
+    found = mixture.router.weight.grad.clone()
+    mixture.router.weight.grad = None
+    plain = Mixture(replace(form, router_loss=0.0))
+    plain.load_state_dict(mixture.state_dict())
+    chances = plain.router(x.reshape(-1, 32)).softmax(-1)
+    used = nn.functional.one_hot(chances.topk(2).indices, 4).sum(1).float().mean(0) / 2
+    (plain(x).sum() + 0.5 * 4 * (used * chances.mean(0)).sum()).backward()
+    assert torch.allclose(found, plain.router.weight.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": 1}, "model.experts is 1; give 2 or more, or 0 for none"),
+        ({"experts": 4, "experts_per_token": 5}, "model.experts_per_token is 5"),
+        ({"experts": 4, "router_loss": -1.0}, "model.router_loss is -1.0"),
+    ],
+)
+def test_numbers_of_experts_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        GptShape(**changes)
+
+
+def test_what_one_shard_alone_has_is_written_by_that_shard() -> None:
+    """An expert of a list, and the counter of its optimizer, which has no elements to be split by."""
+    name, whole = "a.experts.1.up.weight", "a.router.weight"
+    values = {
+        f"model/{name}": torch.zeros(16, 32),
+        f"optimizer/{name}/step": torch.zeros(()),
+        f"model/{whole}": torch.zeros(4, 32),
+        f"optimizer/{whole}/step": torch.zeros(()),
+    }
+    job = Job.from_dict({"model": {"preset": "gpt-tiny"}, "data": {"kind": "synthetic"}})
+    written = []
+    for index in (0, 1):
+        cut = Cut({"*.experts": "experts"}, index, 2)
+        slices = [
+            StateSlice(tensor, tuple(one.shape), Box((0,) * one.ndim, tuple(one.shape)), one)
+            for tensor, one in values.items()
+            if cut.has(parameter_of(tensor))
+        ]
+        keeper = StateKeeper(
+            ("t", Worker(0, 0), 0),
+            job,
+            node="n",
+            memory_root=Path(),
+            secret="",
+            say=lambda word: None,
+            cut=cut,
+        )
+        parts = keeper._logical(StateParts(count=1, slices={0: slices}))
+        written.append([one.tensor for one in parts[0]])
+    assert written == [list(values)[2:], list(values)[:2]]
