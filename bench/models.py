@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import everstep
-from everstep.engine.hf.model import Family
+from everstep.engine.hf.model import NUMBERS_OF_EXPERTS, Family, expert_patterns
 from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import parameter_count, partition, skeleton
 from everstep.engine.telemetry.faults import parse_fault
@@ -68,6 +68,10 @@ def main() -> int:
         print(
             f"{result['cut']} of {result['total']} causal LMs of transformers {result['version']} can be cut"
         )
+        experts = result["experts"]
+        print(f"{sum(experts.values())} of {len(experts)} of them with experts can spread these over shards")
+        for kind in (kind for kind, found in experts.items() if not found):
+            print(f"  {kind}: experts of a form that is not known")
         for kind, why in result["not"].items():
             print(f"  {kind}: {why}")
     return 0 if result.get("passed", 0) == result.get("total") or given.scan else 1
@@ -231,16 +235,21 @@ def _logits(model: Any) -> Tensor:
 
 
 def scan(only: str) -> dict[str, Any]:
-    """Every causal LM with its default config, on the meta device: can it be cut?"""
+    """Every causal LM with its default config, on the meta device: can it be cut, and where it has experts,
+    are they found, so that shards can have some each?
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    cut, refused = [], {}
+    cut, refused, experts = [], {}, {}
     kinds = [kind for kind in sorted(names) if any(part in kind for part in only.split(","))]
     for kind in kinds:
         try:
             config = transformers.AutoConfig.for_model(kind)
-            cut.append((kind, Family(config, None).anatomy))
+            family = Family(config, None)
+            cut.append((kind, family.anatomy))
+            if any(getattr(config.get_text_config(), key, None) for key in NUMBERS_OF_EXPERTS):
+                experts[kind] = bool(expert_patterns(family.bare))
         except Exception as error:  # transformers' own, or a sentence of ours
             refused[kind] = " ".join(str(error).split())[:200] or type(error).__name__
     return {
@@ -248,6 +257,7 @@ def scan(only: str) -> dict[str, Any]:
         "cut": len(cut),
         "kinds": [kind for kind, _ in cut],
         "not": refused,
+        "experts": experts,
         "version": transformers.__version__,
     }
 

@@ -59,8 +59,9 @@ def test_experts_over_shards_heal_and_their_checkpoint_goes_to_one_process(
     saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
     killed = ("stage=0,replica=1,step=2,op=F1,when=inside,shard=1",)
     healed = sweep.run(replace(saving, steps=2), killed)
-    assert compare(clean, healed, replace(job, steps=2))["max_relative_loss_difference"] == 0.0
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
+    for step in (1, 2):
+        assert healed.by_step()[step].loss == clean.by_step()[step].loss
     again = sweep.run(replace(saving, replicas=1, shards=1), ())
     assert again.resumed_from == 2
     for step in (3, 4):

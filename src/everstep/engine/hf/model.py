@@ -242,16 +242,15 @@ class Family:
 
     def _heads(self) -> dict[str, int | None]:
         text = self.config.get_text_config()
-        keys = ("num_attention_heads", "num_key_value_heads")
-        experts = (
-            [key for key in _EXPERTS if getattr(text, key, None)][:1] if expert_patterns(self.bare) else []
-        )
-        return {key: getattr(text, key, None) for key in (*keys, *experts)}
+        keys = ["num_attention_heads", "num_key_value_heads"]
+        if expert_patterns(self.bare):
+            keys += [key for key in NUMBERS_OF_EXPERTS if getattr(text, key, None)][:1]
+        return {key: getattr(text, key, None) for key in keys}
 
     def _cost(self, name: str) -> float:
         """Multiplications per token: of experts only those that a token is sent to, of a table none."""
         text = self.config.get_text_config()
-        experts = next((n for key in _EXPERTS if (n := getattr(text, key, None))), 1)
+        experts = next((n for key in NUMBERS_OF_EXPERTS if (n := getattr(text, key, None))), 1)
         share = min(1.0, (getattr(text, "num_experts_per_tok", None) or experts) / experts)
         part: nn.Module = self.whole.get_submodule(name)
         tables = {id(p) for m in part.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -262,7 +261,7 @@ class Family:
         return cost
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def expert_patterns(model: nn.Module) -> dict[str, str]:
