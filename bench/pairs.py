@@ -39,6 +39,7 @@ FEATURES = (
     "stream",
     "early-stop",
     "reshape",
+    "experts",
 )
 LIMIT_S = 300.0
 

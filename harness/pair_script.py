@@ -83,7 +83,7 @@ def main(words: list[str]) -> None:
     options = dict(word.split("=", 1) for word in words if "=" in word)
     replicas, stages = map(int, options.get("shape", "2x2").split("x"))
     sizes = {"vocab": VOCAB, "width": 32, "heads": 2, "hidden": 64, "depth": 2, "context": LENGTH}
-    model = gpt(**sizes, tied="tied" in features)
+    model = gpt(**sizes, tied="tied" in features, experts=4 if "experts" in features else 0)
     layers = dict(model.layers)
     names = list(layers)
     if "lora" in features:

@@ -12,7 +12,7 @@ from test_shards import CPU, DATA, in_shards, small_gpt, trained
 from torch import Tensor, nn
 
 from everstep.engine.layers.gpt import Mixture, _of_each
-from everstep.engine.layers.model import Model, slots
+from everstep.engine.layers.model import BACKWARD, Model, slots, token_loss
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.shards.collectives import GroupCollectives
@@ -58,6 +58,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
     "glm4_moe": {"n_routed_experts": 4, **GROUPS},
     "granitemoe": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64, "num_experts_per_tok": 1},
 }
 
 COMMON = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -180,6 +181,10 @@ def own(mixture: Callable[[], nn.Module], frozen: bool = False) -> Model:
     return Model(layers=layers, shard_plan={"*.experts": "experts", "a.experts": "experts"})
 
 
+def weighted(build: Callable[[], Model]) -> Model:
+    return replace(build(), loss=token_loss)
+
+
 def test_experts_of_ones_own_and_of_our_gpt() -> None:
     """In a list and stacked; also where a shard's experts get no token, and where nothing before them is
     trained.
@@ -188,6 +193,7 @@ def test_experts_of_ones_own_and_of_our_gpt() -> None:
     spread(
         {
             "our GPT": partial(trained, ours, steps=2),
+            "our GPT, a sum over tokens": partial(trained, partial(weighted, ours), steps=2),
             "our GPT, one expert per token": partial(trained, partial(ours, experts_per_token=1), steps=2),
         }
         | {
@@ -254,20 +260,22 @@ def test_products_by_expert_are_those_of_a_loop() -> None:
         assert torch.allclose(_of_each(x, weights, ends), wanted, atol=1e-5)
 
 
-def test_the_routers_loss_evens_out_the_use_of_experts() -> None:
-    """Its gradient is that of the loss written out; the loss that is shown does not have it."""
+@pytest.mark.parametrize("weight", [1.0, 16.0])
+def test_the_routers_loss_is_in_proportion_to_the_models(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is that of the loss written out, once per mean, or as often as a sum counts."""
     torch.manual_seed(3)
     form = GptShape(width=32, hidden=16, experts=4, router_loss=0.5)
     mixture, x = Mixture(form), torch.randn(2, 8, 32)
+    monkeypatch.setattr(BACKWARD, "now", weight)
     mixture(x).sum().backward()
-    found = mixture.router.weight.grad.clone()
-    mixture.router.weight.grad = None
     plain = Mixture(replace(form, router_loss=0.0))
     plain.load_state_dict(mixture.state_dict())
     chances = plain.router(x.reshape(-1, 32)).softmax(-1)
     used = nn.functional.one_hot(chances.topk(2).indices, 4).sum(1).float().mean(0) / 2
-    (plain(x).sum() + 0.5 * 4 * (used * chances.mean(0)).sum()).backward()
-    assert torch.allclose(found, plain.router.weight.grad, atol=1e-6)
+    (plain(x).sum() + weight * 0.5 * 4 * (used * chances.mean(0)).sum()).backward()
+    assert torch.allclose(mixture.router.weight.grad, plain.router.weight.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -272,15 +272,18 @@ def expert_patterns(model: nn.Module) -> dict[str, str]:
 
 def _is_experts(name: str, module: nn.Module) -> bool:
     """Stacked: every parameter of its own has a row for each expert, and it takes hidden states, the experts
-    of each token and their weights. A list: of modules of one form.
+    of each token and their weights; or, if it is called so, hidden states of as many tokens for each. A list:
+    of modules of one form.
     """
+    called_so = "expert" in name.rpartition(".")[2]
     if isinstance(module, nn.ModuleList):
         forms = {tuple((key, p.shape) for key, p in one.named_parameters()) for one in module}
-        return "expert" in name.rpartition(".")[2] and len(module) > 1 and len(forms) == 1 and forms != {()}
+        return called_so and len(module) > 1 and len(forms) == 1 and forms != {()}
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     rows = {parameter.shape[0] if parameter.ndim > 1 else 1 for parameter in own}
     stacked = len(rows) == 1 and max(rows) > 1 and any(parameter.ndim == 3 for parameter in own)
-    return stacked and len(inspect.signature(module.forward).parameters) == 3
+    takes = len(inspect.signature(module.forward).parameters) if stacked else 0
+    return takes == 3 or (takes == 1 and called_so)
 
 
 def _beside(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from everstep.engine.layers import attention, regions
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.linear import of_one_input
-from everstep.engine.layers.model import Model, ModelAssembly
+from everstep.engine.layers.model import BACKWARD, Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
 from everstep.errors import UserError
@@ -218,7 +218,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.ones((), device=grads[0].device)
+        return grads[0], torch.full((), BACKWARD.now, device=grads[0].device)
 
 
 class Experts(nn.Module):

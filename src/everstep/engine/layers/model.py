@@ -52,6 +52,17 @@ def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
+@dataclass(slots=True)
+class BackwardWeight:
+    """What the microbatch counts whose backward runs. A loss inside of a layer, a mean over tokens, is
+    multiplied with it: so it is in proportion to the model's, be that a mean (1) or a sum.
+    """
+
+    now: float = 1.0
+
+
+BACKWARD = BackwardWeight()
+
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): what a stage calls a layer with
 Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives; `frame`: a module around it
 

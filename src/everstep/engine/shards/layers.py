@@ -341,6 +341,38 @@ class StackedExperts:
         return _of_all_experts(made, entered, shards, trains=trains).view(given[hidden].shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DenseExperts:
+    """Stacked experts that are given as many rows for each, those of one expert after the other's."""
+
+    name: str
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    run: LayerRun
+    size: int  # experts of one shard
+
+    def __call__(self, states: Tensor) -> Tensor:
+        shards = self.run.collectives
+        if states.shape[0] % (self.size * shards.count):
+            raise UserError(
+                f"{self.name} is given {states.shape[0]} rows, not as many for each of its "
+                f"{self.size * shards.count} experts; leave it out of shard_plan."
+            )
+        entered = _copied_together([states], shards)
+        rows = states.shape[0] // shards.count
+        if self.module.training:
+            self.run.enter(states.device)
+        found = self.forward(entered[0].narrow(0, shards.index * rows, rows))
+        self.run.leave()
+        found = found.reshape(rows, *states.shape[1:]).to(states.dtype)
+        before, after = shards.index * rows, (shards.count - shards.index - 1) * rows
+        made = torch.cat(
+            (found.new_zeros(before, *found.shape[1:]), found, found.new_zeros(after, *found.shape[1:]))
+        )
+        trains = any(parameter.requires_grad for parameter in self.module.parameters())
+        return _of_all_experts(made, entered, shards, trains=trains)
+
+
 def _routed(name: str, given: Mapping[str, Any]) -> tuple[str, str, str]:
     """Which arguments of stacked experts are hidden states, the experts of each token, and their weights."""
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
@@ -412,9 +444,10 @@ def _join_experts(name: str, part: nn.Module, plan: Cut, run: LayerRun) -> list[
     for key, value in list(vars(part).items()):
         if "expert" in key and type(value) is int and value == size * plan.count:
             setattr(part, key, size)  # its number of experts
+    common = {"name": name, "module": part, "forward": part.forward, "run": run, "size": size}
     takes = inspect.signature(part.forward)
-    part.forward = StackedExperts(
-        name=name, module=part, forward=part.forward, takes=takes, run=run, size=size
+    part.forward = (
+        DenseExperts(**common) if len(takes.parameters) == 1 else StackedExperts(**common, takes=takes)
     )
     shared = [one for one in part.modules() if one is not part]
     for one in shared:

@@ -29,7 +29,7 @@ from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.layers.linear import LinearGrad, Queue, contributions_of
-from everstep.engine.layers.model import Model, Slot, end, refusing_changed_buffers, slots
+from everstep.engine.layers.model import BACKWARD, Model, Slot, end, refusing_changed_buffers, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.layers import refuse_unequal, sum_whole
@@ -261,6 +261,7 @@ class Stage:
         if stash.recorded is not None:
             return self._input_grad_recorded(stash, stash.recorded, given, weight)
         devices.seed(self.device, keys.key(self.seed, keys.BACKWARD, step, microbatch, self.layers.start))
+        BACKWARD.now = weight
         if given is None and stash.outputs:
             torch.autograd.backward(stash.outputs)
         elif given is None:
