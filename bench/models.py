@@ -2,6 +2,7 @@
 
     python bench/models.py                    a table
     python bench/models.py --only llama --json
+    python bench/models.py --only mixtral --shards 2    workers of two processes, experts spread over them
     python bench/models.py --scan             which of all causal LMs of transformers can be cut, and why not
 
 Each model starts from a folder with weights, and is trained three times on the same batches (rows of
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="parts of architectures' names, by commas")
+    parser.add_argument("--shards", type=int, default=1, help="processes per worker")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -61,7 +64,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    result = scan(given.only) if given.scan else table(given.only, quiet=given.json)
+    result = scan(given.only) if given.scan else table(given.only, given.shards, quiet=given.json)
     if given.json:
         print(json.dumps(result))
     elif given.scan:
@@ -80,7 +83,7 @@ def main() -> int:
 # ------------------------------------------------------------------ the table
 
 
-def table(only: str, *, quiet: bool) -> dict[str, Any]:
+def table(only: str, shards: int, *, quiet: bool) -> dict[str, Any]:
     import transformers
 
     rows = []
@@ -91,7 +94,7 @@ def table(only: str, *, quiet: bool) -> dict[str, Any]:
         for number, name in enumerate(names):
             with tempfile.TemporaryDirectory(prefix="everstep-models-") as folder:
                 try:
-                    row = tried(name, KILLS[number % len(KILLS)], Path(folder), server)
+                    row = tried(name, KILLS[number % len(KILLS)], Path(folder), server, shards)
                 except Exception as error:  # a row that fails is a row
                     row = {"ok": False, "failure": f"{type(error).__name__}: {error}"}
             rows.append({"architecture": name, "special": TINY[name][1], **row})
@@ -124,7 +127,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def tried(name: str, kill: str, folder: Path, server: ForkServer) -> dict[str, Any]:
+def tried(name: str, kill: str, folder: Path, server: ForkServer, shards: int) -> dict[str, Any]:
     """One architecture: three trainings and an export."""
     import transformers
 
@@ -136,10 +139,10 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer) -> dict[str, A
         for parameter in start.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     start.save_pretrained(folder / "base")
-    job = _job(folder, "clean")
+    job = replace(_job(folder, "clean"), shards=shards)
     model = everstep.hf(folder / "base")
     clean = run_job(job, fork_server=server)
-    killed_job = _job(folder, "killed")
+    killed_job = replace(_job(folder, "killed"), shards=shards)
     killed = run_job(killed_job, faults=(parse_fault(kill),), fork_server=server)
     for outcome in (clean, killed):
         if outcome.failure:

@@ -10,6 +10,7 @@ _BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_at
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDE = {**_BASE, **_TOKENS, "intermediate_size": 64, "max_position_embeddings": 64}
 _GROUPED = {**_WIDE, "num_key_value_heads": 2}
+_EXPERTS = {**_GROUPED, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _OLD = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, **_TOKENS}
 _OPT = {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0}
 _NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -50,6 +51,28 @@ TINY: dict[str, tuple[dict[str, Any], str]] = {
             "output_router_logits": True,
         },
         "experts and a shared one, router loss",
+    ),
+    "qwen3_moe": (
+        {**_EXPERTS, "num_experts": 4, "head_dim": 8, "output_router_logits": True},
+        "experts, norms of q and k, router loss",
+    ),
+    "deepseek_v3": (
+        {
+            **_EXPERTS,
+            **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+        "experts and a shared one, latent attention, a layer without experts",
+    ),
+    "gpt_oss": (
+        {**_EXPERTS, "num_local_experts": 4, "head_dim": 8, "output_router_logits": True},
+        "experts with biases, sinks in attention, router loss",
     ),
     "stablelm": (_GROUPED, "partial rotary, LayerNorm"),
     "olmo": (_GROUPED, "norms without weights"),
