@@ -20,6 +20,8 @@ SIZES = {
     "gpt-1b": 1e9,
     "gpt-3b": 3e9,
     "gpt-7b": 7e9,
+    "moe-tiny": 0.7e6,
+    "moe-3b": 3.3e9,
 }
 
 
@@ -33,7 +35,9 @@ def test_a_preset_is_the_size_its_name_says(name: str) -> None:
     form = MODELS[name].shape
     table = slots(gpt(form), range(form.depth + 2))
     matrices = sum(slot.size for name, slot in table.items() if len(slot.shape) == 2 and "tokens" not in name)
-    assert matmul_parameters(form) == matrices
+    experts = sum(slot.size for slot in table.values() if len(slot.shape) == 3)
+    used = experts * form.experts_per_token // form.experts if form.experts else 0
+    assert matmul_parameters(form) == matrices + used
     assert flops_per_token(form) > 6 * matmul_parameters(form)
 
 

@@ -85,8 +85,8 @@ MODELS = {
     "gpt-7b": BuiltIn(
         shape=GptShape(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048)
     ),
-    "moe-tiny": BuiltIn(shape=GptShape(hidden=96, experts=8)),  # 0.7 M parameters, 0.26 M per token
-    "moe-3b": BuiltIn(  # 0.7 B per token
+    "moe-tiny": BuiltIn(shape=GptShape(hidden=96, experts=8)),  # 0.7 M parameters, 0.23 M per token
+    "moe-3b": BuiltIn(  # 0.6 B per token
         shape=GptShape(vocab=32000, width=1536, depth=20, heads=12, hidden=2048, context=2048, experts=16)
     ),
 }
