@@ -143,21 +143,21 @@ class Listed(nn.Module):
 
 
 class Rows(nn.Module):
-    """Stacked experts of one's own, arguments in another order; every token is sent to the first two, so
-    that the other shard's have nothing to do.
+    """Stacked experts of one's own, arguments in another order, with a norm that they share. Every token is
+    sent to the first two, so that the other shard's have nothing to do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = (nn.Parameter(torch.randn(*shape) * 0.2) for shape in ((4, 32, 16), (4, 16, 32)))
-        self.num_experts = 4
+        self.num_experts, self.norm = 4, nn.RMSNorm(32)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for number in range(self.num_experts):
             token, place = torch.where(chosen == number)
             if len(token):
-                made = torch.relu(x[token] @ self.up[number]) @ self.down[number]
+                made = self.norm(torch.relu(x[token] @ self.up[number]) @ self.down[number])
                 out = out.index_add(0, token, made * weights[token, place, None])
         return out
 

@@ -311,6 +311,7 @@ class StackedExperts:
     takes: inspect.Signature
     run: LayerRun
     size: int  # experts of one shard
+    shared: list[nn.Parameter]  # by all experts, such as those of a norm behind them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         shards = self.run.collectives
@@ -338,7 +339,8 @@ class StackedExperts:
             self.run.leave()
             made = made.index_add(0, rows, found.reshape(-1, found.shape[-1]).to(made.dtype))
         trains = any(parameter.requires_grad for parameter in self.module.parameters())
-        return _of_all_experts(made, entered, shards, trains=trains).view(given[hidden].shape)
+        summed = [*entered, *self.shared]  # their gradients are added up, so every shard must have one
+        return _of_all_experts(made, summed, shards, trains=trains).view(given[hidden].shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
