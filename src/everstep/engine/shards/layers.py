@@ -446,15 +446,17 @@ def _join_experts(name: str, part: nn.Module, plan: Cut, run: LayerRun) -> list[
     for key, value in list(vars(part).items()):
         if "expert" in key and type(value) is int and value == size * plan.count:
             setattr(part, key, size)  # its number of experts
-    common = {"name": name, "module": part, "forward": part.forward, "run": run, "size": size}
-    takes = inspect.signature(part.forward)
-    part.forward = (
-        DenseExperts(**common) if len(takes.parameters) == 1 else StackedExperts(**common, takes=takes)
-    )
-    shared = [one for one in part.modules() if one is not part]
-    for one in shared:
+    inside = [one for one in part.modules() if one is not part]
+    for one in inside:
         _by_autograd(one)
-    return [parameter for one in shared for parameter in one.parameters(recurse=False)]
+    shared = [parameter for one in inside for parameter in one.parameters(recurse=False)]
+    takes = inspect.signature(part.forward)
+    common: dict[str, Any] = {"name": name, "module": part, "forward": part.forward, "run": run, "size": size}
+    if len(takes.parameters) == 1:
+        part.forward = DenseExperts(**common)
+    else:
+        part.forward = StackedExperts(**common, takes=takes, shared=shared)
+    return shared
 
 
 def refuse_experts(layer: str, module: nn.Module, plan: Cut) -> None:
