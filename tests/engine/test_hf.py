@@ -115,12 +115,11 @@ def test_names_are_the_models_own_and_edges_stay_whole() -> None:
         partition(model, 7)
 
 
-def test_weight_gradients_are_ops_of_their_own_but_for_what_cannot_be_split() -> None:
+def test_weight_gradients_are_ops_of_their_own_also_of_stacked_experts() -> None:
     shares = {
         name: share_in_two([skeleton(model, layer) for layer in model.layers])
         for name, model in ((name, hf(config)) for name, config in CONFIGS.items())
     }
-    assert shares.pop("mixtral: experts, a router's loss") < 0.5  # all experts are one tensor
     assert all(share > 0.95 for share in shares.values())
 
 

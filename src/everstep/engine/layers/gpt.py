@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from everstep.engine.layers import attention, regions
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.linear import of_one_input
+from everstep.engine.layers.linear import of_one_input, through_experts
 from everstep.engine.layers.model import BACKWARD, Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
@@ -222,34 +221,23 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLUs side by side: every parameter has a row for each. They take tokens sorted by expert."""
+    """SwiGLUs side by side, in the form of transformers: every parameter has a row for each."""
+
+    has_gate, has_bias, is_transposed = True, False, True
 
     def __init__(self, form: GptShape) -> None:
         super().__init__()
         self.num_experts = form.experts
-        into, out = (form.experts, form.width, form.hidden), (form.experts, form.hidden, form.width)
-        self.gate, self.up, self.down = (nn.Parameter(torch.empty(size)) for size in (into, into, out))
-        for parameter, scale in ((self.gate, 1.0), (self.up, 1.0), (self.down, (2 * form.depth) ** -0.5)):
-            nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+        self.gate_up_proj = nn.Parameter(torch.empty(form.experts, form.width, 2 * form.hidden))
+        self.down_proj = nn.Parameter(torch.empty(form.experts, form.hidden, form.width))
+        nn.init.normal_(self.gate_up_proj, std=form.width**-0.5)
+        nn.init.normal_(self.down_proj, std=(2 * form.depth * form.hidden) ** -0.5)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        numbers, order = chosen.reshape(-1).sort(stable=True)
-        tokens = order.div(chosen.shape[-1], rounding_mode="floor")
-        every = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(numbers, every, right=True)
-        given = x.index_select(0, tokens)
-        inside = _gated(_of_each(given, self.gate, ends), _of_each(given, self.up, ends))
-        made = _of_each(inside, self.down, ends) * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        return torch.zeros_like(x).index_add(0, tokens, made)
+        return through_experts(self, x, chosen, weights, None)
 
-
-def _of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each end times the matrix of their expert, in one product where torch has it."""
-    even = all(size * x.itemsize % 16 == 0 for size in weights.shape[1:])  # what its kernels ask for
-    if even and hasattr(torch, "_grouped_mm") and (not x.is_cuda or x.dtype == torch.bfloat16):
-        return torch._grouped_mm(x, weights, offs=ends.to(torch.int32))
-    starts = [0, *ends.tolist()]
-    return torch.cat([x[a:b] @ weight for (a, b), weight in zip(pairwise(starts), weights, strict=True)])
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        return _gated(*both.chunk(2, dim=-1))
 
 
 class Head(nn.Module):

@@ -6,7 +6,8 @@
 
 A plain `nn.Linear` in any user's module is taken over by giving the instance a forward of ours, and a plain
 `nn.Embedding` with it (its weight gradient is a dense table, too large to hold from I to W; its indices are
-not); of transformers also GPT-2's `Conv1D`, a Linear whose weight lies the other way, and Falcon's Linear.
+not); of transformers also GPT-2's `Conv1D`, a Linear whose weight lies the other way, Falcon's Linear, and
+experts whose matrices are stacked.
 Every other parameter gets its gradient from autograd during I: for those, I and W are one op. `share_in_two`
 tells how many.
 
@@ -17,9 +18,10 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +91,41 @@ class EmbeddingGrad(NamedTuple):
         return made
 
 
-Queue = list[LinearGrad | EmbeddingGrad]
+class GroupedGrad(NamedTuple):
+    """Of stacked matrices: one for each expert, with rows of its own, those of one after the other's."""
+
+    weight: Tensor
+    input: Tensor
+    grad: Tensor
+    ends: tuple[int, ...]  # where the rows of each expert end
+    across: bool  # a matrix is inputs x outputs
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.weight]
+
+    def run(self, into: Into) -> None:
+        target = into(self.weight)
+        for number, pair in self._pairs():
+            add_product(target[number], *pair)
+
+    def products(self) -> Products:
+        return [(self.weight, self._stacked)]
+
+    def _stacked(self) -> Tensor:
+        made = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.grad.device)
+        for number, pair in self._pairs():
+            made[number] = _product(*pair)
+        return made
+
+    def _pairs(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        for number, (start, stop) in enumerate(pairwise((0, *self.ends))):
+            if start < stop:
+                x, grad = self.input[start:stop], self.grad[start:stop]
+                yield number, (x, grad) if self.across else (grad, x)
+
+
+Queue = list[LinearGrad | EmbeddingGrad | GroupedGrad]
 
 
 def contributions_of(queue: Queue, others: list[tuple[Tensor, Tensor]]) -> Products:
@@ -241,6 +277,76 @@ class _Linears(torch.autograd.Function):
         return total.view(x.shape), *none
 
 
+def product_of_groups(x: Tensor, weight: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can."""
+    even = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])  # what its kernels ask for
+    if even and hasattr(torch, "_grouped_mm") and (not x.is_cuda or x.dtype == torch.bfloat16):
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x.contiguous(), weight, offs=offsets)
+    parts = zip(pairwise((0, *ends)), weight, strict=True)
+    return torch.cat([x[start:stop] @ matrix for (start, stop), matrix in parts])
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: tuple[int, ...], across: bool, queue: Queue
+    ) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.weight, ctx.ends, ctx.across, ctx.queue = weight, ends, across, queue
+        return product_of_groups(x, weight if across else weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.queue.append(GroupedGrad(ctx.weight, x.detach(), grad, ctx.ends, ctx.across))
+        back = None
+        if ctx.needs_input_grad[0]:
+            back = product_of_groups(grad, weight.transpose(1, 2) if ctx.across else weight, ctx.ends)
+        return back, None, None, None, None
+
+
+def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, queue: Queue | None) -> Tensor:
+    """Experts in the form that transformers gives them (`use_experts_implementation`), and ours: tokens are
+    sorted by expert, so that those of each are multiplied at once. A queue gets the weight gradients.
+    """
+    numbers, order = chosen.reshape(-1).sort(stable=True)
+    up, down = part.gate_up_proj if part.has_gate else part.up_proj, part.down_proj
+    every = torch.arange(down.shape[0], device=x.device)
+    ends = tuple(torch.searchsorted(numbers, every, right=True).tolist())
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.to(weight.dtype)
+        if queue is None:
+            return product_of_groups(x, weight if part.is_transposed else weight.transpose(1, 2), ends)
+        made: Tensor = _Grouped.apply(x, weight, ends, part.is_transposed, queue)  # type: ignore[no-untyped-call]
+        return made
+
+    inside = product(x.index_select(0, order.div(chosen.shape[-1], rounding_mode="floor")), up)
+    if part.has_bias:
+        inside = inside + (part.gate_up_proj_bias if part.has_gate else part.up_proj_bias)[numbers]
+    made = product(part._apply_gate(inside) if part.has_gate else part.act_fn(inside), down)
+    if part.has_bias:
+        made = made + part.down_proj_bias[numbers]
+    if getattr(part, "has_post_expert_norm", False):
+        made = part.post_expert_norm(made)
+    made = made * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+    return made.index_select(0, back).view(*chosen.shape, -1).sum(-2).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedExperts:
+    """What stacked experts run as their forward, once they are taken over."""
+
+    module: Any
+    queue: Queue
+
+    def __call__(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return through_experts(self.module, hidden_states, chosen, weights, self.queue)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedLinear:
     """What an nn.Linear runs as its forward, once it is taken over."""
@@ -309,7 +415,21 @@ def largest_in_one(layers: Mapping[str, nn.Module]) -> str | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
+def _has_form_of_experts(part: Any) -> bool:
+    known = all(hasattr(part, key) for key in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+    if not known or "forward" in vars(part):
+        return False
+    matrices = [
+        part._parameters.get(key) for key in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj")
+    ]
+    # Another implementation that a user has chosen stays.
+    usual = getattr(getattr(part, "config", None), "_experts_implementation", "grouped_mm") == "grouped_mm"
+    return usual and all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices)
+
+
 def _queued_forward(part: nn.Module) -> Callable[[Any, Queue], Callable[..., Tensor]] | None:
+    if _has_form_of_experts(part):
+        return QueuedExperts
     # A parametrized weight is no parameter of the module but computed from one: autograd must see it.
     if not isinstance(part._parameters.get("weight"), nn.Parameter) or "forward" in vars(part):
         return None
