@@ -280,7 +280,8 @@ class _Linears(torch.autograd.Function):
 def product_of_groups(x: Tensor, weight: Tensor, ends: tuple[int, ...]) -> Tensor:
     """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can."""
     even = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])  # what its kernels ask for
-    if even and hasattr(torch, "_grouped_mm") and (not x.is_cuda or x.dtype == torch.bfloat16):
+    fitting = x.is_cpu or (x.is_cuda and x.dtype == torch.bfloat16)
+    if even and fitting and hasattr(torch, "_grouped_mm"):
         offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
         return torch._grouped_mm(x.contiguous(), weight, offs=offsets)
     parts = zip(pairwise((0, *ends)), weight, strict=True)
@@ -313,8 +314,12 @@ def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, queue
     """
     numbers, order = chosen.reshape(-1).sort(stable=True)
     up, down = part.gate_up_proj if part.has_gate else part.up_proj, part.down_proj
-    every = torch.arange(down.shape[0], device=x.device)
-    ends = tuple(torch.searchsorted(numbers, every, right=True).tolist())
+    count, rows = down.shape[0], len(numbers)
+    if x.is_meta:  # where only shapes are looked at: as if all experts got as many
+        ends = tuple(rows * number // count for number in range(1, count + 1))
+    else:
+        every = torch.arange(count, device=x.device)
+        ends = tuple(torch.searchsorted(numbers, every, right=True).tolist())
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         x = x.to(weight.dtype)
