@@ -62,7 +62,7 @@ def test_experts_over_shards_heal_and_their_checkpoint_goes_to_one_process(
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
     for step in (1, 2):
         assert healed.by_step()[step].loss == clean.by_step()[step].loss
-    again = sweep.run(replace(saving, replicas=1, shards=1), ())
+    again = sweep.run(replace(saving, replicas=1, shards=1, microbatches=2 * job.microbatches), ())
     assert again.resumed_from == 2
     for step in (3, 4):
         assert again.by_step()[step].loss == pytest.approx(clean.by_step()[step].loss, rel=1e-5)
