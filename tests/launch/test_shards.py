@@ -48,6 +48,7 @@ def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: S
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
 
 
+@pytest.mark.slow
 def test_experts_over_shards_heal_and_their_checkpoint_goes_to_one_process(
     sweep: Sweep, tmp_path: Path
 ) -> None:
