@@ -70,6 +70,17 @@ def test_what_is_whole_is_committed_and_keep_applies(tmp_path: Path) -> None:
     assert [group["lr"] for group in newest.index.groups] == [0.1]
 
 
+def test_an_object_store_needs_no_coordinator_either() -> None:
+    root = "memory://unattended"
+    for step in (5, 10, 15, 20):
+        write(root, step)
+    write(root, 25, 0)
+    found = commit_whole(root, run=RUN, keep=2)
+    assert (found.committed, found.left, complete_steps(root)) == ([15, 20], [25], [15, 20])
+    write(root, 30)
+    assert newest_to_use(root, known=20, run=RUN, keep=2, live=True).step == 30
+
+
 def test_parts_of_two_runs_or_of_two_attempts_are_not_one_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 5, 0)
     write(tmp_path, 5, 1, run="another-run")
