@@ -1,7 +1,7 @@
 """Figures of the simulator, each by a command:
 
     python bench/simulate.py storms --seeds 0:10000     how many pass, how fast on one core
-    python bench/simulate.py storms --kind moves        another kind: cluster, moves, sharded, sharded-cluster
+    python bench/simulate.py storms --kind moves        another kind: cluster, moves, hangs, sharded-cluster
     python bench/simulate.py storms --seeds fresh:5000 --jobs 8
     python bench/simulate.py mutants                    every planted bug: seeds until it is seen, seconds
     python bench/simulate.py mutants --names a,b        these planted bugs only
@@ -106,7 +106,7 @@ def _range(seeds: str) -> tuple[int, int]:
 
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
-    from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS
+    from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
     from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS
 
     kinds: dict[str, StormKind] = {
@@ -115,6 +115,10 @@ def mutants(args: argparse.Namespace) -> dict[str, Any]:
         **dict.fromkeys(GROUP_MUTANTS, "groups"),
         **dict.fromkeys(CLUSTER_MUTANTS, "cluster"),
         **dict.fromkeys(MEMORY_MUTANTS, "moves"),
+        **dict.fromkeys(TIMER_MUTANTS, "hangs"),
+        "no_timer_of_isolated_slot": "flips",
+        "no_timer_of_broken_links": "cuts",
+        "no_timer_of_review_of_a_plan": "plans",
     }
     wanted = args.names.split(",") if args.names else list(kinds)
     rows = {}

@@ -15,6 +15,7 @@ from everstep.core.agent.process import Process, ProcessState
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.cluster import copy_placement, fences
+from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
@@ -261,6 +262,26 @@ def one_holder_is_asked() -> list[Patch]:
     return [(copy_placement, "copies_for", wrong)]
 
 
+# ------------------------------------------------------------------ timers
+
+
+def _without_timer(what: str) -> Callable[[], list[Patch]]:
+    """The coordinator does not wake up for this."""
+    right = Coordinator.timers
+
+    def wrong(self: Coordinator) -> dict[str, list[float]]:
+        return {name: times for name, times in right(self).items() if name != what}
+
+    return lambda: [(Coordinator, "timers", wrong)]
+
+
+NOT_IN_STORMS = ("life of a script",)  # none is there: tests/core
+# One for each row of the table.
+TIMER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    f"no_timer_of_{what.replace(' ', '_')}": _without_timer(what)
+    for what in Coordinator().timers()
+    if what not in NOT_IN_STORMS
+}
 MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
 CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make

@@ -32,7 +32,7 @@ from everstep.protocol.ops import Worker, parse_ops
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 from everstep.server.record import ClusterRecord
-from everstep.server.term import pack, unpack
+from everstep.server.term import collect_new, pack, unpack
 
 TASK = "t"
 JOB: dict[str, Any] = {"job": "a job of usual size", "model": {"layers": 8}, "data": {"seed": 1}}
@@ -226,6 +226,7 @@ class Fleet:
                     self.machine.acknowledged(action.node, action.number)
                     self._obey(action.node, action.order)
         found, self.busy = self.busy, Busy()
+        collect_new()  # an idle moment
         return found
 
     def _count_orders(self) -> list[msg.Dispatch]:

@@ -52,6 +52,7 @@ class FakeCluster:
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
+        self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
         self.hang_at_start: set[Worker] = set()  # their processes never report
@@ -268,7 +269,7 @@ class FakeCluster:
             case msg.FindCheckpoint(live=True):
                 looked = ev.CheckpointsLooked(search=order.search, step=self.on_disk)
                 self._later(node, msg.TaskEvent(task=order.task, event=looked))
-            case msg.FindCheckpoint():
+            case msg.FindCheckpoint() if node not in self.hung_disks:
                 self._later(
                     node, msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)
                 )

@@ -94,3 +94,61 @@ def test_a_node_with_the_only_copy_of_a_waiting_tasks_state_is_waited_for() -> N
     assert node.state != "gone"
     waiting.copies.states[1].copies[0]["a"] = {}
     assert "to start" in Silence(cluster.coordinator.roster, PATIENCE).why_given_up(node, cluster.now)
+
+
+# ------------------------------------------------------------------ what waiting and healing cost
+
+
+def two_by_two(copy_s: float) -> FakeCluster:
+    """Two replicas of two stages on two nodes of two slots each, and one to spare. Copies take `copy_s`."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit(shape=Shape(2, 2, 2), steps=40)
+    cluster.seal()
+    cluster.coordinator.tasks["t"].starts.longest_copy_s = copy_s
+    return cluster
+
+
+def freezes(cluster: FakeCluster) -> str:
+    """A node with workers falls silent, and a worker on the other one waits."""
+    task = cluster.coordinator.tasks["t"]
+    lost = min(seat.node for seat in task.seats.values())
+    waiting = next(worker for worker, seat in task.seats.items() if seat.node != lost)
+    cluster.silence(lost)
+    cluster.overdue(waiting, busy=False, doing="no parcel", elapsed_s=1.5)
+    return lost
+
+
+def test_a_silent_node_that_is_missed_is_given_up_at_once_where_copies_are_quick() -> None:
+    cluster = two_by_two(copy_s=0.0)
+    assert cluster.coordinator.nodes[freezes(cluster)].state == "gone"
+
+
+def test_a_silent_node_with_a_large_state_is_waited_for_as_long_as_its_loss_costs() -> None:
+    """40 s of copying by half of the workers: 20 s of the task."""
+    cluster = two_by_two(copy_s=40.0)
+    node = cluster.coordinator.nodes[freezes(cluster)]
+    assert node.state == "silent"
+    cluster.wait(19.0)
+    assert node.state == "silent"
+    cluster.wait(2.0)
+    assert node.state == "gone", node.because
+
+
+def test_a_node_that_was_frozen_for_a_moment_keeps_its_workers_and_their_state() -> None:
+    """A freeze of 1.5 s cost all its workers, and minutes of copying."""
+    cluster = two_by_two(copy_s=40.0)
+    task = cluster.coordinator.tasks["t"]
+    before = {worker: seat.incarnation for worker, seat in task.seats.items()}
+    node = freezes(cluster)
+    cluster.wait(1.5)
+    cluster.join(node, 2)
+    cluster.wait(60.0)
+    assert cluster.coordinator.nodes[node].state == "up"
+    assert {worker: seat.incarnation for worker, seat in task.seats.items()} == before
+
+
+def test_no_state_is_so_large_that_a_dead_node_is_waited_for_without_end() -> None:
+    cluster = two_by_two(copy_s=4000.0)
+    node = cluster.coordinator.nodes[freezes(cluster)]
+    cluster.wait(PATIENCE.lonely_silence_s + 0.1)
+    assert node.state == "gone"

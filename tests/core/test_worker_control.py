@@ -196,6 +196,31 @@ def test_each_break_waits_longer_and_nothing_is_said_while_it_breaks_again() -> 
     assert links.due(now + 1.0) == ([], [THERE])
 
 
+def test_a_peer_that_cannot_be_reached_again_is_reported_once() -> None:
+    worker = control()
+    worker.handle(resume(1, restore=0), 0.0)
+    worker.take_actions()
+    assert worker.handle(LinkBroke(THERE), 10.0) == []
+    assert worker.handle(LinkBroke(THERE), 10.0) == [], "the other direction: nothing was tried yet"
+    worker.handle(msg.TimePassed(), 12.0)
+    (said,) = worker.handle(LinkBroke(THERE, "timed out"), 14.5)
+    assert said == SendReport(
+        msg.LinkDown(task="t", worker=ME, peer=PEER, address=THERE, down_s=4.5, error="timed out")
+    )
+    worker.handle(msg.TimePassed(), 30.0)
+    assert worker.handle(LinkBroke(THERE), 31.0) == []
+
+
+def test_a_link_that_opens_and_breaks_again_is_not_out_of_reach() -> None:
+    worker = control()
+    worker.handle(resume(1, restore=0), 0.0)
+    worker.take_actions()
+    worker.handle(LinkBroke(THERE), 10.0)
+    worker.handle(msg.TimePassed(), 11.0)
+    worker.handle(LinkOpened(THERE), 11.1)
+    assert worker.handle(LinkBroke(THERE), 11.2) == []
+
+
 def test_breaks_of_a_peer_that_is_gone_are_forgotten() -> None:
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)

@@ -29,10 +29,10 @@ from everstep_lab.storm import (
     run_storm,
     with_sharded_states,
 )
-from everstep_lab.storm.faults import OF_CLUSTERS
+from everstep_lab.storm.faults import OF_CLUSTERS, OF_HANGS
 from everstep_lab.storm.shrink import shrink
 from everstep_lab.storm.spec import OF_TASKS
-from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS
+from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
 from harness.mutants import MUTANTS, planted
 
 SEEDS = Path(__file__).parent / "seeds.txt"
@@ -71,6 +71,21 @@ SEEN_IN_GROUPS = {
     "end_of_a_shard_is_not_named": 4,
 }
 SEEN_IN_MOVES = {"one_holder_is_asked": 41}
+SEEN_WITH_HANGS = {
+    "no_timer_of_silent_node": 0,
+    "no_timer_of_isolated_node": 5,
+    "no_timer_of_promised_node": 2,
+    "no_timer_of_leaving_node": 4,
+    "no_timer_of_start_put_off": 5,
+    "no_timer_of_start": 0,
+    "no_timer_of_copy_of_a_state": 1,
+    "no_timer_of_next_search": 36,
+    "no_timer_of_search": 0,
+    "no_timer_of_commit": 0,
+}
+SEEN_WITH_FLIPS = {"no_timer_of_isolated_slot": 0}
+SEEN_WITH_CUTS = {"no_timer_of_broken_links": 1}
+SEEN_WITH_PLANS = {"no_timer_of_review_of_a_plan": 0}
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
     "unwanted_start_stays": 141,
@@ -302,7 +317,65 @@ def test_a_bug_planted_in_states_in_memory_is_seen(name: str) -> None:
     assert violation_of("moves", SEEN_IN_MOVES[name]) is None
 
 
+@pytest.mark.parametrize("name", TIMER_MUTANTS)
+def test_a_timer_that_is_removed_is_seen(name: str) -> None:
+    """As a state without a deadline, before anything comes to wait for it."""
+    kinds: dict[StormKind, dict[str, int]] = {
+        "hangs": SEEN_WITH_HANGS,
+        "flips": SEEN_WITH_FLIPS,
+        "cuts": SEEN_WITH_CUTS,
+        "plans": SEEN_WITH_PLANS,
+    }
+    ((kind, seed),) = ((kind, seen[name]) for kind, seen in kinds.items() if name in seen)
+    with planted(name):
+        assert "has no timer" in (violation_of(kind, seed) or "")
+    assert violation_of(kind, seed) is None
+
+
+def test_twenty_five_storms_with_hangs_break_nothing() -> None:
+    """Processes that never start, disks that never answer, copies that never end, nodes that leave."""
+    struck = set()
+    for seed in range(25):
+        report = run_storm(draw_storm(seed, "hangs"), cluster=True)
+        assert report.violation is None, f"everstep sim storm --hangs --seeds {seed}: {report.violation}"
+        struck |= {fault.split()[0] for fault in report.faults_struck}
+    assert set(OF_HANGS) <= struck, "some kind of fault never struck"
+
+
+def test_fifteen_storms_with_a_dead_data_network_leave_that_node_and_no_other() -> None:
+    """For good, with the agent's line intact; that no healthy node is isolated is checked in every storm."""
+    left = 0
+    for seed in range(15):
+        report = run_storm(draw_storm(seed, "cuts"), cluster=True, record=True)
+        assert report.violation is None, f"everstep sim storm --cuts --seeds {seed}: {report.violation}"
+        left += any("on the data network, though its agent is heard" in line for line in report.transcript)
+    assert left >= 5
+
+
+def test_fifteen_storms_with_a_planner_and_pauses_break_nothing() -> None:
+    """It gives the task fewer workers or none, takes them back, and an operator pauses and resumes it."""
+    paused = 0
+    for seed in range(15):
+        report = run_storm(draw_storm(seed, "plans"), cluster=True, record=True)
+        assert report.violation is None, f"everstep sim storm --plans --seeds {seed}: {report.violation}"
+        paused += any("TaskEnded" in line and "paused" in line for line in report.transcript)
+    assert paused >= 3
+
+
+def test_a_snapshot_that_forgets_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cluster_world.thaw
+
+    def forgetful(coordinator: Any, frozen: Any) -> None:
+        right(coordinator, frozen)
+        for node in coordinator.nodes.values():
+            node.heard = 0
+
+    monkeypatch.setattr(cluster_world, "thaw", forgetful)
+    assert "a snapshot at entry" in (violation_of("cluster", 9) or "")
+
+
 def test_every_planted_bug_has_a_seed() -> None:
+    assert set(SEEN_WITH_HANGS | SEEN_WITH_FLIPS | SEEN_WITH_CUTS | SEEN_WITH_PLANS) == set(TIMER_MUTANTS)
     assert set(SEEN_IN_MOVES) == set(MEMORY_MUTANTS)
     assert set(SEEN_AT) == set(MUTANTS)
     assert set(SEEN_IN_A_CLUSTER) == set(CLUSTER_MUTANTS)

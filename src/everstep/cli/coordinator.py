@@ -165,6 +165,7 @@ def coordinator_command(
     from everstep.launch import coordinator_token
     from everstep.protocol.messages import Patience
     from everstep.server.serve import LOOPBACK, ServerSettings, serve
+    from everstep.server.term import keep_collections_short
 
     if tls is not None and (cert or key):
         raise UserError("--tls and --cert or --key are both given; give --tls, or --cert and --key.")
@@ -221,6 +222,7 @@ def coordinator_command(
         restarts_per_place=max(3, restarts_per_node),
         isolation_s=isolation,
     )
+    keep_collections_short()
     return until_signalled(lambda signalled: serve(settings, ready=ready, patience=patience))
 
 

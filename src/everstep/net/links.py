@@ -62,6 +62,7 @@ class _Outgoing:
     connected: bool = False  # to a peer that has
     identity: bytes = b""  # what that peer says of itself
     broken: bool = False
+    error: str = ""  # why it is
     registered: int = 0
     forgotten: bool = False  # closed for good, or reported already: not to be reopened
 
@@ -113,6 +114,7 @@ class Links:
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)
         self._out: dict[Address, _Outgoing] = {}
+        self.errors: dict[Address, str] = {}  # why the last connection to each peer broke
         self._opening = threading.Lock()
         self._ask: deque[_Outgoing] = deque()
         self._strangers: dict[socket.socket, _Receiving] = {}  # oldest first
@@ -352,8 +354,8 @@ class Links:
                     self._hear(link)
             except BlockingIOError:
                 pass
-            except (OSError, PeerError):
-                link.broken = True
+            except (OSError, PeerError) as error:
+                link.broken, link.error = True, str(error)
             if link.connected and not link.broken:
                 self._push(link)
         self._watch(link)
@@ -388,6 +390,7 @@ class Links:
             del self._out[link.address]
         if not link.forgotten:  # also if the next one is open by now: what this one held is lost
             link.forgotten = True
+            self.errors[link.address] = link.error
             self.events.broken(link.address)
 
     def _receive(self, conn: _Receiving) -> None:

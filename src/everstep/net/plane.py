@@ -252,7 +252,7 @@ class DataPlane:
     def _link_broke(self, address: Address) -> None:
         if self._lanes is not None:
             self._lanes.link_broke(address)
-        self.inbox.put(LinkBroke(address))
+        self.inbox.put(LinkBroke(address, self.links.errors.pop(address, "")))
 
     # -------------------------------------------------------------- the worker's own thread
 

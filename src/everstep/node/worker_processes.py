@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 
+PROBE_S = 3.0  # for one connection to another node
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself
 Decide = Callable[[ag.ProcessEvent, float], Sequence[Any]]  # AgentActions
@@ -270,6 +272,8 @@ class WorkerProcesses:
                     self._beside(partial(self._commit_whole, given), partial(self._committed, given))
                 else:
                     self._beside(partial(self._work_on_disk, given), partial(self._worked, given))
+            case ag.Probe(order=wanted):
+                self._beside(lambda: probed(wanted), lambda found: self.report(found, None))
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:
         if isinstance(order, msg.DropCopies):
@@ -574,3 +578,15 @@ class WorkerLogs:
 
 def _log_name(worker: Worker) -> str:
     return f"worker-{worker.replica}-{worker.stage}.log"
+
+
+def probed(order: msg.ProbeLinks) -> msg.LinksProbed:
+    """Which of these nodes this one can reach. It only connects: what listens there closes it again."""
+    reached, unreached = [], []
+    for node, address in order.addresses.items():
+        try:
+            socket.create_connection(address, timeout=PROBE_S).close()
+            reached.append(node)
+        except OSError:
+            unreached.append(node)
+    return msg.LinksProbed(task=order.task, reached=tuple(reached), unreached=tuple(unreached))

@@ -254,6 +254,27 @@ class LinkMended(TaskReport, WorkerReport):
     peer: Worker
 
 
+@message(by=WORKER, says="worker {worker} of {task} cannot reach {peer} since {down_s:.1f} s")
+class LinkDown(TaskReport, WorkerReport):
+    """A connection to a peer broke, and another one could not be opened. If one can later, `LinkMended`."""
+
+    task: str
+    worker: Worker
+    peer: Worker
+    address: tuple[str, int]  # where the peer was tried: it may be another process by now
+    down_s: float  # seconds since it broke: clocks of machines differ
+    error: str = ""
+
+
+@message(by=AGENT, says="node {node} has probed links of {task}; not reached: {unreached}")
+class LinksProbed(TaskReport):
+    """Which of the nodes that it was asked to probe this node can reach on the data network."""
+
+    task: str
+    reached: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
 @message(by=WORKER, fleeting=True, says="worker {worker} of {task} reports its times")
 class TimesReported(TaskReport, WorkerReport):
     """How long ops take on a worker, in seconds by kind. For the scheduler, and for who looks for slowness.
@@ -790,6 +811,14 @@ class CheckNode(Order):
     because: str
 
 
+@message(says="probe links of {task} from {node}")
+class ProbeLinks(Order):
+    """Two other nodes cannot reach each other: which of them can this one reach? By node: an address."""
+
+    task: str
+    addresses: dict[str, tuple[str, int]]
+
+
 @message(says="remove an incomplete checkpoint of {task} on {node}")
 class DiscardPartial(Order):
     """Remove what was written of a checkpoint that will not be complete. `keep`: steps being written."""
@@ -821,6 +850,10 @@ class Patience:
     first_start_s: float = 1800.0  # a process that never reports, of a task none of whose workers has started
     start_s: float = 120.0  # one of a task whose other workers have started; or, if that is longer:
     start_factor: float = 5.0  # times as long as their longest start
+    first_copy_s: float = 1800.0  # of a state, from a peer to a new worker, while no other copy took longer
+    links_settle_s: float = 2.0  # from the first broken link to the verdict: others may break meanwhile
+    disk_answer_s: float = 600.0  # a search for checkpoints, or a commit, that a node does not answer
+    verify_factor: float = 10.0  # times as long for a search that reads every byte
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails
 

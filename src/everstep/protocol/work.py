@@ -566,9 +566,10 @@ PeerAddress = tuple[str, int]  # host, port
 
 @dataclass(frozen=True, slots=True)
 class LinkBroke:
-    """A connection to or from this address broke."""
+    """A connection to or from this address broke, or could not be opened."""
 
     address: PeerAddress
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,18 @@ def storm_command(
     spikes: Annotated[
         bool, typer.Option("--spikes", help="As --cluster; steps with a NaN are computed again.")
     ] = False,
+    hangs: Annotated[
+        bool,
+        typer.Option("--hangs", help="As --cluster, with starts, disks and copies that never end."),
+    ] = False,
+    cuts: Annotated[
+        bool,
+        typer.Option("--cuts", help="As --cluster, with a node whose data network alone is dead."),
+    ] = False,
+    plans: Annotated[
+        bool,
+        typer.Option("--plans", help="As --cluster, with a planner that changes its mind, and pauses."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -81,6 +93,12 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --flips
 
+        everstep sim storm --seeds 0:500 --hangs
+
+        everstep sim storm --seeds 0:500 --cuts
+
+        everstep sim storm --seeds 0:500 --plans
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -89,7 +107,8 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=[groups, votes, flips, spikes])
+    alone = [groups, votes, flips, spikes, hangs, cuts, plans]
+    kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
     if (transcript or kept is not None) and last != first + 1:
@@ -189,9 +208,11 @@ def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> s
 
 
 def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> StormKind:
-    """`alone`: groups, votes, flips, spikes, each of which draws its storm by itself."""
+    """`alone`: groups, votes and so on, each of which draws its storm by itself."""
     if any(alone):
-        chosen: StormKind = ("groups", "votes", "flips", "spikes")[alone.index(True)]
+        chosen: StormKind = ("groups", "votes", "flips", "spikes", "hangs", "cuts", "plans")[
+            alone.index(True)
+        ]
         if moves or sharded or sum(alone) > 1:
             raise UserError(
                 f"--{chosen} draws sharded states and copies by itself: leave out --moves, --sharded and the "

@@ -7,14 +7,16 @@ another node, and one that was given up may still be alive behind a cut line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.agent.agent import LineOpened, OrderHeard, ReportsKept
 from everstep.core.agent.agent_messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
-from everstep.core.cluster.snapshot import digest
+from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.task.recovery import Recovery
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.ports import ClusterPorts, HandledEvent
@@ -25,6 +27,7 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Finished, SaveCheckpoint, StateDirections, StoreCopy
 from everstep.schedule.recovery_answer import answer
+from everstep_lab.draw import Draw
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.lines import Lines
 from everstep_lab.storm.processes import Processes, part_written
@@ -35,6 +38,7 @@ from everstep_lab.storm.truth import VirtualState
 from everstep_lab.storm.virtual_agent import LIMITS, LOOK_US, VirtualAgent
 from everstep_lab.storm.virtual_coordinator import RecoveryMachine, VirtualCoordinator
 from everstep_lab.storm.virtual_worker import VirtualWorker
+from everstep_lab.storm.waits import Waits
 from everstep_lab.storm.world import TASK
 
 SPARE_NODES = 1
@@ -45,7 +49,10 @@ PATIENCE = msg.Patience(
     isolation_s=0.3,
     lonely_silence_s=0.1,
     awaited_silence_s=0.06,
+    links_settle_s=0.05,
 )
+# Elsewhere nothing hangs for good: there a report that is lost must not be hidden by a deadline.
+HANGING = replace(PATIENCE, first_start_s=3.0, start_s=1.5, first_copy_s=1.5, disk_answer_s=1.0)
 
 
 class ClusterWorld:
@@ -64,15 +71,22 @@ class ClusterWorld:
         ports = ClusterPorts(self, self, self)
         self.lines = Lines(self)
         self._shown = 0  # the number of the last event that is on the record
+        self.asked: set[tuple[str, int]] = set()  # of schedules: task, epoch
+        self.waits = Waits(self)
+        self._planner = Draw(spec.seed, "planner")
         self.head: VirtualCoordinator[Any, Any] = VirtualCoordinator(
             self.scene,
-            fresh=lambda: Coordinator(patience=PATIENCE, limits=LIMITS),
+            fresh=self._fresh,
             fingerprint=lambda: digest(self.coordinator),
             port=ports.take,
             time_passed=msg.TimePassed(),
             orders_are_kept=True,
             turned=self.lines.coordinator_turned,
         )
+
+    def _fresh(self) -> Coordinator:
+        patience = HANGING if self.spec.hangs else PATIENCE
+        return Coordinator(patience=patience, limits=LIMITS, planned=self.spec.planned)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -100,6 +114,9 @@ class ClusterWorld:
             has_checkpoints=bool(rules.checkpoint_every),
         )
         self.head.hear(submitted)
+        for at_us, span_us in self.spec.pauses:
+            self.scene.agenda.at(at_us, self.hear, msg.PauseRequested(task=TASK))
+            self.scene.agenda.at(at_us + span_us, self.hear, msg.UnpauseRequested(task=TASK))
         for at_us in self.spec.moves:
             self.scene.agenda.at(at_us, self._move)
 
@@ -142,6 +159,21 @@ class ClusterWorld:
         again = self.head.replayed(self.head.acted)
         assert isinstance(again, Coordinator)
         self.scene.checkers.journal_replayed(digest(coordinator), digest(again))
+        if self.spec.seed % 3 == 0:
+            self._check_snapshot()
+
+    def _check_snapshot(self) -> None:
+        """A journal that was shortened to a snapshot, at any entry, gives the same state."""
+        entries = self.head.journal.entries[: self.head.acted]
+        at = Draw(self.spec.seed, "snapshot").below(len(entries) + 1)
+        thawed = self._fresh()
+        half = self.head.replayed(at)
+        assert isinstance(half, Coordinator)
+        thaw(thawed, json.loads(json.dumps(freeze(half))))
+        for moment, event in entries[at:]:
+            thawed.handle(event, moment)
+        if digest(thawed) != digest(self.coordinator):
+            raise Violation(f"journal: a snapshot at entry {at} of {len(entries)} gives another state")
 
     # -------------------------------------------------------------- the coordinator's ports
 
@@ -152,6 +184,8 @@ class ClusterWorld:
 
     def handled(self, one: HandledEvent) -> None:
         """On the record, once: what is read again after a restart was there before the crash."""
+        if not one.replayed:
+            self.waits.look()
         if isinstance(one.event, msg.NodeJoined) and not one.replayed:
             self._welcome(one.event, {a.number for a in one.actions if isinstance(a, msg.Dispatch)})
         if one.number <= self._shown:
@@ -174,7 +208,7 @@ class ClusterWorld:
                     self.scene.trace.mix(self.scene.agenda.now_us, 2, action.record.step)
                 case msg.NodeChanged():
                     self._node_changed(action)
-                case msg.TaskEnded(state=state, because=because):
+                case msg.TaskEnded(state=state, because=because) if state != "paused":
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
 
     def _check_exit(self, event: msg.FromNode) -> None:
@@ -221,13 +255,32 @@ class ClusterWorld:
 
     def think(self, action: msg.Think) -> None:
         self.scene.trigger("plan", Worker(0, 0))
+        self.asked.add((action.task, action.question.epoch))
         self.scene.soon(self.spec.weather.plan_us, self._thought, action, self.head.life)
 
     def choose(self, action: msg.ChooseAssignment) -> None:
-        raise Violation("no planner was asked for")
+        if not self.spec.planned:
+            raise Violation("no planner was asked for")
+        self.scene.soon(self.spec.weather.plan_us, self._chosen, action.version, self.head.life)
+
+    def _chosen(self, version: int, life: int) -> None:
+        """As many workers as it likes, until everything is healed; fewer than all only for a while."""
+        if not self.head.up or life != self.head.life:
+            return
+        shape = self._shape()
+        most = shape.replicas * shape.stages
+        workers, again_s = most, None
+        if not self.waits.is_healed and self._planner.chance(0.4):
+            workers = self._planner.choice((0, shape.stages, self._planner.between(shape.stages, most)))
+            again_s = self._planner.between(5, 100) / 1e3
+        because = "the storm's planner"
+        self.hear(
+            msg.AssignmentChosen(version=version, workers={TASK: workers}, because=because, review_s=again_s)
+        )
 
     def _thought(self, action: msg.Think, life: int) -> None:
         if self.head.up and life == self.head.life:
+            self.asked.discard((action.task, action.question.epoch))
             found = answer(action.question, self.scene.plans, self.spec.mode)
             self.hear(msg.PlanAnswered(task=TASK, event=found))
 
@@ -407,6 +460,14 @@ class ClusterWorld:
         self.scene.note("drain", Worker(number, 0), f"an operator drains {agent.name}")
         self.hear(msg.DrainRequested(node=agent.name))
         self.scene.soon(2_000, self.lose_node, number, span_us)
+
+    def announce(self, number: int, span_us: int) -> None:
+        """A spot notice, which is kept."""
+        agent = self.nodes[number]
+        agent.struck = True
+        self.scene.note("notice", Worker(number, 0), f"{agent.name} leaves in {span_us / 1e3:g} ms")
+        self.hear(msg.LeaveAnnounced(node=agent.name, leaves_in_s=span_us / 1e6, by="the storm"))
+        self.scene.agenda.after(span_us, self.lose_node, number, span_us)
 
     def mute_node(self, number: int, span_us: int) -> None:
         self.lines.cut(number, span_us)

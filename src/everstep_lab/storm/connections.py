@@ -40,6 +40,7 @@ class Connections:
         self.living: dict[PeerAddress, VirtualWorker] = {}
         self.cuts: dict[tuple[PeerAddress, PeerAddress], int] = {}  # from, to: until when
         self.partitions: list[Callable[[ShardEnd, VirtualWorker, VirtualLink], None]] = []
+        self.cut_nodes: set[int] = set()  # their data network is dead
         self.dark: set[PeerAddress] = set()  # of processes whose machines lost power
 
     def end(self, process: VirtualWorker, *, silently: bool) -> None:
@@ -101,8 +102,9 @@ class Connections:
         living = self.living.get(address)
         there = None if living is None else same_shard(living, process)
         until = self.cuts.get((process.address, address), 0)
-        if living is None or there is None or self.agenda.now_us < until:
-            silent = address in self.dark  # a machine without power refuses nothing
+        is_cut = living is not None and self.is_cut(process.node, living.node)
+        if living is None or there is None or is_cut or self.agenda.now_us < until:
+            silent = is_cut or address in self.dark  # a machine without power refuses nothing
             delay = UNANSWERED_US if silent else self.weather.spread(self.scene.spec.weather.hop_us)
             self.agenda.after(delay, self._broken, process, address)
             return None
@@ -137,6 +139,17 @@ class Connections:
         self.network.lose_tail(link)
         self.cuts[process.address, address] = self.agenda.now_us + span_us
         self.agenda.after(self.weather.spread(self.scene.spec.weather.hop_us), self._broken, process, address)
+
+    def is_cut(self, one: int, other: int) -> bool:
+        return one != other and not self.cut_nodes.isdisjoint((one, other))
+
+    def cut_node(self, number: int) -> None:
+        """From now on nothing comes to this node or from it, except by its agent's line."""
+        self.cut_nodes.add(number)
+        for process in [end for one in self.living.values() for end in ends(one)]:
+            for address, link in list(process.links.items()):
+                if self.is_cut(process.node, link.node):
+                    self.swallow(process, address)
 
     def swallow(self, process: ShardEnd, address: PeerAddress) -> None:
         """Nothing arrives on this connection any more, and nothing comes back that would say so."""

@@ -39,6 +39,11 @@ class FaultKind(StrEnum):
     ELECT = "elect"  # another coordinator takes over; the old one does not know it yet
     SHARD = "shard"  # one process of a worker that has several, and is not the first of them
     UNREAD = "unread"  # what a node keeps in memory cannot be read, not even there
+    START = "start"  # the next process that a node starts hangs before it reports
+    DISK = "disk"  # searches, commits and saves that a node begins within `span` never end
+    NOTICE = "notice"  # the nodes of a rack are announced to leave, and do
+    PROMISE = "promise"  # a node loses power, and an operator says when it is back
+    DATA = "data-cut"  # a node's data network is dead for good; its agent is heard
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 
@@ -62,6 +67,8 @@ OF_CLUSTERS = (  # they need agents and a coordinator
     FaultKind.REFUSE,
     FaultKind.ELECT,
 )
+OF_HANGS = (FaultKind.START, FaultKind.DISK, FaultKind.HOLE, FaultKind.NOTICE, FaultKind.PROMISE)
+OF_CUTS = (FaultKind.DATA,)
 TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
 
 

@@ -161,7 +161,8 @@ class Processes:
             elif kind is work.SaveCheckpoint or kind is work.StoreCopy:
                 process.writing += 1
                 given = (process, task, process.state, process.control.directions)
-                self.scene.soon(self.spec.weather.save_us, self._written, *given)
+                if kind is work.StoreCopy or process.node not in self.scene.stuck_disks:
+                    self.scene.soon(self.spec.weather.save_us, self._written, *given)
             elif kind is work.Restore and process.failed_reads is not None:
                 self.world.report(process, _fetched(process, task.state_step))  # type: ignore[union-attr]
             trigger = _TRIGGER_OF.get(kind)

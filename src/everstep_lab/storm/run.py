@@ -81,6 +81,7 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
     )
     if isinstance(world, ClusterWorld):
         end_at += FIRST_STEP_US
+        agenda.at(heal_at, world.waits.heal)
     agenda.at(heal_at, strikes.heal)
     world.begin()
     step = agenda.step
@@ -88,9 +89,11 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
         if not step():
             may_lose = any(fault.what in LOSING for fault in strikes.struck)
             if scene.num_stalls == (MOST_STALLS if may_lose else 0):
+                _complain(world)
                 raise Violation(f"liveness: nothing is left to happen; {_summary(world)}")
             world.stall()
         if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
+            _complain(world)
             raise Violation(f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_summary(world)}")
     if scene.outcome != "finished":
         raise Violation(f"liveness: the task {scene.outcome}")
@@ -117,6 +120,11 @@ def _let_all_leave(world: ClusterWorld) -> None:
     while not world.is_quiet():
         if not agenda.step() or agenda.now_us > end_at:
             raise Violation(f"nothing left behind: {world.left_behind()}")
+
+
+def _complain(world: World | ClusterWorld) -> None:
+    if isinstance(world, ClusterWorld):
+        world.waits.complain()
 
 
 def _summary(world: World | ClusterWorld) -> str:

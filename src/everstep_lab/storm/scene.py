@@ -29,10 +29,11 @@ class Scene:
         self.weather = (Steady if steady else Draw)(spec.seed, "weather")
         self.network = Network(self.agenda, self.weather)
         self.truth = Truth(spec.seed, rules)
-        calm = not (spec.faults or spec.moves or spec.flip or spec.rules.replays)
+        calm = not (spec.faults or spec.moves or spec.flip or spec.planned or spec.rules.replays)
         self.checkers = Checkers(self.truth, rules, calm=calm)
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()
+        self.stuck_disks: set[int] = set()  # nodes on which nothing that is begun on a disk ends
         self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
         self.outcome: str | None = None
         self.num_deaths = 0

@@ -14,7 +14,16 @@ from everstep.core.worker.rules import TaskRules
 from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
 from everstep_lab.draw import Draw
-from everstep_lab.storm.faults import HERE, OF_CLUSTERS, TRIGGERS, WHO_WORKERS, FaultKind, StormFault
+from everstep_lab.storm.faults import (
+    HERE,
+    OF_CLUSTERS,
+    OF_CUTS,
+    OF_HANGS,
+    TRIGGERS,
+    WHO_WORKERS,
+    FaultKind,
+    StormFault,
+)
 
 StormKind = Literal[
     "",
@@ -27,11 +36,18 @@ StormKind = Literal[
     "votes",
     "flips",
     "spikes",
+    "hangs",
+    "cuts",
+    "plans",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
 FOR_GOOD_US = 3_600_000_000
-OF_TASKS = tuple(kind for kind in FaultKind if kind not in (*OF_CLUSTERS, FaultKind.SHARD, FaultKind.UNREAD))
+OF_TASKS = tuple(
+    kind
+    for kind in FaultKind
+    if kind not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, FaultKind.SHARD, FaultKind.UNREAD)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +98,9 @@ class Spec:
     shards: int = 1  # processes per worker
     flip: Flip | None = None
     spike: Flip | None = None  # its machine gives a loss that is not a number, once
+    hangs: bool = False  # starts, disks and copies may never end, so deadlines are short
+    planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
+    pauses: tuple[tuple[int, int], ...] = ()  # when an operator pauses the task, and for how long, in us
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -104,6 +123,8 @@ class Spec:
             *([f"votes every {r.vote_every} steps, on {r.votes} microbatches"] if r.vote_every else []),
             *([f"{self.flip}"] if self.flip else []),
             *([f"a loss that is no number: {self.spike}"] if self.spike else []),
+            *(["a planner that changes its mind"] if self.planned else []),
+            *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
@@ -154,6 +175,12 @@ def draw_storm(seed: int, kind: StormKind = "") -> Spec:
         spec = with_flip(spec)
     if around == "spikes":
         spec = with_spikes(spec)
+    if around == "hangs":
+        spec = with_hangs(spec)
+    if around == "cuts":
+        spec = with_cuts(spec)
+    if around == "plans":
+        spec = with_plans(spec)
     return with_sharded_states(spec) if sharded else spec
 
 
@@ -220,6 +247,36 @@ def with_votes(spec: Spec) -> Spec:
     votes = draw.between(1, spec.rules.microbatches)
     spec = replace(spec, rules=replace(spec.rules, vote_every=draw.choice((1, 1, 2, 3)), votes=votes))
     return with_sharded_states(spec) if draw.chance(1 / 3) else spec
+
+
+def with_hangs(spec: Spec) -> Spec:
+    """The same storm with processes that never start, disks that never answer, and nodes that leave."""
+    draw = Draw(spec.seed, "hangs")
+    rules, duration = spec.rules, run_time_us(spec)
+    rules = replace(rules, checkpoint_every=draw.choice((1, 1, 2)), copy_every=draw.choice((0, 0, 1)))
+    kinds = draw.shuffled(OF_HANGS)[: draw.choice((1, 2, 2, 3))]
+    more = [draw_fault(draw, draw.choice(kinds), duration) for _ in range(draw.between(1, 4))]
+    # Some strike while the task looks for its first checkpoint and its first processes start.
+    more += [replace(fault, at_us=draw.below(1_000), after="") for fault in more[: draw.choice((0, 1, 2))]]
+    return replace(spec, rules=rules, faults=(*spec.faults, *more), hangs=True)
+
+
+def with_cuts(spec: Spec) -> Spec:
+    """A node that its peers do not reach, until it is left; in half of the seeds nothing else goes wrong."""
+    draw = Draw(spec.seed, "cuts")
+    rules = replace(spec.rules, replicas=max(2, spec.rules.replicas), copy_every=draw.choice((0, 1)))
+    cut = draw_fault(draw, FaultKind.DATA, run_time_us(spec))
+    others = spec.faults if draw.chance(0.5) else ()
+    return replace(spec, rules=rules, faults=(*others, cut))
+
+
+def with_plans(spec: Spec) -> Spec:
+    """The same storm with a planner, and an operator who pauses the task."""
+    draw = Draw(spec.seed, "plans")
+    rules = replace(spec.rules, checkpoint_every=draw.choice((1, 1, 2)), copy_every=draw.choice((0, 1)))
+    duration = run_time_us(spec)
+    pauses = [(draw.below(duration), draw.spread(10_000)) for _ in range(draw.choice((0, 1, 1, 2)))]
+    return replace(spec, rules=rules, planned=True, pauses=tuple(pauses))
 
 
 def with_flip(spec: Spec) -> Spec:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import PeerAddress
 from everstep_lab.storm.cluster_world import ClusterWorld
 from everstep_lab.storm.connections import ShardEnd, ends
 from everstep_lab.storm.faults import HERE, WHO_WORKERS, FaultKind, StormFault
 from everstep_lab.storm.network import VirtualLink
+from everstep_lab.storm.virtual_agent import VirtualAgent
 from everstep_lab.storm.virtual_worker import VirtualWorker
 from everstep_lab.storm.world import World
 
@@ -36,6 +38,10 @@ class Strikes:
         for node in self.world.nodes:
             node.lemon = 0
             node.slowness = 1
+            if isinstance(node, VirtualAgent):
+                node.stuck_starts = 0
+        self.scene.stuck_disks.clear()
+        self.processes.connections.cut_nodes.clear()
         self.scene.memory.unmute_all()
 
     def _trigger(self, what: str, count: int, worker: Worker) -> None:
@@ -96,9 +102,7 @@ class Strikes:
             case FaultKind.NODE:
                 world.lose_node(number, fault.span_us)
             case FaultKind.RACK:
-                size = world.spec.nodes_per_rack
-                first = number // size * size
-                for n in range(first, min(first + size, len(world.nodes))):
+                for n in self._rack(number):
                     world.lose_node(n, fault.span_us)
             case FaultKind.LEMON:
                 world.nodes[number].lemon = 2
@@ -114,6 +118,12 @@ class Strikes:
                 assert isinstance(world, ClusterWorld), f"{fault.what} needs agents"
                 self._strike_agent(world, fault, number)
 
+    def _rack(self, number: int) -> range:
+        """The nodes beside this one."""
+        size = self.world.spec.nodes_per_rack
+        first = number // size * size
+        return range(first, min(first + size, len(self.world.nodes)))
+
     def _strike_agent(self, world: ClusterWorld, fault: StormFault, number: int) -> None:
         match fault.what:
             case FaultKind.DRAIN:
@@ -124,6 +134,21 @@ class Strikes:
                 world.kill_fork_server(number)
             case FaultKind.REFUSE:
                 world.lines.refuse(number, fault.span_us)
+            case FaultKind.START:
+                world.nodes[number].stuck_starts += 1
+            case FaultKind.DISK:
+                self.scene.stuck_disks.add(number)
+                self.scene.agenda.after(fault.span_us, self.scene.stuck_disks.discard, number)
+            case FaultKind.NOTICE:
+                for n in self._rack(number):
+                    world.announce(n, fault.span_us)
+            case FaultKind.PROMISE:
+                world.lose_node(number, fault.span_us)
+                promise = msg.RepairPromised(node=f"n{number}", back_in_s=fault.span_us / 2e6)
+                self.scene.agenda.after(fault.span_us // 4, world.hear, promise)
+            case FaultKind.DATA:
+                world.nodes[number].struck = True
+                self.processes.connections.cut_node(number)
             case FaultKind.UNREAD:
                 self.scene.memory.mute(f"n{number}")
                 self.scene.agenda.after(fault.span_us, self.scene.memory.unmute, f"n{number}")

@@ -116,6 +116,7 @@ class VirtualAgent:
         self._alarm_us: int | None = None
         self.has_server = True
         self.misses_server = False  # the agent has heard that it is dead
+        self.stuck_starts = 0  # so many processes from now on hang before they report
 
     @property
     def boot_name(self) -> str:
@@ -269,6 +270,8 @@ class VirtualAgent:
                 self.happens(ag.PartialsLooked(ours.task))
             case ag.WorkOnDisk(order=asked):
                 self.scene.soon(self.scene.spec.weather.sync_us, self._work_on_disk, asked, self.boot)
+            case ag.Probe(order=wanted):
+                self.scene.soon(self.scene.spec.weather.hop_us, self._probed, wanted, self.boot)
             case LeaveLine():
                 self.scene.agenda.after(1, self.close_line)
 
@@ -289,6 +292,8 @@ class VirtualAgent:
         self, order: msg.FindCheckpoint | msg.CommitCheckpoint | msg.DiscardPartial, boot: int
     ) -> None:
         disk = self.scene.disk
+        if self.number in self.scene.stuck_disks:
+            return
         if isinstance(order, msg.FindCheckpoint) and order.live:
             looked = ev.CheckpointsLooked(search=order.search, step=disk.committed)
             self.happens(AgentSaid(msg.TaskEvent(task=order.task, event=looked)), boot)
@@ -299,6 +304,17 @@ class VirtualAgent:
             disk.committed = max(disk.committed, order.step)
             committed = ev.CheckpointCommitted(step=order.step)
             self.happens(AgentSaid(msg.TaskEvent(task=order.task, event=committed)), boot)
+
+    def _probed(self, order: msg.ProbeLinks, boot: int) -> None:
+        connections = self.processes.connections
+        unreached = tuple(
+            node
+            for node, address in order.addresses.items()
+            if address not in connections.living or connections.is_cut(self.number, int(node[1:]))
+        )
+        reached = tuple(node for node in order.addresses if node not in unreached)
+        said = msg.LinksProbed(task=order.task, reached=reached, unreached=unreached)
+        self.happens(AgentSaid(said), boot)
 
     # -------------------------------------------------------------- processes
 
@@ -333,6 +349,11 @@ class VirtualAgent:
         self.happens(ag.ProcessSpawned(sender))
         if not process.alive:
             return  # it was given up meanwhile
+        if self.stuck_starts:
+            self.stuck_starts -= 1
+            self.struck = process.is_stuck = True
+            self.scene.note("stuck", order.worker, f"{order.worker} hangs before it has started")
+            return
         self.world.started(self, process)
         self.happens(ag.ProcessGreeted(sender))
         times = msg.TimesReported(
@@ -397,7 +418,7 @@ class VirtualAgent:
             return
         now_us = self.scene.agenda.now_us
         for process in list(self.workers.values()):
-            if process.alive:
+            if process.alive and not process.is_stuck:
                 glance = Glance(
                     moment=process.moment,
                     step=process.worker_state.now.step,

@@ -82,6 +82,7 @@ class VirtualWorker:
         self.alive = True
         self.hung = False
         self.asleep = False  # in the kernel, where no signal reaches it
+        self.is_stuck = False  # it hangs before it has reported
         self.doomed = False  # killed in its sleep
         self.leaving = False
         self.woken = False

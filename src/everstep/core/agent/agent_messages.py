@@ -15,6 +15,7 @@ from everstep.protocol.messages import (
     OpenMemory,
     OpenTask,
     Order,
+    ProbeLinks,
     RankOrder,
     Sender,
     ShardEnded,
@@ -196,4 +197,11 @@ class WorkOnDisk:
     order: DiskOrder | CommitWhole
 
 
-AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Try to connect, beside the loop; who was reached is reported."""
+
+    order: ProbeLinks
+
+
+AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk | Probe

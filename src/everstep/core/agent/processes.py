@@ -27,6 +27,7 @@ from everstep.core.agent.agent_messages import (
     OrderGiven,
     PartialsLooked,
     PassOn,
+    Probe,
     ProcessDied,
     ProcessEvent,
     ProcessGone,
@@ -175,6 +176,10 @@ class NodeProcesses:
     @on_order
     def _check(self, order: msg.CheckNode, now: float) -> Actions:
         return [RunChecks(order)]
+
+    @on_order
+    def _probe(self, order: msg.ProbeLinks, now: float) -> Actions:
+        return [Probe(order)]
 
     @on_order
     def _start_ordered(self, order: StartProcess, now: float) -> Actions:

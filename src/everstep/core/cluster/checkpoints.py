@@ -47,6 +47,7 @@ class Checkpoints:
         """
         known = task.checkpoints
         known.search_at = now.at + LOOK_S if live else None
+        known.searched_at = None if live else now.at
         known.search += 1
         nodes = sorted({seat.node for seat in task.seats.values()})
         known.searcher = nodes[known.failed_searches % len(nodes)]
@@ -111,15 +112,15 @@ class Checkpoints:
                 )
                 because = f"every stage has written its part of step {step}"
                 task.checkpoints.committing[step] = seats[0].node
+                task.checkpoints.commit_asked_at[step] = now.at
                 actions += self._orders.send(seats[0].node, order, because, now)
         return actions
 
     def committed(self, task: Task, step: int, now: Moment) -> Actions:
         """It is a checkpoint now; unless the task went back behind it while it was committed."""
         known = task.checkpoints
-        for old in [s for s in known.committing if s <= step]:  # a node may have committed without an order
-            del known.committing[old]
-        self._later.vacated.append(task)
+        for old in [*(s for s in known.committing if s < step), step]:  # also without an order
+            self._answered(task, old)
         if step > _recorded(task):
             known.ahead = max(known.ahead, step)
             return []
@@ -147,12 +148,11 @@ class Checkpoints:
         if report.memory_of is not None:
             return []
         known.failing = report.because
-        known.committing.pop(report.step, None)
+        self._answered(task, report.step)
         known.parts.pop(report.step, None)
         known.broken[report.step] = report.attempt
         while len(known.broken) > MOST_BROKEN:
             del known.broken[min(known.broken)]
-        self._later.vacated.append(task)
         return self._discard(task, report.step, node, now)
 
     def doubt(self, task: Task, because: str, now: Moment) -> Actions:
@@ -169,12 +169,32 @@ class Checkpoints:
     def node_lost(self, task: Task, node: str, now: Moment) -> None:
         """The commits it had in hand have no answer."""
         for step in [s for s, where in task.checkpoints.committing.items() if where == node]:
-            because = f"node {node} was lost while it committed the checkpoint of step {step}"
-            del task.checkpoints.committing[step]
-            task.checkpoints.num_failed += 1
-            task.checkpoints.failing = because
-            self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
-            self._later.vacated.append(task)
+            self._commit_lost(
+                task, step, f"node {node} was lost while it committed the checkpoint of step {step}", now
+            )
+
+    def time_passed(self, task: Task, now: Moment) -> None:
+        """Storage that hangs costs a save, not the end of the task. If the node commits it after all, it
+        counts then.
+        """
+        known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
+        for step in [s for s, asked_at in known.commit_asked_at.items() if asked_at + limit_s <= now.at]:
+            node = known.committing[step]
+            self._commit_lost(
+                task, step, f"node {node} has not committed step {step} within {limit_s:.0f} s", now
+            )
+
+    def _commit_lost(self, task: Task, step: int, because: str, now: Moment) -> None:
+        self._answered(task, step)
+        task.checkpoints.num_failed += 1
+        task.checkpoints.failing = because
+        self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
+
+    def _answered(self, task: Task, step: int) -> None:
+        """No node commits this step: a task that ends need not wait for it."""
+        task.checkpoints.committing.pop(step, None)
+        task.checkpoints.commit_asked_at.pop(step, None)
+        self._later.vacated.append(task)
 
     def clean(self, task: Task, nodes: Iterable[Node], now: Moment) -> Actions:
         """The task is over: nothing that is half written will be complete."""

@@ -37,6 +37,7 @@ from everstep.core.cluster.training import Training
 from everstep.core.faults import gray
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.severity import ErrorKind, known
+from everstep.core.task.states import Copying
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import IncidentLog
@@ -171,16 +172,30 @@ class Coordinator:
         return self._due
 
     def _next_due(self) -> float | None:
-        dues = self._nodes.due_at()
-        if self.question.review_at is not None:
-            dues.append(self.question.review_at)
-        for task in self.tasks.values():
-            dues += task.starts.due_at(self.policy.patience)
-            if task.checkpoints.search_at is not None:
-                dues.append(task.checkpoints.search_at)
-            if task.lives is not None and (due := task.lives.due_at()) is not None:
-                dues.append(due)
-        return min(dues, default=None)
+        return min((at for timers in self.timers().values() for at in timers), default=None)
+
+    def timers(self) -> dict[str, list[float]]:
+        """By what is waited for, the times at which it is looked at if nothing happens before. What waits
+        for a process or an agent that is alive needs none: those are watched.
+        """
+        patience, tasks = self.policy.patience, self.tasks.values()
+        review_at = self.question.review_at
+        return {
+            **self._nodes.timers(),
+            "review of a plan": [] if review_at is None else [review_at],
+            "start put off": [at for task in tasks for at in task.starts.put_off_until()],
+            "start": [at for task in tasks for at in task.starts.late_at(patience)],
+            "copy of a state": [at for task in tasks for at in task.starts.copy_late_at(patience)],
+            "broken links": [
+                task.failures.links.judge_at for task in tasks if task.failures.links.judge_at is not None
+            ],
+            "next search": [t.checkpoints.search_at for t in tasks if t.checkpoints.search_at is not None],
+            "search": [at for task in tasks for at in task.checkpoints.search_due_at(patience)],
+            "commit": [at for task in tasks for at in task.checkpoints.commits_due_at(patience)],
+            "life of a script": [
+                at for t in tasks if t.lives is not None and (at := t.lives.due_at()) is not None
+            ],
+        }
 
     def unfinished(self) -> Actions:
         """After a restart: the orders nodes may not have got, and the questions without an answer."""
@@ -308,6 +323,7 @@ class Coordinator:
         actions: Actions = []
         for task in list(self.tasks.values()):
             actions += self._tasks.time_passed(task, now) + self._failures.starts_late(task, now)
+            actions += self._failures.copies_late(task, now) + self._failures.links_due(task, now)
         self._tasks.review_if_due(now)
         return actions + self._nodes.time_passed(now)
 
@@ -470,6 +486,14 @@ class Coordinator:
         return self._failures.mended(task, report, now)
 
     @on_report
+    def _link_down(self, node: Node, task: Task, report: msg.LinkDown, now: Moment) -> Actions:
+        return self._failures.link_down(task, report, now)
+
+    @on_report
+    def _links_probed(self, node: Node, task: Task, report: msg.LinksProbed, now: Moment) -> Actions:
+        return self._failures.links_probed(node, task, report, now)
+
+    @on_report
     def _slow_link_seen(
         self, node: Node, task: Task, report: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment
     ) -> Actions:
@@ -516,6 +540,11 @@ class Coordinator:
             case ev.WorkerStarted():
                 task.seats[event.worker].address = event.address
                 task.starts.arrived(event.worker, now.at)
+            case ev.StateCopied():
+                actions = self._training.inform(task, event, now)
+                if task.managed is not None and not isinstance(task.managed.places[event.worker], Copying):
+                    task.starts.copied(event.worker, now.at)
+                return actions
             case ev.CheckpointCommitted():
                 saved = self._checkpoints.committed(task, event.step, now)
                 return saved + self._training.inform(task, event, now)

@@ -8,21 +8,22 @@ from typing import Any
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.node_states import NodeAdmin
+from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import Seat, Task, TaskState
+from everstep.core.cluster.task import BadLink, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
 from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT
+from everstep.core.faults.reachability import Pair, cut_off, pair_of
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Finding, Replay, VoteVerdict, judge_replay, judge_votes
-from everstep.core.task.states import Member
+from everstep.core.task.states import Copying, Member
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
@@ -33,6 +34,8 @@ from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.work import QUIET_STEPS
 
 SHOWN_WITNESSES = 8
+MOST_BAD_LINKS = 4096  # of a task; what is beyond says nothing new
+MOST_PROBES = 3  # nodes that try a broken link from outside
 ALL_WORKERS = "all workers"  # what is retried when they all wait
 SUSPECTED = "the numbers of step {}"  # an incident's name
 AFTER_REPLAY = {  # what is done after a step that was the same again, and its outcome
@@ -79,7 +82,7 @@ class Failures:
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
         task.failures.overdue.drop(worker)
-        task.starts.under_way.pop(worker, None)
+        task.starts.forget(worker)
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
         is_over = task.recovery is None or task.state is not TaskState.RUNNING or bool(seat.leaving)
@@ -211,6 +214,21 @@ class Failures:
                 usual = f"; other workers of {task.name} took at most {starts.longest_s:.0f} s"
                 because = f"worker {worker} has not started after {waited_s:.0f} s"
                 actions += self._start_hung(task, worker, because + (usual if starts.longest_s else ""), now)
+        return actions
+
+    def copies_late(self, task: Task, now: Moment) -> Actions:
+        """New workers that do not get the state of a peer: the link between them, or one of both, hangs."""
+        actions: Actions = []
+        starts = task.starts
+        for worker in starts.late_copies(now.at, self._policy.patience):
+            waited_s = now.at - starts.copying[worker]
+            starts.copies(worker, now.at)  # to be looked at again, whatever comes of it
+            place = None if task.managed is None else task.managed.places.get(worker)
+            if not isinstance(place, Copying) or worker not in task.seats:
+                del starts.copying[worker]
+            elif self._roster.is_heard(task.seats[worker].node):  # else the node is in doubt already
+                because = f"worker {worker} has not got the state of {place.source} after {waited_s:.0f} s"
+                actions += self._start_hung(task, worker, because, now)
         return actions
 
     def _start_hung(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
@@ -510,6 +528,8 @@ class Failures:
         if task.state is not TaskState.RUNNING or event.worker not in task.seats:
             return []
         link = f"{event.worker} - {event.peer}"
+        bad = task.failures.links
+        bad.links = [one for one in bad.links if (one.worker, one.peer) != (event.worker, event.peer)]
         retries = self._count_retry(task, link, now)
         text = f"connection reset between {event.worker} and {event.peer}"
         incident = self._incidents.suspect(task, event.worker, "link", text, now)
@@ -527,6 +547,119 @@ class Failures:
         ends = {task.seats[w].node for w in (event.worker, event.peer) if w in task.seats}
         for name in sorted(ends) if len(ends) > 1 else ():
             actions += self.noted(self._roster.nodes[name], gray.MENDED, now)
+        return actions
+
+    def link_down(self, task: Task, event: msg.LinkDown, now: Moment) -> Actions:
+        """A worker cannot reach another one. What several of them have in common is judged a little later:
+        the first one to notice may be the one that is cut off, or not.
+        """
+        bad, seat, peer = task.failures.links, task.seats[event.worker], task.seats.get(event.peer)
+        if task.state is not TaskState.RUNNING or peer is None or peer.address != event.address:
+            return []
+        one = BadLink(
+            worker=event.worker,
+            incarnation=seat.incarnation,
+            peer=event.peer,
+            peer_incarnation=peer.incarnation,
+            error=event.error,
+        )
+        if one not in bad.links and len(bad.links) < MOST_BAD_LINKS:
+            bad.links.append(one)
+            bad.judge_at = bad.judge_at or now.at + self._policy.patience.links_settle_s
+        return []
+
+    def links_probed(self, node: Node, task: Task, report: msg.LinksProbed, now: Moment) -> Actions:
+        bad = task.failures.links
+        if node.name in bad.probed:
+            bad.probed[node.name] = report.unreached
+            bad.judge_at = bad.judge_at or now.at + self._policy.patience.links_settle_s
+        return []
+
+    def links_due(self, task: Task, now: Moment) -> Actions:
+        """Which node is cut off?"""
+        bad = task.failures.links
+        if bad.judge_at is None or bad.judge_at > now.at:
+            return []
+        bad.judge_at = None
+        bad.links = [one for one in bad.links if self._still_counts(task, one)]
+        pairs = self._bad_pairs(task)
+        if not bad.links or not pairs:
+            bad.probed.clear()
+            bad.told.clear()
+            return []
+        actions: Actions = []
+        for name in cut_off(pairs):
+            actions += self._cut_off(task, name, pairs, now)
+        if len(pairs) == 1 and not bad.probed:
+            actions += self._probe(task, pairs[0], now)
+        return actions
+
+    def _still_counts(self, task: Task, one: BadLink) -> bool:
+        """Are both processes in their places, on nodes that are heard? Silent ones are judged as such."""
+        ends = ((one.worker, one.incarnation), (one.peer, one.peer_incarnation))
+        seats = [task.seats.get(worker) for worker, _ in ends]
+        return task.state is TaskState.RUNNING and all(
+            seat is not None and seat.incarnation == incarnation and self._roster.is_heard(seat.node)
+            for seat, (_, incarnation) in zip(seats, ends, strict=True)
+        )
+
+    def _bad_pairs(self, task: Task) -> list[Pair]:
+        bad, seats = task.failures.links, task.seats
+        found = {pair_of(seats[one.worker].node, seats[one.peer].node) for one in bad.links}
+        concerned = {node for pair in found for node in pair}
+        found |= {pair_of(node, other) for node, not_reached in bad.probed.items() for other in not_reached}
+        return sorted(
+            pair
+            for pair in found
+            if pair[0] != pair[1] and concerned & set(pair) and all(map(self._roster.is_heard, pair))
+        )
+
+    def _cut_off(self, task: Task, name: str, pairs: list[Pair], now: Moment) -> Actions:
+        node, bad = self._roster.nodes[name], task.failures.links
+        if node.admin is not NodeAdmin.UP or name in bad.told:
+            return []
+        others = sorted({other for pair in pairs if name in pair for other in pair} - {name})
+        because = f"{_listed(others)} cannot reach {name} on the data network, though its agent is heard"
+        incident = self._incidents.new(
+            task=task, what=f"node {name} is cut off from the data network", now=now, step=task.next_step
+        )
+        incident.node, incident.stops_training = name, False
+        for one in bad.links[:SHOWN_WITNESSES]:
+            ends = (task.seats[one.worker].node, task.seats[one.peer].node)
+            if name in ends:
+                error = f": {one.error}" if one.error else ""
+                text = f"worker {one.worker} on {ends[0]} cannot reach {one.peer} on {ends[1]}{error}"
+                self._incidents.tell(incident, "link", (text,), now)
+        judgement = known(ErrorKind.NIC, because)
+        self._incidents.judge(incident, judgement, now)
+        situation = remedies.Situation(
+            judgement=judgement, node=name, can_leave_node=self._roster.can_do_without(name)
+        )
+        choice = remedies.choose(situation, self._policy.patience)
+        if choice.effect is not Effect.ISOLATE:
+            bad.told.add(name)
+            advice = "repair its data network, or add a node that can take its workers"
+            self._incidents.treat(incident, "none: an operator can help", advice, now)
+            return self._incidents.close(incident, "no other node can take its workers", now)
+        self._incidents.treat(incident, choice.what, choice.because, now)
+        actions = self._nodes.isolate(node, because, now)
+        return actions + self._incidents.close(incident, "the node is isolated, its workers move", now)
+
+    def _probe(self, task: Task, pair: Pair, now: Moment) -> Actions:
+        """Other nodes try the addresses of both ends; without others it stays open which end it is."""
+        addresses = {
+            seat.node: seat.address
+            for seat in task.seats.values()
+            if seat.node in pair and seat.address is not None
+        }
+        nodes = self._roster.nodes.values()
+        third = [n.name for n in nodes if n.name not in pair and n.state is NodeState.UP][:MOST_PROBES]
+        actions: Actions = []
+        for name in third:
+            task.failures.links.probed[name] = ()
+            because = f"{pair[0]} and {pair[1]} cannot reach each other: which of them is it?"
+            order = msg.ProbeLinks(task=task.name, addresses=addresses)
+            actions += self._training.order(name, order, because, now)
         return actions
 
     def kernel_spoke(self, node: Node, text: str, slots: tuple[int, ...], now: Moment) -> Actions:
@@ -666,6 +799,11 @@ class Failures:
 def _mean(record: act.RecordStep) -> float:
     losses = [loss for _, loss in record.losses]
     return sum(losses) / len(losses) if losses else 0.0
+
+
+def _listed(names: list[str]) -> str:
+    few = ", ".join(names[:SHOWN_WITNESSES])
+    return few if len(names) <= SHOWN_WITNESSES else f"{few} and {len(names) - SHOWN_WITNESSES} others"
 
 
 def _is_cause(report: msg.RankFailed | msg.RanksStill) -> bool:

@@ -422,21 +422,28 @@ class Nodes:
                 actions += self._isolation_over(node, now)
         return actions + self._confirm_silence(now, self._silent())
 
-    def due_at(self) -> list[float]:
+    def timers(self) -> dict[str, list[float]]:
         """When something is to be decided about a node, if nothing happens before."""
-        dues: list[float] = []
-        silence = Silence(self._roster, self._policy.patience)
-        for node in self._roster.timed_nodes():
-            if node.liveness is NodeLiveness.SILENT:
-                ends_at = silence.given_up_at(node)
-                dues += [] if ends_at is None else [ends_at]
-            if node.admin is NodeAdmin.ISOLATED:
-                asked_at, over_at = node.check_asked_at, node.admin_since + self._policy.patience.isolation_s
-                dues.append(over_at if asked_at is None else asked_at + CHECK_WAIT_S)
-            slot_dues = (self._slot_due(node, s, self._policy.patience) for s in node.isolated_slots)
-            dues += [at for at in slot_dues if at < inf]
-            dues += [at for at in (node.back_at, node.drain_at) if at is not None]
-        return dues
+        patience, nodes = self._policy.patience, self._roster.timed_nodes()
+        silence = Silence(self._roster, patience)
+        silent = (silence.given_up_at(n) for n in nodes if n.liveness is NodeLiveness.SILENT)
+        slots = (self._slot_due(node, slot, patience) for node in nodes for slot in node.isolated_slots)
+        return {
+            "silent node": [at for at in silent if at is not None],
+            "isolated node": [
+                n.admin_since + patience.isolation_s
+                for n in nodes
+                if n.admin is NodeAdmin.ISOLATED and n.check_asked_at is None
+            ],
+            "node that is checked": [
+                n.check_asked_at + CHECK_WAIT_S
+                for n in nodes
+                if n.admin is NodeAdmin.ISOLATED and n.check_asked_at is not None
+            ],
+            "isolated slot": [at for at in slots if at < inf],
+            "promised node": [node.back_at for node in nodes if node.back_at is not None],
+            "leaving node": [node.drain_at for node in nodes if node.drain_at is not None],
+        }
 
     def _set_admin(self, node: Node, admin: NodeAdmin, because: str, now: Moment) -> Actions:
         node.set_admin(admin, because, now.at)

@@ -13,6 +13,12 @@ A peer that waits says for which parcel. If the usual sender of that parcel is o
 does not wait itself, the peer waits for that one, and is no witness against the silent node: on a crowded
 machine an agent is late with its heartbeats while a slow link elsewhere lets others wait. Senders change with
 every re-routing, so after `awaited_silence_s` any peer that waits is believed.
+
+A node that is frozen for two seconds (a flush of checkpoints, the migration of a virtual machine) lets its
+peers wait as a dead one does. To give it up costs what its workers do not do while they copy their states
+again; to wait costs what the whole task does not do. So it is waited for until both are equal: then, whether
+it comes back or not, the loss is at most twice the least that was possible. Where copies take milliseconds
+that is no time at all; where no copy was ever made, its time is not known and counts as nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +48,8 @@ class Silence:
     def why_given_up(self, node: Node, now: float) -> str:
         """The reason to give up a silent node now; empty: it is waited for."""
         patience, name, silent_s = self._patience, node.name, now - node.liveness_since
-        if witness := self._waiting_elsewhere(name, any_sender=silent_s >= patience.awaited_silence_s):
+        witness = self._waiting_elsewhere(name, any_sender=silent_s >= patience.awaited_silence_s)
+        if witness and silent_s >= self._worth_waiting_s(name):
             return f"silent, and worker {witness} on another node waits for it"
         if silent_s >= patience.awaited_silence_s and (owed := self._owed_by(name)):
             return f"silent, and the ledger of worker {owed} is waited for"
@@ -56,13 +63,18 @@ class Silence:
     def given_up_at(self, node: Node) -> float | None:
         """When a silent node is given up, if nothing is heard until then."""
         patience, name = self._patience, node.name
+        waits_s: list[float] = []
         if self._start_awaited(name):
-            return node.liveness_since + patience.start_silence_s
-        if self._owed_by(name) or self._waiting_elsewhere(name, any_sender=True):
-            return node.liveness_since + patience.awaited_silence_s
+            waits_s.append(patience.start_silence_s)
+        if self._owed_by(name):
+            waits_s.append(patience.awaited_silence_s)
+        if self._waiting_elsewhere(name, any_sender=False):
+            waits_s.append(self._worth_waiting_s(name))
+        if self._waiting_elsewhere(name, any_sender=True):
+            waits_s.append(max(patience.awaited_silence_s, self._worth_waiting_s(name)))
         if not self._others_speak_for(name):
-            return node.liveness_since + patience.lonely_silence_s
-        return None
+            waits_s.append(patience.lonely_silence_s)
+        return node.liveness_since + min(waits_s) if waits_s else None
 
     def is_witness(self, task: Task, worker: Worker, node: Node, now: float) -> bool:
         """Does what this worker has just said speak against a silent node?"""
@@ -135,6 +147,17 @@ class Silence:
         return ""
 
     # -------------------------------------------------------------- what is on the node
+
+    def _worth_waiting_s(self, node: str) -> float:
+        """Seconds of the whole task that giving this node up costs: its workers' share of it, for as long as
+        they copy their states; the most of all tasks there.
+        """
+        costs = [
+            task.starts.longest_copy_s * len(self._roster.seats_on(task, node)) / len(task.seats)
+            for task in self._roster.tasks_on_node(node)
+            if task.seats
+        ]
+        return min(self._patience.lonely_silence_s, max(costs, default=0.0))
 
     def _start_awaited(self, node: str) -> str:
         """A worker that was to start on this node, where a start elsewhere loses nothing: no worker there

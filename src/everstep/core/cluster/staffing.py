@@ -103,7 +103,7 @@ class Staffing:
     def gone(self, task: Task, worker: Worker, seat: Seat, reason: str, now: Moment) -> Actions:
         """A worker that will not come back where it was: its node is gone, or it was asked to go."""
         task.starts.waiting.pop(worker, None)
-        task.starts.under_way.pop(worker, None)
+        task.starts.forget(worker)
         task.failures.overdue.drop(worker)
         if task.recovery is None or task.state is not TaskState.RUNNING:
             self._later.vacated.append(task)

@@ -106,18 +106,27 @@ class Progress:
 
 @dataclass(slots=True)
 class HeldStarts:
-    """Starts that are put off, and those under way. `Training` changes it."""
+    """Starts that are put off, and those under way: until the process reports, and until it has the state of
+    a peer. `Training` changes it.
+    """
 
     not_before: dict[Worker, float] = field(default_factory=dict)
     waiting: dict[Worker, StartWorker] = field(default_factory=dict)
     under_way: dict[Worker, float] = field(default_factory=dict)  # when each was ordered, the first one first
     longest_s: float = 0.0  # that a start of this task took
+    copying: dict[Worker, float] = field(default_factory=dict)  # since when, the first one first
+    longest_copy_s: float = 0.0
 
-    def due_at(self, patience: Patience) -> list[float]:
-        dues = [self.not_before[worker] for worker in self.waiting]
-        if self.under_way:
-            dues.append(next(iter(self.under_way.values())) + self.limit_s(patience))
-        return dues
+    def put_off_until(self) -> list[float]:
+        return [self.not_before[worker] for worker in self.waiting]
+
+    def late_at(self, patience: Patience) -> list[float]:
+        first = next(iter(self.under_way.values()), None)
+        return [] if first is None else [first + self.limit_s(patience)]
+
+    def copy_late_at(self, patience: Patience) -> list[float]:
+        first = next(iter(self.copying.values()), None)
+        return [] if first is None else [first + self.copy_limit_s(patience)]
 
     def ordered(self, worker: Worker, now: float) -> None:
         self.under_way.pop(worker, None)
@@ -134,6 +143,32 @@ class HeldStarts:
             return patience.first_start_s
         return max(patience.start_s, patience.start_factor * self.longest_s)
 
+    def copies(self, worker: Worker, now: float) -> None:
+        self.copying.pop(worker, None)
+        self.copying[worker] = now
+
+    def copied(self, worker: Worker, now: float) -> None:
+        since = self.copying.pop(worker, None)
+        if since is not None:
+            self.longest_copy_s = max(self.longest_copy_s, now - since)
+
+    def copy_limit_s(self, patience: Patience) -> float:
+        return max(patience.first_copy_s, patience.start_factor * self.longest_copy_s)
+
+    def late_copies(self, now: float, patience: Patience) -> list[Worker]:
+        limit_s = self.copy_limit_s(patience)
+        return list(takewhile(lambda worker: self.copying[worker] + limit_s <= now, self.copying))
+
+    def forget(self, worker: Worker) -> None:
+        """Its process is gone."""
+        self.under_way.pop(worker, None)
+        self.copying.pop(worker, None)
+
+    def forget_all(self) -> None:
+        self.waiting.clear()
+        self.under_way.clear()
+        self.copying.clear()
+
     def late(self, now: float, patience: Patience) -> list[Worker]:
         limit_s = self.limit_s(patience)
         return list(takewhile(lambda worker: self.under_way[worker] + limit_s <= now, self.under_way))
@@ -141,6 +176,27 @@ class HeldStarts:
     def take_due(self, now: float) -> list[StartWorker]:
         due = [worker for worker in self.waiting if self.not_before[worker] <= now]
         return [self.waiting.pop(worker) for worker in due]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadLink:
+    """Two processes, of which the first could not open a connection to the second."""
+
+    worker: Worker
+    incarnation: int
+    peer: Worker
+    peer_incarnation: int
+    error: str
+
+
+@dataclass(slots=True)
+class BadLinks:
+    """Who cannot reach whom. `Failures` changes it."""
+
+    links: list[BadLink] = field(default_factory=list)
+    judge_at: float | None = None  # when it is decided what they have in common
+    probed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node that was asked: not reached
+    told: set[str] = field(default_factory=set)  # nodes that could not be left: said once
 
 
 @dataclass(slots=True)
@@ -152,6 +208,7 @@ class FailureHistory:
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
     overdue: OverdueReports = field(default_factory=OverdueReports)
+    links: BadLinks = field(default_factory=BadLinks)
 
 
 @dataclass(slots=True)
@@ -188,12 +245,24 @@ class CheckpointProgress:
     failed_searches: int = 0  # in a row
     failed_loads: int = 0  # since a checkpoint was committed
     search_at: float | None = None  # when it is looked for again
+    searched_at: float | None = None  # when the searcher was asked, until it answers
     parts: dict[int, WrittenParts] = field(default_factory=dict)  # by step
     committing: dict[int, str] = field(default_factory=dict)  # step -> the node that commits it
     ahead: int = 0  # committed, and not recorded yet: counts as soon as it is
+    commit_asked_at: dict[int, float] = field(default_factory=dict)  # of each of them
     broken: dict[int, int] = field(default_factory=dict)  # step -> its attempt that will not be complete
     num_failed: int = 0  # saves, in all
     failing: str = ""  # why the last save failed; empty: it did not
+
+    def search_due_at(self, patience: Patience) -> list[float]:
+        """When the node that was asked for the newest checkpoint has not answered in time."""
+        if self.searched_at is None:
+            return []
+        reads_all = self.failed_loads > 0
+        return [self.searched_at + patience.disk_answer_s * (patience.verify_factor if reads_all else 1.0)]
+
+    def commits_due_at(self, patience: Patience) -> list[float]:
+        return [at + patience.disk_answer_s for at in self.commit_asked_at.values()]
 
 
 @dataclass(slots=True)

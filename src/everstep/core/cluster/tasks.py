@@ -22,7 +22,7 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import OVER, Bounds, Ending, NextShape, Task, TaskState
+from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
@@ -216,13 +216,15 @@ class Tasks:
             )
         if task.state is not TaskState.SEARCHING or event.search != task.checkpoints.search:
             return []
-        task.checkpoints.newest, task.checkpoints.search_at = event.step, None
+        task.checkpoints.newest = event.step
+        task.checkpoints.search_at = task.checkpoints.searched_at = None
         return self._begin(task, event.step, now)
 
     def checkpoint_unusable(self, task: Task, event: msg.CheckpointUnusable, now: Moment) -> Actions:
         """A read that failed is no reason to start from nothing: look again, then fail with the reason."""
         if task.state is not TaskState.SEARCHING or event.search != task.checkpoints.search:
             return []
+        task.checkpoints.searched_at = None
         wait_s = self._checkpoints.look_later(task, now) if event.passing else None
         if wait_s is None:
             return self.end(task, Ending(state=TaskState.FAILED, because=event.because), now)
@@ -233,7 +235,7 @@ class Tasks:
         """The answer may have died with a node."""
         if task.state is TaskState.SEARCHING:
             task.enter(TaskState.WAITING, task.because)
-            task.checkpoints.search_at = None
+            task.checkpoints.search_at = task.checkpoints.searched_at = None
 
     def answers_lost(self, node: str, now: Moment) -> None:
         """A node is gone: the search it was asked for, and the checkpoints it was committing, have no answer.
@@ -247,11 +249,18 @@ class Tasks:
                     task.checkpoints.search_at = now.at
 
     def time_passed(self, task: Task, now: Moment) -> Actions:
-        actions = self._training.start_due(task, now)
-        again_at = task.checkpoints.search_at
-        if again_at is not None and again_at <= now.at:
+        actions, known = self._training.start_due(task, now), task.checkpoints
+        self._checkpoints.time_passed(task, now)
+        if any(due_at <= now.at for due_at in known.search_due_at(self._policy.patience)):
+            because = f"node {known.searcher} has not answered the search for checkpoints"
+            actions += self.checkpoint_unusable(
+                task,
+                msg.CheckpointUnusable(task=task.name, because=because, passing=True, search=known.search),
+                now,
+            )
+        if known.search_at is not None and known.search_at <= now.at:
             if task.state is TaskState.RUNNING:
-                is_lost = task.checkpoints.searcher not in self._roster.nodes_of(task)
+                is_lost = known.searcher not in self._roster.nodes_of(task)
                 actions += self._training.look_overdue(task, now, again=is_lost)
             else:
                 actions += self._search(task, now)
@@ -298,8 +307,10 @@ class Tasks:
             ending = replace(ending, state=TaskState.PAUSED)
         because = ending.because
         task.enter(TaskState.ENDING, because)
-        task.ending, task.checkpoints.search_at = ending, None
+        task.ending = ending
+        task.checkpoints.search_at = task.checkpoints.searched_at = None
         task.failures.overdue.clear()
+        task.failures.links = BadLinks()
         task.speeds.slow.clear()
         self._training.stop(task, resumes=ending.state not in OVER)
         actions: Actions = []

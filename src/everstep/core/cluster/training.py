@@ -162,6 +162,9 @@ class Training:
         event = ev.StateDoubted(because=because, suspect=suspect)
         return actions + (self.inform(task, event, now) if back else [])
 
+    def order(self, node: str, order: msg.Order, because: str, now: Moment) -> Actions:
+        return self._orders.send(node, order, because, now)
+
     def slots_changed(self, because: str) -> None:
         self._later.slots_changed(because)
 
@@ -175,8 +178,7 @@ class Training:
         """It ends, or pauses: what it waited for does not count any more."""
         progress, recovery = task.progress, task.recovery
         progress.question = None
-        task.starts.waiting.clear()
-        task.starts.under_way.clear()
+        task.starts.forget_all()
         if resumes and recovery is not None:
             progress.lived, progress.recorded = recovery.lived(), recovery.recorded
             task.checkpoints.newest = recovery.checkpoint
@@ -244,6 +246,8 @@ class Training:
     @on_wish
     def _feed(self, task: Task, wish: act.CopyState | act.StopFeeding, now: Moment) -> Actions:
         """The source is told where the joiner is reached."""
+        if isinstance(wish, act.CopyState):
+            task.starts.copies(wish.joiner, now.at)
         seat = task.seats.get(wish.source)
         if seat is None or not seat.incarnation:
             return []

@@ -19,6 +19,7 @@ from everstep.protocol import events as ev
 from everstep.protocol import work
 from everstep.protocol.messages import (
     EndWorker,
+    LinkDown,
     LinkMended,
     NotifyWorker,
     OrderTaken,
@@ -73,9 +74,8 @@ class WorkerControl:
 
     def handle(self, event: ControlEvent, now: float) -> list[WorkerAction]:
         match event:
-            case LinkBroke(address=address):
-                self.mending.broke(address, now)
-                return []
+            case LinkBroke(address=address, error=error):
+                return self._link_broke(address, error, now)
             case LinkOpened(address=address):
                 self.mending.opened(address, now)
                 return []
@@ -134,6 +134,20 @@ class WorkerControl:
         self.mending.keep(addresses)
         self.state.resume(resume)
         return [KeepLinks(addresses)]
+
+    def _link_broke(self, address: PeerAddress, error: str, now: float) -> list[WorkerAction]:
+        """If it could not be opened again, the coordinator compares with what others say."""
+        down_s = self.mending.broke(address, now)
+        if down_s is None:
+            return []
+        task, worker, _ = self.sender
+        return [
+            SendReport(
+                LinkDown(task=task, worker=worker, peer=peer, address=address, down_s=down_s, error=error)
+            )
+            for peer, at in self.book.items()
+            if at == address
+        ]
 
     def _mend(self, now: float) -> list[WorkerAction]:
         send, held = self.mending.due(now)

@@ -25,10 +25,12 @@ class MendLimits:
 
 @dataclass(slots=True)
 class _Broken:
+    since: float
     breaks: int  # since the connection last held
     send_at: float | None  # None: sent again, if there was anything to send
     is_open: bool = False  # the peer has answered on a new connection
     held_at: float | None = None  # when that will have held long enough
+    is_told: bool = False  # that it could not be opened again
 
 
 class LinkMending:
@@ -36,13 +38,17 @@ class LinkMending:
         self.limits = limits or MendLimits()
         self._broken: dict[PeerAddress, _Broken] = {}
 
-    def broke(self, address: PeerAddress, now: float) -> None:
-        found = self._broken.setdefault(address, _Broken(0, None))
+    def broke(self, address: PeerAddress, now: float) -> float | None:
+        """Seconds for which the peer was out of reach, once, if an attempt to open it again has failed."""
+        found = self._broken.setdefault(address, _Broken(now, 0, None))
+        is_news = found.breaks > 0 and found.send_at is None and not (found.is_open or found.is_told)
+        found.is_told = found.is_told or is_news
         found.breaks += 1
         found.is_open, found.held_at = False, None
         if found.send_at is None:
             wait_s = self.limits.after_s * 2 ** min(found.breaks - 1, 30)
             found.send_at = now + min(wait_s, self.limits.most_s)
+        return now - found.since if is_news else None
 
     def opened(self, address: PeerAddress, now: float) -> None:
         """The peer has answered on a new connection."""

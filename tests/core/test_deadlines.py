@@ -1,0 +1,125 @@
+"""No state without a deadline: what is not answered is asked for again, or given up, with an incident.
+
+Before, each of these waited without end. That no other state does, the storms check (`storm/waits.py`).
+"""
+
+import pytest
+
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.task import TaskState
+from everstep.core.task.states import Copying, Entering
+from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep_lab.storm.waits import without_timer
+from harness.agent_mutants import NOT_IN_STORMS, TIMER_MUTANTS
+from tests.core.fake_cluster import FakeCluster
+from tests.core.test_failed_saves import W00, W01, incident, orders, task_of, trains, write
+from tests.core.test_lives import Cluster as Scripts
+
+
+def test_a_search_that_a_node_does_not_answer_is_made_on_another_one() -> None:
+    """A hung mount on one node: the task was `searching` for ever."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.hung_disks.add("a")
+    cluster.submit(shape=Shape(2, 2, 2), has_checkpoints=True)
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.SEARCHING
+    assert task.checkpoints.searcher == "a"
+    cluster.wait(599.0)
+    assert task.state is TaskState.SEARCHING
+    cluster.wait(2.0)
+    assert "tried again in 1 s" in task.because
+    cluster.wait(2.0)
+    assert task.checkpoints.searcher == "b"
+    assert task.state is TaskState.RUNNING
+
+
+def test_a_search_that_no_node_answers_fails_the_task_with_a_reason() -> None:
+    cluster = FakeCluster(nodes={"a": 2})
+    cluster.hung_disks.add("a")
+    cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
+    for _ in range(20):
+        cluster.wait(700.0)
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.FAILED
+    assert "node a has not answered the search for checkpoints" in task.because
+
+
+def test_a_search_that_reads_every_byte_has_more_time() -> None:
+    cluster = FakeCluster(nodes={"a": 2})
+    cluster.hung_disks.add("a")
+    cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
+    task = cluster.coordinator.tasks["t"]
+    assert task.checkpoints.searched_at is not None
+    task.checkpoints.failed_loads = 1
+    assert task.checkpoints.search_due_at(msg.Patience()) == [task.checkpoints.searched_at + 6000.0]
+
+
+def test_a_commit_that_is_not_answered_costs_a_save_and_not_the_end_of_the_task() -> None:
+    """Storage that hangs: a finished task was `ending` for ever."""
+    cluster = trains(steps=2)
+    cluster.commits = False
+    write(cluster, 2, W00, W01)
+    cluster.seal()
+    assert task_of(cluster).state is TaskState.ENDING
+    cluster.wait(599.0)
+    assert task_of(cluster).state is TaskState.ENDING
+    cluster.wait(2.0)
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert "has not committed step 2 within 600 s" in task_of(cluster).because
+    assert incident(cluster).closed
+    assert task_of(cluster).checkpoints.commit_asked_at == {}
+
+
+def test_a_commit_that_is_answered_late_counts() -> None:
+    cluster = trains(steps=9, sealed=2)
+    cluster.commits = False
+    write(cluster, 1, W00, W01)
+    (commit,) = orders(cluster, msg.CommitCheckpoint)
+    cluster.wait(601.0)
+    assert not incident(cluster).closed
+    cluster.commits = True
+    cluster._obey("a", commit)
+    cluster.wait(1.0)
+    assert incident(cluster).closed
+    assert task_of(cluster).protected == 1
+
+
+def test_a_new_worker_that_never_gets_the_state_of_a_peer_is_started_again() -> None:
+    """A link that swallows everything between a source and a joiner: it never joined."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.submit(shape=Shape(2, 2, 2))
+    cluster.seal()
+    recovery = cluster.coordinator.tasks["t"].managed
+    assert recovery is not None
+    joiner = Worker(1, 1)
+    cluster.copies = False
+    cluster.exits(joiner, "killed by SIGKILL")
+    assert isinstance(recovery.places[joiner], Copying)
+    first = cluster.coordinator.tasks["t"].seats[joiner].incarnation
+    cluster.wait(1799.0)
+    assert cluster.coordinator.tasks["t"].seats[joiner].incarnation == first
+    cluster.copies = True
+    cluster.wait(2.0)
+    cluster.wait(10.0)
+    assert cluster.coordinator.tasks["t"].seats[joiner].incarnation > first
+    assert isinstance(recovery.places[joiner], Entering)
+    assert cluster.coordinator.tasks["t"].starts.copying == {}
+
+
+def test_the_timer_of_a_script_is_missed_where_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No storm has a script: what waits there is looked at here."""
+    scripts = Scripts(2)
+    scripts.submit(least=2, most=3)  # it waits for a third node
+    machine, (what,) = scripts.machine, NOT_IN_STORMS
+    assert machine.timers()[what]
+    assert list(without_timer(machine)) == []
+    right = Coordinator.timers
+    monkeypatch.setattr(Coordinator, "timers", lambda self: {**right(self), what: []})
+    machine.events += 1  # what was found before does not count
+    assert list(without_timer(machine)) != []
+
+
+def test_every_timer_has_a_mutant() -> None:
+    assert len(TIMER_MUTANTS) + len(NOT_IN_STORMS) == len(Coordinator().timers())

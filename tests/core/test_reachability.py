@@ -1,0 +1,206 @@
+"""Who cannot reach whom: the node whose data network is dead is named and left, healthy ones are not.
+
+Before, workers said nothing of peers that they could not reach: all waited, all were restarted in the same
+places, and in the end healthy nodes were isolated, whichever came first.
+"""
+
+import socket
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.core.cluster.node_states import NodeState
+from everstep.core.faults.reachability import cut_off, pair_of
+from everstep.node.worker_processes import probed
+from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from tests.core.fake_cluster import FakeCluster
+
+NODES = "abcdefgh"
+
+
+# ------------------------------------------------------------------ what pairs have in common
+
+
+@pytest.mark.parametrize(
+    ("pairs", "named"),
+    [
+        ("", ""),
+        ("ab", ""),  # one pair: either end
+        ("ab bc", "b"),
+        ("ab bc bd", "b"),
+        ("ab cd", ""),  # two pairs that have nothing in common
+        ("ab bc ca", ""),  # everyone and no one
+        ("ax ay bx by cx cy xy", "xy"),  # two of five nodes are cut off
+        ("ax ay bx by", ""),  # two equal halves of a network
+        ("ax ay", "a"),
+        ("ab bc cd", ""),  # a chain: b and c explain it, and so could others
+    ],
+)
+def test_the_node_that_all_bad_pairs_have_in_common_is_cut_off(pairs: str, named: str) -> None:
+    assert cut_off([pair_of(*pair) for pair in pairs.split()]) == tuple(named)
+
+
+@given(st.sets(st.sampled_from(NODES), min_size=1, max_size=3), st.data())
+def test_whatever_part_of_the_pairs_is_known_no_pair_of_healthy_nodes_is_needed(
+    dead: set[str], data: st.DataObject
+) -> None:
+    """All pairs with a dead end, of eight nodes: exactly the dead ones. Of some of them: never all nodes."""
+    everything = [pair for pair in combinations(NODES, 2) if dead & set(pair)]
+    assert cut_off(everything) == tuple(sorted(dead))
+    some = data.draw(st.lists(st.sampled_from(everything), unique=True))
+    found = cut_off(some)
+    assert 2 * len(found) < len({node for pair in some for node in pair}) or not found
+
+
+# ------------------------------------------------------------------ what the coordinator does
+
+
+def trains(nodes: str = "abcd", slots: int = 1, shape: Shape | None = None) -> FakeCluster:
+    cluster = FakeCluster(nodes=dict.fromkeys(nodes, slots))
+    cluster.submit(shape=shape or Shape(2, 2, 2))
+    cluster.seal()
+    return cluster
+
+
+def at(cluster: FakeCluster, node: str) -> Worker:
+    seats = cluster.coordinator.tasks["t"].seats
+    return next(worker for worker, seat in seats.items() if seat.node == node)
+
+
+def down(cluster: FakeCluster, one: str, other: str, **more: object) -> None:
+    """The worker on one node cannot reach the one on another."""
+    worker, peer = at(cluster, one), at(cluster, other)
+    address = cluster.coordinator.tasks["t"].seats[peer].address
+    assert address is not None
+    facts = {"worker": worker, "peer": peer, "address": address, "down_s": 3.0, "error": "timed out"}
+    cluster.report("t", worker, msg.LinkDown(task="t", **facts | more))
+
+
+def states(cluster: FakeCluster) -> dict[str, str]:
+    return {name: str(node.state) for name, node in cluster.coordinator.nodes.items()}
+
+
+def probes(cluster: FakeCluster) -> dict[str, msg.ProbeLinks]:
+    sent = [action for action in cluster.actions if isinstance(action, msg.Dispatch)]
+    return {action.node: action.order for action in sent if isinstance(action.order, msg.ProbeLinks)}
+
+
+def test_the_node_that_two_others_cannot_reach_is_isolated_with_the_reason() -> None:
+    cluster = trains("abcde")
+    down(cluster, "a", "b")
+    down(cluster, "c", "b")
+    down(cluster, "b", "d")
+    assert set(states(cluster).values()) == {NodeState.UP}, "others may break meanwhile"
+    cluster.wait(2.1)
+    assert states(cluster) == {"a": "up", "b": "isolated", "c": "up", "d": "up", "e": "up"}
+    (incident,) = [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
+    assert (incident.label, incident.node) == ("SEV1 network adapter error", "b")
+    assert incident.closed
+    assert "a, c, d cannot reach b on the data network" in incident.verdict.because
+    assert any("timed out" in evidence.text for evidence in incident.evidence)
+    assert "b" not in {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()}
+    assert cluster.coordinator.tasks["t"].failures.times == {} or not any(
+        cluster.coordinator.tasks["t"].failures.times.values()
+    )
+
+
+def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_isolated() -> None:
+    cluster = trains("abc", slots=2)
+    pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})
+    (third,) = set("abc") - set(pair)
+    down(cluster, *pair)
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+    assert {node: sorted(order.addresses) for node, order in probes(cluster).items()} == {third: pair}
+    cluster._report(third, msg.LinksProbed(task="t", reached=(pair[0],), unreached=(pair[1],)), None)
+    cluster.wait(2.1)
+    assert states(cluster)[pair[1]] == "isolated"
+    assert states(cluster)[pair[0]] == states(cluster)[third] == "up"
+
+
+def test_a_pair_that_others_reach_is_left_alone_and_probed_once() -> None:
+    cluster = trains("abc", slots=2)
+    pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})
+    (third,) = set("abc") - set(pair)
+    down(cluster, *pair)
+    cluster.wait(2.1)
+    cluster._report(third, msg.LinksProbed(task="t", reached=tuple(pair), unreached=()), None)
+    cluster.wait(2.1)
+    down(cluster, pair[1], pair[0])
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+    assert len(probes(cluster)) == 1
+
+
+def test_two_equal_halves_of_a_network_name_no_node() -> None:
+    cluster = trains("abcdef")
+    for one, other in ("ac", "ad", "bc", "bd"):
+        down(cluster, one, other)
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+
+
+def test_what_is_said_of_a_process_that_is_gone_does_not_count() -> None:
+    """Peers of a dead worker cannot reach it either, and say so before they hear of its death."""
+    cluster = trains("abcde")
+    down(cluster, "a", "b")
+    down(cluster, "c", "b")
+    cluster.exits(at(cluster, "b"), "killed by SIGKILL")
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+
+
+def test_an_address_of_an_earlier_process_does_not_count() -> None:
+    cluster = trains("abcde")
+    for one in "acd":
+        down(cluster, one, "b", address=("b", 9))
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+    assert cluster.coordinator.tasks["t"].failures.links.links == []
+
+
+def test_a_silent_node_is_judged_by_its_silence_alone() -> None:
+    cluster = trains("abcde")
+    for one in "acd":
+        down(cluster, one, "b")
+    cluster.silence("b")
+    cluster.wait(2.1)
+    assert states(cluster)["b"] == "silent"
+
+
+def test_links_that_work_again_do_not_count() -> None:
+    cluster = trains("abcde")
+    for one in "acd":
+        down(cluster, one, "b")
+        mended = msg.LinkMended(task="t", worker=at(cluster, one), peer=at(cluster, "b"))
+        cluster.report("t", at(cluster, one), mended)
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+
+
+def test_a_node_that_cannot_be_done_without_is_named_once() -> None:
+    cluster = trains("abc", shape=Shape(1, 3, 2))
+    down(cluster, "a", "b")
+    down(cluster, "c", "b")
+    cluster.wait(2.1)
+    down(cluster, "b", "a")
+    cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+    (incident,) = [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
+    assert incident.node == "b"
+    assert incident.remedies[-1].what == "none: an operator can help"
+
+
+# ------------------------------------------------------------------ what an agent does
+
+
+def test_a_probe_says_which_nodes_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as open_one, socket.create_server(("127.0.0.1", 0)) as other:
+        closed = other.getsockname()
+        other.close()
+        order = msg.ProbeLinks(task="t", addresses={"a": open_one.getsockname(), "b": closed})
+        assert probed(order) == msg.LinksProbed(task="t", reached=("a",), unreached=("b",))
