@@ -87,11 +87,11 @@ def _of_task(coordinator: Coordinator, task: Task) -> Iterator[Clock]:
     assert task.managed is not None
     for worker, place in task.managed.places.items():
         if isinstance(place, Starting) and worker in task.seats and worker not in starts.waiting:
-            since = starts.under_way.get(worker)
-            yield f"the start of {worker}", None if since is None else since + starts.limit_s(patience)
+            ordered = starts.under_way.get(worker)
+            yield f"the start of {worker}", None if ordered is None else ordered + starts.limit_s(patience)
         if isinstance(place, Copying):
-            since = starts.copying.get(worker)
-            yield f"the copy to {worker}", None if since is None else since + starts.copy_limit_s(patience)
+            begun = starts.copying.get(worker)
+            yield f"the copy to {worker}", None if begun is None else begun + starts.copy_limit_s(patience)
 
 
 def _of_lives(task: Task) -> Iterator[Clock]:
