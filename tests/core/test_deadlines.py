@@ -3,6 +3,8 @@
 Before, each of these waited without end. That no other state does, the storms check (`storm/waits.py`).
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
@@ -108,17 +110,39 @@ def test_a_new_worker_that_never_gets_the_state_of_a_peer_is_started_again() -> 
     assert cluster.coordinator.tasks["t"].starts.copying == {}
 
 
-def test_the_timer_of_a_script_is_missed_where_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No storm has a script: what waits there is looked at here."""
+def waits_for_a_node() -> Coordinator:
+    """A script that has two nodes and would take a third."""
     scripts = Scripts(2)
-    scripts.submit(least=2, most=3)  # it waits for a third node
-    machine, (what,) = scripts.machine, NOT_IN_STORMS
-    assert machine.timers()[what]
-    assert list(without_timer(machine)) == []
+    scripts.submit(least=2, most=3)
+    return scripts.machine
+
+
+def waits_for_checks() -> Coordinator:
+    """A node whose time of isolation is over, and which does not answer when it is checked."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    node = cluster.coordinator.nodes["a"]
+    cluster._report("a", msg.KernelSpoke(text="NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off"), None)
+    assert node.state == "isolated"
+    cluster.cut.add("a")
+    cluster.wait(msg.Patience().isolation_s + 1.0)
+    assert node.check_asked_at is not None
+    return cluster.coordinator
+
+
+WAITING = (waits_for_a_node, waits_for_checks)
+
+
+@pytest.mark.parametrize(("what", "machine"), list(zip(NOT_IN_STORMS, WAITING, strict=True)))
+def test_a_timer_that_no_storm_needs_is_missed_where_it_is_removed(
+    what: str, machine: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = machine()
+    assert found.timers()[what]
+    assert list(without_timer(found)) == []
     right = Coordinator.timers
     monkeypatch.setattr(Coordinator, "timers", lambda self: {**right(self), what: []})
-    machine.events += 1  # what was found before does not count
-    assert list(without_timer(machine)) != []
+    found.events += 1  # what was found before does not count
+    assert list(without_timer(found)) != []
 
 
 def test_every_timer_has_a_mutant() -> None:

@@ -79,7 +79,7 @@ SEEN_WITH_HANGS = {
     "no_timer_of_start_put_off": 5,
     "no_timer_of_start": 0,
     "no_timer_of_copy_of_a_state": 1,
-    "no_timer_of_next_search": 36,
+    "no_timer_of_next_search": 14,
     "no_timer_of_search": 0,
     "no_timer_of_commit": 0,
 }
