@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -367,3 +367,73 @@ def _name(event: object) -> str:
             return type(inner).__name__
         case _:
             return type(event).__name__
+
+
+# ------------------------------------------------------------------ what a task costs, by its size
+
+STAGES = 8
+SLOTS = 8  # per node
+NUM_SILENT = 16
+MOST_BYTES = 3 << 10  # of orders, per worker and death
+SCENES = ("submit", "seat", "death", "node", "silent", "restart")
+
+
+def budget_ms(workers: int) -> float:
+    return 100.0 if workers <= 4096 else 500.0
+
+
+def measure(workers: int, scenes: tuple[str, ...] = SCENES) -> Iterator[dict[str, Any]]:
+    """Rows, in the order of the scenes: each one begins where the one before has ended."""
+    fleet = Fleet()
+    fleet.join(workers // SLOTS + NUM_SILENT + 2, SLOTS)
+    submitted = fleet.submit(Shape(workers // STAGES, STAGES, 4))
+    seating = [event for event in submitted.events if event[0] == "TaskSubmitted"]
+    fleet.seal()
+    acts: dict[str, Callable[[], Busy]] = {
+        "submit": lambda: submitted,
+        "seat": lambda: Busy(events=seating),
+        "death": lambda: fleet.exits(Worker(workers // STAGES // 2, 3)),
+        "node": lambda: _lose(fleet, 1),
+        "silent": lambda: _lose(fleet, min(NUM_SILENT, workers // SLOTS // 4)),
+        "restart": lambda: fleet.restart()[1],
+    }
+    for scene in scenes:
+        found = acts[scene]()
+        row = found.row()
+        yield {
+            "workers": workers,
+            "scene": scene,
+            **{name: row[name] for name in ("events", "p50_ms", "max_ms", "slowest", "total_s", "order_mb")},
+            "entry_kb": row["largest_entry_kb"],
+            "order_bytes_per_worker": round(found.order_bytes / workers),
+            "encode_s": row["encode_s"],
+            "schedule_s": row["schedule_s"],
+            # A restart is read with pauses in between; what it must not do is take long as a whole.
+            "within_budget": scene == "restart" or row["max_ms"] <= budget_ms(workers),
+        }
+        if scene not in ("submit", "seat", "restart"):
+            fleet.seal()
+
+
+def _lose(fleet: Fleet, number: int) -> Busy:
+    """So many nodes fall silent; then a worker of every other node says that it waits."""
+    nodes = sorted({one.node for one in fleet.workers.values()})
+    lost = set(nodes[:: max(1, len(nodes) // number)][:number])
+    busy = fleet.falls_silent(sorted(lost))
+    left = [worker for worker, one in fleet.workers.items() if one.node not in lost]
+    for worker in [worker for worker, one in fleet.workers.items() if one.node in lost]:
+        del fleet.workers[worker]
+    _add(busy, fleet.waits(left))
+    for _ in range(4):  # those that no peer misses are given up by their timers
+        _add(busy, fleet.pass_time(10.0))
+    return busy
+
+
+def _add(busy: Busy, more: Busy) -> None:
+    busy.events += more.events
+    busy.num_orders += more.num_orders
+    busy.order_bytes += more.order_bytes
+    busy.largest_order = max(busy.largest_order, more.largest_order)
+    busy.largest_entry = max(busy.largest_entry, more.largest_entry)
+    busy.encode_s += more.encode_s
+    busy.think_s += more.think_s

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.size import MOST_BYTES, measure
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from harness.fleet import Busy, Fleet
+from harness.fleet import MOST_BYTES, Busy, Fleet, measure
 
 STAGES = 8
 MOST_MS = 500.0  # CPU of one event
