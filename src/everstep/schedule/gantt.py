@@ -280,5 +280,5 @@ def png(drawing: Picture, *, dots_per_inch: int = 144) -> bytes:
             fontweight="bold" if word.bold else "normal",
         )
     out = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(out)  # type: ignore[no-untyped-call]
+    FigureCanvasAgg(figure).print_png(out)
     return out.getvalue()
