@@ -52,8 +52,9 @@ fresh: $(STAMP)          ## storms and examples that no run has seen; what fails
 	.venv/bin/everstep sim storm --seeds fresh:200 --sharded
 	.venv/bin/everstep sim storm --seeds fresh:100 --groups
 
-mutants: $(STAMP)        ## bugs planted in recovery, agents and worker loops: seeds until each is seen (minutes)
+mutants: $(STAMP)        ## bugs planted in machines and in the code around them: each must be seen (minutes)
 	$(PY) bench/simulate.py mutants
+	$(PY) bench/shell_mutants.py
 
 slurm: $(STAMP)          ## a real Slurm cluster: nodes lost, drained, returned, a job requeued (about five minutes)
 	command -v slurmctld >/dev/null || .ci/install munge slurmctld slurmd slurm-client
