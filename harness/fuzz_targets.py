@@ -33,12 +33,14 @@ from everstep.errors import PeerError, UserError
 from everstep.net import frames
 from everstep.net.envelope import PIECES, VALUES, Envelope, Where
 from everstep.net.handshake import Acceptor, Opener
+from everstep.net.seal import Suite
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import Unpacker, decode
 from everstep.protocol.messages import FromWorker, WorkerOrder
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.store.memory_server import MemoryServer, MemoryStore, token_of
+from everstep.store.memory import Request, memory_key
+from everstep.store.memory_server import MemoryServer, MemoryStore
 from harness.fuzzing import FuzzReport, Maker
 
 REFUSALS = (PeerError, UserError)
@@ -387,15 +389,19 @@ def _ask_memory(maker: Maker, report: FuzzReport, port: int) -> None:
         draw.choice(("p.json", _word(maker))),
     ]
     path = "/" + "/".join(quote(part[:200], safe="", errors="replace") for part in parts)
-    token = draw.choice((token_of("00" * 32), token_of("00" * 32), "wrong"))
+    key = draw.choice((memory_key("00" * 32), memory_key("00" * 32), b"wrong"))
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     report.inputs += 1
     try:
         method = draw.choice(("GET", "PUT", "POST"))
-        headers = {"Authorization": f"Bearer {token}"}
-        if draw.random() < 0.2:
-            headers["Range"] = draw.choice(("bytes=0-1", "bytes=9-1", "bytes=-", "x", "bytes=99999999999-"))
+        span = draw.choice(("bytes=0-1", "bytes=9-1", "bytes=-", "x", "bytes=99999999999-"))
+        headers = {"Range": span} if draw.random() < 0.2 else {}
         body = bytes(draw.randrange(3000)) if method == "PUT" else None
+        suite = draw.choice((Suite.PLAIN, Suite.BLAKE2B))
+        size = str(draw.choice((len(body or b""), draw.randrange(5000))))
+        headers |= {"Everstep-Size": size} if method == "PUT" else {}
+        said = size if method == "PUT" else headers.get("Range", "")
+        headers |= Request.new(method, path, said, suite).headers(key)
         line.request(method, path, body, headers)
         status = line.getresponse().status
     except (http.client.HTTPException, OSError, ValueError):

@@ -64,11 +64,14 @@ BEFORE = {
         "tensor-parallel.md",
         0,
     ): "import everstep\nfrom torch import nn\nlayers = {'q_proj': lambda: nn.Linear(8, 8)}\n",
+    ("tensor-parallel.md", 1): "import everstep\nfrom torch import nn\n"
+    "layers = {'q_proj': lambda: nn.Linear(8, 8)}\n",
     ("the-loop.md", 0): TEXT,
     ("the-loop.md", 1): "",
     ("your-data.md", 0): TEXT,
     ("your-data.md", 1): "import everstep, numpy\n"
     "for name in ('web', 'code'): numpy.zeros(20_000, dtype='uint16').tofile(name + '.bin')\n",
+    ("your-data.md", 2): "",
     ("your-model.md", 2): "import everstep\n",
     ("your-model.md", 3): "from torch import nn\n",
 }

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.fabric.colour import spread
-from everstep.fabric.fairness import Usage, max_min
+from everstep.fabric.fairness import LinkUsage, max_min
 
 
 def rates(paths: list[list[int]], capacity: list[float], most: list[float] | None = None) -> np.ndarray:
     width = max(len(p) for p in paths)
     rows = np.array([p + [-1] * (width - len(p)) for p in paths])
-    usage = Usage.of(rows, np.arange(len(paths)), np.ones(len(paths)), len(paths))
+    usage = LinkUsage.of(rows, np.arange(len(paths)), np.ones(len(paths)), len(paths))
     return max_min(usage, np.array(capacity), None if most is None else np.array(most))
 
 
@@ -28,7 +28,7 @@ def test_a_flow_on_a_dead_link_gets_nothing_and_costs_nobody_anything() -> None:
 
 def test_a_ring_is_as_fast_as_its_slowest_edge_and_leaves_the_rest_to_others() -> None:
     paths = np.array([[0], [1], [1]])
-    usage = Usage.of(paths, np.array([0, 0, 1]), np.ones(3), 2)  # flows 0 and 1 are one ring
+    usage = LinkUsage.of(paths, np.array([0, 0, 1]), np.ones(3), 2)  # flows 0 and 1 are one ring
     assert max_min(usage, np.array([1.0, 10.0])).tolist() == [1.0, 9.0]
 
 

@@ -150,7 +150,7 @@ class StepSuspected(Event):
     because: str
 
 
-@message(since=4, says="task {task}: NaNs and spikes up to step {quiet_until} are not computed again")
+@message(since=4, says="task {task}: steps up to {quiet_until} whose loss is odd are not computed again")
 class ReplayJudged(Event):
     """A step had the same numbers when it was computed again, so the data or the model are the cause."""
 

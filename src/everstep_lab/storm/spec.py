@@ -275,7 +275,7 @@ def with_plans(spec: Spec) -> Spec:
     draw = Draw(spec.seed, "plans")
     rules = replace(spec.rules, checkpoint_every=draw.choice((1, 1, 2)), copy_every=draw.choice((0, 1)))
     duration = run_time_us(spec)
-    pauses = [(draw.below(duration), draw.spread(10_000)) for _ in range(draw.choice((0, 1, 1, 2)))]
+    pauses = [(draw.below(duration), draw.spread(100_000)) for _ in range(draw.choice((0, 1, 1, 2)))]
     return replace(spec, rules=rules, planned=True, pauses=tuple(pauses))
 
 
