@@ -15,6 +15,7 @@ from everstep.engine.stage.stage import Stage
 from everstep.engine.state import optimizer as optimizer_module
 from everstep.engine.state.optimizer import Updater, adamw, buckets
 from everstep.engine.state.optimizer_state import Named
+from everstep.engine.worker.work_items import state_hashes
 from everstep.errors import UserError
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
@@ -103,6 +104,22 @@ def test_the_layers_compute_with_a_preview() -> None:
     fresh = stage()
     fresh.forward(1, 1)
     assert torch.equal(here.loss(1, 1), fresh.loss(1, 1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_votes_on_states_do_not_ask_whether_an_update_was_eager(precision: str) -> None:
+    """A worker that joined after the last eager update was called wrong: its layers compute with the masters
+    themselves, those of its peers with weights beside them.
+    """
+    here, there = stage(precision=precision), stage(precision=precision)
+    eager, later = Updater(here), Updater(there)
+    eager.preview(0, gradient(here, 0))
+    eager.commit(0, gradient(here, 0))
+    later.apply(0, gradient(there, 0))
+    assert state_hashes(here, eager.state()) == state_hashes(there, later.state())
+    with torch.no_grad():
+        here.working.view(torch.int16)[5] ^= 1
+    assert state_hashes(here, eager.state()) != state_hashes(there, later.state())
 
 
 def test_buckets_hold_every_parameter_once_and_are_as_small_as_asked() -> None:

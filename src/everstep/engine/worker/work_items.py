@@ -224,13 +224,8 @@ class WorkItems:
         return [self._voted.again(self.stage, task.step, number, given, gradient) for _ in range(task.runs)]
 
     def _hash_state(self, step: int) -> Hashes:
-        """What a checkpoint would hold, and the weights that the layers compute with."""
         self.signs.show(busy=True, doing=f"checking the state before step {step}")
-        stage = self.stage
-        state = {} if self.sharded is not None else self.updater.state()
-        if stage.working is not stage.masters:
-            state |= {f"working/{name}": view for name, view in stage.views(stage.working).items()}
-        return settled({name: partial_hash([tensor]) for name, tensor in state.items()})
+        return state_hashes(self.stage, {} if self.sharded is not None else self.updater.state())
 
     def _load_data(self, step: int, number: int, op: str) -> None:
         """Data first, and under its own name: a slow loader is not a slow op."""
@@ -543,6 +538,14 @@ def share_of(state: Mapping[str, Tensor], index: int, count: int) -> dict[str, T
         if who == index:
             mine[name] = state[name]
     return mine
+
+
+def state_hashes(stage: Stage, state: dict[str, Tensor]) -> Hashes:
+    """Of what a checkpoint would hold, and of the weights that the layers compute with. These are the masters
+    themselves until an eager update has parted them, and a worker that joined later may have had none.
+    """
+    working = {f"working/{name}": view for name, view in stage.views(stage.working).items()}
+    return settled({name: partial_hash([tensor]) for name, tensor in (state | working).items()})
 
 
 def whole_tensors(state: Mapping[str, Tensor], number: int, count: int) -> StateParts:
