@@ -124,6 +124,13 @@ def test_the_demo_proves_what_it_claims(everstep: Everstep, monkeypatch: pytest.
         assert incident["steps_lost"] >= 0
 
 
+@pytest.mark.slow
+def test_the_whole_demo_has_the_two_incidents_that_it_makes(everstep: Everstep) -> None:
+    """Long enough for the states of workers that joined to be compared with their peers'."""
+    ran = everstep("demo", "--json")
+    assert [one["what"] for one in ran.document()["incidents"]] == ["killed by SIGKILL"] * 2
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from everstep.cli.main import run; run(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
