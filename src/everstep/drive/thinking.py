@@ -73,7 +73,7 @@ class Thinking:
                 measured=self.measured,
                 ready=self.ready.table,
             )
-        except Exception as error:  # whatever a planner can raise: tasks must not wait for ever
+        except Exception as error:  # whatever a planner can raise: tasks must not wait without end
             return [msg.PlanFailed(task="", because=_sentence(error)), _plain_assignment(machine, action)]
         return [chosen]
 

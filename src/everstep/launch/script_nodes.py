@@ -42,7 +42,7 @@ class NodeRun:
 
     run_id: str
     endpoint: tuple[str, int]
-    is_endpoint: bool | None  # None: whoever of this machine comes first
+    is_endpoint: bool | None  # None: the first of this machine that comes
     order: int | None  # of this machine among all; None: as they come, the endpoint first
     host: str  # where other machines reach this one; empty: found out
     token: str

@@ -122,7 +122,7 @@ class OutputStream:
             self._lines.append(self._prefix + bar + b"\n")
 
     def _write(self, data: bytes) -> None:
-        """This thread reads for all ranks: if it ended, they would wait in `print` for ever."""
+        """This thread reads for all ranks: if it ended, they would wait in `print` without end."""
         try:
             if self._file is None or self._in_file > MOST_LOG:
                 self._roll()

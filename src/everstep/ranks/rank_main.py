@@ -158,7 +158,7 @@ def _own_frames(found: TracebackType | None) -> TracebackType | None:
 
 
 def _report(line: KeeperLine, error: BaseException, frames: TracebackType | None) -> None:
-    """Printed first: whoever reads the report may end this process."""
+    """Printed first: the reader of the report may end this process."""
     raised_at = time.monotonic()
     sys.excepthook(type(error), error, frames)
     sys.stdout.flush()

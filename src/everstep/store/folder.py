@@ -5,7 +5,7 @@
         <part>.safetensors           written by one worker each
     <root>/step-00000020.partial/    being written, or left by a crash; readers do not see it
         <part>.json                  what is in a part, until the index says it, and of which save it is:
-                                     whoever finds all parts of a save may commit it
+                                     the one that finds all parts of a save may commit it
 
 Tensors are named logically ("model/embed.tokens.weight"), never by stage or rank: a reader of another shape
 finds what it needs by name. Writers flush their parts to disk before `commit` names them, and `commit`

@@ -134,7 +134,7 @@ class StateKeeper:
         self._say(self._written(step, attempt, label, share=share))
 
     def _saved(self, step: int, attempt: int, share: tuple[int, int]) -> folder.SavedPart:
-        """What whoever finds the part must know to commit it, should the coordinator be away."""
+        """What the finder of the part must know to commit it, should the coordinator be away."""
         votes = self._job.vote_period[0]
         return folder.SavedPart(
             run=self._run,

@@ -6,7 +6,7 @@ A mix of everything would be the same grey storm each time, where one common fau
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -165,22 +165,8 @@ def draw_storm(seed: int, kind: StormKind = "") -> Spec:
     spec = draw_spec(seed)
     if around:
         spec = with_nodes(spec)
-    if around == "moves":
-        spec = with_moves(spec)
-    if around == "groups":
-        spec = with_groups(spec)
-    if around == "votes":
-        spec = with_votes(spec)
-    if around == "flips":
-        spec = with_flip(spec)
-    if around == "spikes":
-        spec = with_spikes(spec)
-    if around == "hangs":
-        spec = with_hangs(spec)
-    if around == "cuts":
-        spec = with_cuts(spec)
-    if around == "plans":
-        spec = with_plans(spec)
+    if around in AROUND:
+        spec = AROUND[around](spec)
     return with_sharded_states(spec) if sharded else spec
 
 
@@ -372,3 +358,15 @@ def run_time_us(spec: Spec) -> int:
     rules, weather = spec.rules, spec.weather
     a_step = 3 * weather.op_us * (rules.microbatches + rules.stages) + weather.hop_us * (2 * rules.stages + 3)
     return weather.start_us + weather.plan_us + rules.steps * a_step
+
+
+AROUND: Mapping[str, Callable[[Spec], Spec]] = {
+    "moves": with_moves,
+    "groups": with_groups,
+    "votes": with_votes,
+    "flips": with_flip,
+    "spikes": with_spikes,
+    "hangs": with_hangs,
+    "cuts": with_cuts,
+    "plans": with_plans,
+}

@@ -39,7 +39,7 @@ class Node:
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot
     memory_port: int = 0
     protocol: int = PROTOCOL  # the version that its agent speaks
-    unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports that were not understood
+    unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports of kinds that are not known
     back_at: float | None = None  # promised, of a node that takes no workers now
     leaves_at: float | None = None  # announced: a spot notice
     drain_at: float | None = None  # until then its workers train on

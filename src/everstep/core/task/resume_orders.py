@@ -77,7 +77,7 @@ def resume_orders(
 
 
 def _votes_from(phase: Planning, book: StepBook) -> int:
-    """In a step that an epoch breaks there are no votes; one that is computed again begins anew."""
+    """In a step that an epoch breaks there are no votes; one that is computed again begins from nothing."""
     is_replay = book.suspect is not None and phase.rewind == book.suspect.step - 1
     return phase.owed.high + 1 if phase.rewind is None or not is_replay else phase.rewind + 1
 
