@@ -18,10 +18,10 @@ from typing import Any, get_args, get_origin
 from everstep.protocol import messages
 from everstep.protocol.actions import Notice
 from everstep.protocol.events import Event
-from everstep.protocol.table import PROTOCOL, TABLE, rows
+from everstep.protocol.table import PROTOCOL, TABLE, Wire, rows
 
 
-def classes(wire: type) -> tuple[type, ...]:
+def classes(wire: Wire) -> tuple[type, ...]:
     return tuple(row.kind for row in rows(wire))
 
 

@@ -27,7 +27,7 @@ MACHINES = (Coordinator, NodeProcesses, Training, Recovery, WorkerControl)
 AROUND = {"node", "task"}
 
 
-@pytest.mark.parametrize("handlers", Handlers.ALL, ids=lambda h: h.wires[0].__name__)
+@pytest.mark.parametrize("handlers", Handlers.ALL, ids=lambda h: str(h.wires[0]).rsplit(".", 1)[-1])
 def test_every_message_of_a_wire_has_a_handler(handlers: Handlers[Any]) -> None:
     assert not handlers.missing()
 
@@ -63,7 +63,7 @@ def test_every_message_survives_its_codec(row: Row) -> None:
         assert decode(wire, encode(made)) == made
 
 
-SAID = [row for wire in (Event, msg.TaskReport) for row in rows(wire) if row.kind is not msg.TaskEvent]
+SAID = [row for row in rows(Event | msg.TaskReport | msg.RankReport) if row.kind is not msg.TaskEvent]
 OF_WORKERS = [row for row in SAID if WORKER in row.by]
 
 

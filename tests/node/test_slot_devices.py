@@ -17,7 +17,7 @@ from everstep.launch.local.run import LocalTask
 from everstep.node import slot_devices
 from everstep.node.agent import Agent, AgentSettings
 from everstep.node.fork_server import ForkServer
-from everstep.node.slot_devices import DevicesUnknown, NodeDevices, SlotDevice, parsed, visible
+from everstep.node.slot_devices import DevicesUnknownError, NodeDevices, SlotDevice, parsed, visible
 from everstep.protocol.messages import KernelSpoke
 
 A, B = "GPU-47ac4606-dbd4-7c4f-5f61-e8d3c3565328", "GPU-00000000-dbd4-7c4f-5f61-e8d3c3565328"
@@ -97,7 +97,7 @@ def test_an_nvidia_smi_that_fails_is_not_taken_for_a_node_without_gpus(
 ) -> None:
     """Such an agent offered a slot for each CPU."""
     smi(tmp_path, monkeypatch, code=15)
-    with pytest.raises(DevicesUnknown, match="non-zero exit status 15"):
+    with pytest.raises(DevicesUnknownError, match="non-zero exit status 15"):
         slot_devices.found()
     with pytest.raises(UserError, match="give --slots"):
         default_slots()
@@ -114,7 +114,7 @@ def test_an_nvidia_smi_that_fails_without_a_driver_shows_no_device(
 def test_an_nvidia_smi_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, first="exec sleep 60")
     began = time.monotonic()
-    with pytest.raises(DevicesUnknown, match=r"has not answered for 0\.2 s"):
+    with pytest.raises(DevicesUnknownError, match=r"has not answered for 0\.2 s"):
         slot_devices.found(within_s=0.2)
     assert time.monotonic() - began < 20
 
@@ -168,7 +168,7 @@ def test_workers_of_several_slots_are_not_all_put_on_the_first_gpu(
         NodeDevices().for_slots(8)
     assert NodeDevices().for_slots(1) == ()
     smi(tmp_path, monkeypatch, code=15)
-    with pytest.raises(DevicesUnknown):
+    with pytest.raises(DevicesUnknownError):
         NodeDevices().for_slots(8)
     assert NodeDevices().for_slots(1) == ()
 
@@ -176,7 +176,7 @@ def test_workers_of_several_slots_are_not_all_put_on_the_first_gpu(
 def test_no_answer_is_not_kept_as_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = NodeDevices()
     smi(tmp_path, monkeypatch, code=15)
-    with pytest.raises(DevicesUnknown):
+    with pytest.raises(DevicesUnknownError):
         devices.find()
     smi(tmp_path, monkeypatch)
     assert [device.uuid for device in devices.for_slots(8)] == [A, B]

@@ -223,9 +223,9 @@ def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:
 
 def default_slots() -> int:
     """One per GPU or MIG instance; without any, one per CPU."""
-    from everstep.node.slot_devices import DevicesUnknown, found
+    from everstep.node.slot_devices import DevicesUnknownError, found
 
     try:
         return len(found()) or os.cpu_count() or 1
-    except DevicesUnknown as error:
+    except DevicesUnknownError as error:
         raise UserError(f"{error} Repair the driver, or give --slots.") from None

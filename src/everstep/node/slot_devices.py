@@ -53,7 +53,7 @@ class SlotDevice:
             return set()
 
 
-class DevicesUnknown(UserError):
+class DevicesUnknownError(UserError):
     """The driver is loaded, and nvidia-smi does not say which devices there are."""
 
 
@@ -75,7 +75,7 @@ class NodeDevices:
         """For workers that compute on GPUs. One slot alone may leave the choice to CUDA."""
         try:
             devices = self.find()
-        except DevicesUnknown:
+        except DevicesUnknownError:
             if slots > 1:
                 raise
             return ()
@@ -102,13 +102,13 @@ def found(*, within_s: float = ANSWER_S) -> tuple[SlotDevice, ...]:
             [command, "--query-gpu=uuid,pci.bus_id,mig.mode.current", "--format=csv,noheader"], until
         )
     except subprocess.TimeoutExpired:
-        raise DevicesUnknown(
+        raise DevicesUnknownError(
             f"nvidia-smi has not answered for {within_s:g} s, so the GPUs of this node are not known."
         ) from None
     except (OSError, subprocess.SubprocessError) as error:
         if not _DRIVER.exists():
             return ()
-        raise DevicesUnknown(f"the GPUs of this node are not known: {error}") from None
+        raise DevicesUnknownError(f"the GPUs of this node are not known: {error}") from None
     rows = [row for line in answer.splitlines() if len(row := line.split(", ")) == 3]
     cut = {uuid for uuid, _, mode in rows if mode.strip() == "Enabled"}
     gpus = parsed(listed, {uuid: bus for uuid, bus, _ in rows}, cut)

@@ -20,7 +20,7 @@ class Action:
     because: str
 
 
-class Notice(Action):
+class Notice:
     """One that workers are told: it travels in a `NotifyWorker`."""
 
     __slots__ = ()
@@ -36,7 +36,7 @@ class StartWorker(Action):
 
 
 @message(says="pause and report the ledger, epoch {epoch}")
-class InterruptWorkers(Notice):
+class InterruptWorkers(Action, Notice):
     """Finish the op in hand, report a ledger, wait."""
 
     workers: tuple[Worker, ...]
@@ -74,7 +74,7 @@ class ResumeWorkers(Action):
 
 
 @message(says="worker {source} sends its state to worker {joiner}")
-class CopyState(Notice):
+class CopyState(Action, Notice):
     """`source` sends its state to `joiner`, and then every further step."""
 
     source: Worker
@@ -85,7 +85,7 @@ class CopyState(Notice):
 
 
 @message(says="worker {source} stops feeding worker {joiner}")
-class StopFeeding(Notice):
+class StopFeeding(Action, Notice):
     """`source` sends no further steps to `joiner`."""
 
     source: Worker

@@ -36,63 +36,77 @@ SAVING = "saving"  # what a beacon shows of a worker that hands over or writes a
 # ------------------------------------------------------------------ the wires
 
 
-class ClusterEvent:
-    """What happens to the cluster, in the order of the coordinator's journal."""
-
-    __slots__ = ()
-
-
-class NodeEvent(ClusterEvent):
+class NodeEvent:
     """About a node that has joined before; else it does not count."""
 
     __slots__ = ()
     node: str
 
 
-class TaskRequest(ClusterEvent):
+class TaskRequest:
     """About a task that was submitted before; else it does not count."""
 
     __slots__ = ()
     task: str
 
 
-class NodeReport:
-    """What an agent reports, about its node or for one of its workers."""
+class OtherEvent:
+    """About neither, or it brings a node or a task."""
 
     __slots__ = ()
 
 
-class TaskReport(NodeReport):
-    """About a task."""
+ClusterEvent = NodeEvent | TaskRequest | OtherEvent
+"""What happens to the cluster, in the order of the coordinator's journal."""
+
+
+class OwnReport:
+    """Of an agent, about its node."""
+
+    __slots__ = ()
+
+
+class TaskReport:
+    """About a task, by an agent or by one of its workers."""
 
     __slots__ = ()
     task: str
 
 
-class Order:
-    """What the coordinator orders an agent to do."""
-
-    __slots__ = ()
-
-
-class RankReport(TaskReport):
+class RankReport:
     """About the ranks that one node runs for a script task: said by their keeper, the process that starts and
     watches them. It holds a worker's place, so a node's ranks are one worker of the task.
     """
 
     __slots__ = ()
+    task: str
     worker: Worker
     incarnation: int
     life: int
 
 
-class RankOrder(Order, Action):
+NodeReport = OwnReport | TaskReport | RankReport
+"""What an agent reports, about its node or for one of its workers."""
+
+
+class NodeOrder:
+    """To an agent, which carries it out or passes it on to its workers."""
+
+    __slots__ = ()
+
+
+class RankOrder:
     """To the keeper of a node's ranks, as the task's recovery decides it; its agent passes it on."""
 
     __slots__ = ()
     worker: Worker
     incarnation: int
     life: int
+    because: str
+
+
+Order = NodeOrder | RankOrder
+"""What the coordinator orders an agent to do."""
 
 
 class ClusterAction:
@@ -103,16 +117,19 @@ class ClusterAction:
     cause: int  # the number of the event it follows from
 
 
-class FromWorker:
-    """What a worker's process says to its agent."""
+class WorkerReport:
+    """What a worker's process says to its agent after its hello."""
 
     __slots__ = ()
 
 
-class WorkerReport(FromWorker):
-    """After its hello."""
+class WorkerCall:
+    """What a worker's process says to its agent before that, or one of its shards at its end."""
 
     __slots__ = ()
+
+
+FromWorker = WorkerCall | WorkerReport
 
 
 class WorkerOrder:
@@ -329,7 +346,7 @@ class SlowLinkEnded(TaskReport, TaskRequest):
 
 
 @message(by=AGENT, says="the kernel of node {node} says: {text}")
-class KernelSpoke(NodeReport):
+class KernelSpoke(OwnReport):
     """A line of the kernel's log that names a device's fault. `slots`: those of the device, if known."""
 
     text: str
@@ -347,7 +364,7 @@ class CheckResult:
 
 
 @message(by=AGENT, since=4, says="node {node} was checked: {because}")
-class NodeChecked(NodeReport):
+class NodeChecked(OwnReport):
     """The answer to `CheckNode`. No results: the checks did not run."""
 
     results: tuple[CheckResult, ...]
@@ -355,7 +372,7 @@ class NodeChecked(NodeReport):
 
 
 @message(by=AGENT, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
-class LeaveNoticed(NodeReport):
+class LeaveNoticed(OwnReport):
     """The node will be taken away, as spot instances are, or its agent was told to end. `at_once`: its
     workers leave now and not as late as possible.
     """
@@ -366,7 +383,7 @@ class LeaveNoticed(NodeReport):
 
 
 @message(by=AGENT, says="slot {slot} of node {node} is free again")
-class SlotFreed(NodeReport):
+class SlotFreed(OwnReport):
     """A process that outlived SIGKILL has ended after all: its slot can be used again."""
 
     slot: int
@@ -567,7 +584,7 @@ class SnapshotDrained(RankReport, WorkerReport):
 
 
 @message(says="write the state of {task} after step {step} on {node} to disk")
-class DrainSnapshot(RankOrder):
+class DrainSnapshot(Action, RankOrder):
     """From the node's memory to the folder of the task, meanwhile."""
 
     task: str
@@ -580,7 +597,7 @@ class DrainSnapshot(RankOrder):
 
 
 @message(says="copy the state of {task} after step {step} to {node}")
-class CopySnapshot(RankOrder):
+class CopySnapshot(Action, RankOrder):
     """Read the files of another node, so that two have them."""
 
     task: str
@@ -594,7 +611,7 @@ class CopySnapshot(RankOrder):
 
 
 @message(says="begin life {life} of {task} on {node}")
-class BeginLife(RankOrder):
+class BeginLife(Action, RankOrder):
     """Start the ranks of this node."""
 
     task: str
@@ -613,7 +630,7 @@ class BeginLife(RankOrder):
 
 
 @message(says="end life {life} of {task} on {node}")
-class EndLife(RankOrder):
+class EndLife(Action, RankOrder):
     """SIGTERM to every rank, then SIGKILL to the group of what is left; `RanksIdle` follows."""
 
     task: str
@@ -625,7 +642,7 @@ class EndLife(RankOrder):
 
 
 @message(says="locate the ranks of {task} on {node}")
-class LocateRanks(RankOrder):
+class LocateRanks(Action, RankOrder):
     """Collect stacks and records of collectives; `RanksLocated` follows."""
 
     task: str
@@ -660,7 +677,7 @@ class TaskNeeds:
 
 
 @message(says="prepare task {task} on {node}")
-class OpenTask(Order):
+class OpenTask(NodeOrder):
     """Workers of this task will come to this node: what they need to know."""
 
     task: str
@@ -674,7 +691,7 @@ class OpenTask(Order):
 
 
 @message(says="start worker {worker} of {task} on {node}")
-class StartProcess(Order):
+class StartProcess(NodeOrder):
     """Start a process for this worker in this slot."""
 
     task: str
@@ -685,7 +702,7 @@ class StartProcess(Order):
 
 
 @message(says="stop worker {worker} of {task} on {node}")
-class KillProcess(Order):
+class KillProcess(NodeOrder):
     """End this process at once."""
 
     task: str
@@ -694,7 +711,7 @@ class KillProcess(Order):
 
 
 @message(since=4, says="start workers of {task} on {node}")
-class StartProcesses(Order):
+class StartProcesses(NodeOrder):
     """Several at once."""
 
     task: str
@@ -702,7 +719,7 @@ class StartProcesses(Order):
 
 
 @message(since=4, says="pause the workers of {task} on {node}, epoch {epoch}")
-class InterruptTask(Order):
+class InterruptTask(NodeOrder):
     """These workers finish the op in hand, report their ledgers, and wait."""
 
     task: str
@@ -720,7 +737,7 @@ class WorkerResume(NamedTuple):
 
 
 @message(since=4, says="resume the workers of {task} on {node}")
-class ResumeTask(Order):
+class ResumeTask(NodeOrder):
     """A new epoch: these workers go on. An agent that knows the facts of the epoch before is sent only the
     `news` since then, any other one all facts.
     """
@@ -732,14 +749,14 @@ class ResumeTask(Order):
 
 
 @message(since=4, says="an order to {node} in the words of an earlier version")
-class OlderOrder(Order):
+class OlderOrder(NodeOrder):
     """For an agent of the version before; see `protocol.older`."""
 
     data: Any
 
 
 @message(says="notify worker {worker} of {task} on {node}")
-class NotifyWorker(Order, WorkerOrder):
+class NotifyWorker(NodeOrder, WorkerOrder):
     """Pass this on to a worker. `book`: where peers it needs for that can be reached."""
 
     task: str
@@ -749,7 +766,7 @@ class NotifyWorker(Order, WorkerOrder):
 
 
 @message(says="reserve memory for copies of {task} on {node}")
-class OpenMemory(Order):
+class OpenMemory(NodeOrder):
     """Workers of this task, on other nodes, will put copies of their states here."""
 
     task: str
@@ -757,7 +774,7 @@ class OpenMemory(Order):
 
 
 @message(says="drop old memory copies of {task} on {node}")
-class DropCopies(Order):
+class DropCopies(NodeOrder):
     """States of this task older than this step are not needed any more."""
 
     task: str
@@ -765,7 +782,7 @@ class DropCopies(Order):
 
 
 @message(says="stop the workers of {task} on {node}")
-class CloseTask(Order):
+class CloseTask(NodeOrder):
     """End this task's workers: `gently` lets them finish the update and the checkpoint in hand."""
 
     task: str
@@ -773,14 +790,14 @@ class CloseTask(Order):
 
 
 @message(says="reconcile the workers on {node}")
-class KeepOnly(Order):
+class KeepOnly(NodeOrder):
     """End every worker that is not one of these: they were given up while this node was away."""
 
     keep: tuple[tuple[str, Worker, int], ...]
 
 
 @message(says="search checkpoints of {task} on {node}")
-class FindCheckpoint(Order):
+class FindCheckpoint(NodeOrder):
     """Look for the newest checkpoint of this task that can be used."""
 
     task: str
@@ -794,7 +811,7 @@ class FindCheckpoint(Order):
 
 
 @message(says="commit a checkpoint of {task} on {node}")
-class CommitCheckpoint(Order):
+class CommitCheckpoint(NodeOrder):
     """All parts of this step are written: make them a checkpoint."""
 
     task: str
@@ -805,14 +822,14 @@ class CommitCheckpoint(Order):
 
 
 @message(since=4, says="check node {node}: {because}")
-class CheckNode(Order):
+class CheckNode(NodeOrder):
     """Run the checks of `everstep check`, and those of the node's own, in at most 20 s."""
 
     because: str
 
 
 @message(says="probe links of {task} from {node}")
-class ProbeLinks(Order):
+class ProbeLinks(NodeOrder):
     """Two other nodes cannot reach each other: which of them can this one reach? By node: an address."""
 
     task: str
@@ -820,7 +837,7 @@ class ProbeLinks(Order):
 
 
 @message(says="remove an incomplete checkpoint of {task} on {node}")
-class DiscardPartial(Order):
+class DiscardPartial(NodeOrder):
     """Remove what was written of a checkpoint that will not be complete. `keep`: steps being written."""
 
     task: str
@@ -887,7 +904,7 @@ AN_OPERATOR = "an operator"  # every caller with the cluster's one token; other 
 
 
 @message(by=AGENT, says="node {node} reports")
-class FromNode(ClusterEvent):
+class FromNode(OtherEvent):
     """A node's report. `number` counts up in one life of its agent."""
 
     node: str
@@ -898,7 +915,7 @@ class FromNode(ClusterEvent):
 
 
 @message(by=AGENT, says="node {node} joined")
-class NodeJoined(ClusterEvent):
+class NodeJoined(OtherEvent):
     """An agent is there: for the first time, again after a cut (same `boot`), or restarted (another)."""
 
     node: str
@@ -915,7 +932,7 @@ class NodeJoined(ClusterEvent):
 
 
 @message(since=4, says="the journal {journal} is kept by version {version}: {because}")
-class JournalBegun(ClusterEvent):
+class JournalBegun(OtherEvent):
     """The journal has this id from now on. Agents that followed another one are reconciled when they join."""
 
     journal: str
@@ -990,7 +1007,7 @@ def run_of(secret: str) -> str:
 
 
 @message(by=OPERATOR, says="{owner} submits task {task}")
-class TaskSubmitted(ClusterEvent):
+class TaskSubmitted(OtherEvent):
     """`job` is opaque here: agents hand it to workers. By `secret` the task's workers know each other."""
 
     task: str
@@ -1101,7 +1118,7 @@ class PlanAnswered(TaskRequest):
 
 
 @message(since=4, says="no plan could be computed: {because}")
-class PlanFailed(ClusterEvent):
+class PlanFailed(OtherEvent):
     """The scheduler of a task, or the planner (task: empty), has raised or does not answer. A plain plan
     follows.
     """
@@ -1124,7 +1141,7 @@ class MovedWorker:
 
 
 @message(says="the planner allocates the slots")
-class AssignmentChosen(ClusterEvent):
+class AssignmentChosen(OtherEvent):
     """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
 
     `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
@@ -1178,7 +1195,7 @@ class SlownessEnded(TaskRequest):
 
 
 @message(says="the policy is set")
-class PolicySet(ClusterEvent):
+class PolicySet(OtherEvent):
     """How patient to be from now on, and whether a planner is asked. An event like any other: what was
     decided under another policy must be replayed under that one.
     """
@@ -1188,7 +1205,7 @@ class PolicySet(ClusterEvent):
 
 
 @message(says="{what} is set aside: {error}")
-class EventSetAside(ClusterEvent):
+class EventSetAside(OtherEvent):
     """Handling this entry of the journal failed twice, and this takes the entry's place; or a report is too
     large to be one.
     """
@@ -1201,7 +1218,7 @@ class EventSetAside(ClusterEvent):
 
 
 @message(says="a waiting time is over")
-class TimePassed(ClusterEvent):
+class TimePassed(OtherEvent):
     """Something was put off until now."""
 
 
@@ -1292,7 +1309,7 @@ class NodeChanged(ClusterAction):
 
 
 @message(by=WORKER, says="worker {worker} of {task} calls")
-class WorkerHello(FromWorker):
+class WorkerHello(WorkerCall):
     """A process calls its agent: which one it is."""
 
     task: str
@@ -1310,7 +1327,7 @@ class OrderTaken(WorkerReport):
 
 
 @message(by=WORKER, says="shard {shard} of worker {worker} of {task} ended: {how}")
-class ShardEnded(FromWorker):
+class ShardEnded(WorkerCall):
     """One of a worker's shards is gone, and so the worker is. For its agent, which says why it ended."""
 
     task: str

@@ -3,11 +3,12 @@
     @message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} runs ops again, epoch {epoch}")
     class WorkerResumed(Event): ...
 
-The base class is the wire it travels on: an empty class, which annotations and the codec use for any of its
-messages. From the rows of the table follow which reports a coordinator accepts (`core.cluster.fences`), what
-can be decoded (`codec`), the sentences that people read (`server.words`), what an agent keeps while the line
-is cut (`core.agent.reports`) and `docs/protocol.md`. A machine that takes the messages of a wire has
-`Handlers`; a test compares them with the rows, so a message without a handler fails there.
+Its base classes are the wires it travels on: empty classes, which annotations and the codec use for any of
+their messages. Wires do not inherit from one another: a wider wire is a union of them. From the rows of the
+table follow which reports a coordinator accepts (`core.cluster.fences`), what can be decoded (`codec`), the
+sentences that people read (`server.words`), what an agent keeps while the line is cut (`core.agent.reports`)
+and `docs/protocol.md`. A machine that takes the messages of a wire has `Handlers`; a test compares them with
+the rows, so a message without a handler fails there.
 
 To add a message: its row, its sender, its handler.
 """
@@ -25,6 +26,7 @@ from everstep.errors import InternalError
 PROTOCOL = 4  # raised when a message changes in a way that an older program would misread
 Message = TypeVar("Message")
 Result = TypeVar("Result")
+Wire = type[Any] | UnionType
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -89,7 +91,7 @@ def message(
     return declare
 
 
-def rows(wire: type[Any]) -> Iterator[Row]:
+def rows(wire: Wire) -> Iterator[Row]:
     """The messages of a wire, in the order of their declaration."""
     return (row for kind, row in TABLE.items() if issubclass(kind, wire))
 
@@ -113,7 +115,7 @@ class Handlers(Generic[Result]):
 
     ALL: ClassVar[list[Handlers[Any]]] = []
 
-    def __init__(self, *wires: type[Any]) -> None:
+    def __init__(self, *wires: Wire) -> None:
         self.wires = wires
         self._names: dict[type[Any], str] = {}
         self.ALL.append(self)

@@ -74,7 +74,7 @@ def collect_new() -> None:
         gc.freeze()
 
 
-class DecisionFailed(InternalError):
+class DecisionError(InternalError):
     """The machine raised while it handled an entry of the journal: its state is half changed."""
 
     def __init__(self, number: int, event: msg.ClusterEvent, error: str) -> None:
@@ -108,7 +108,7 @@ class Term:
         self._snapshot_at = 0
         self._jobs: set[asyncio.Task[None]] = set()
         self._callers: dict[asyncio.Future[None], msg.ClusterEvent] = {}
-        self._failed: DecisionFailed | None = None
+        self._failed: DecisionError | None = None
         self._is_over = False
         self.driver = self._driver(BEFORE_ALL)
 
@@ -282,7 +282,7 @@ class Term:
         try:
             return self.machine.handle(given, now)
         except Exception as error:  # the main loop
-            self._failed = DecisionFailed(number, event, clipped(f"{type(error).__name__}: {error}"))
+            self._failed = DecisionError(number, event, clipped(f"{type(error).__name__}: {error}"))
             self.record.say(f"coordinator: entry {number}: {self._failed}\n{traceback.format_exc()}")
             raise self._failed from error
         finally:
@@ -540,7 +540,7 @@ class Daemon:
             )
             try:
                 await term.read(self._policy)
-            except DecisionFailed as failed:
+            except DecisionError as failed:
                 self._restart_after(failed)
             else:
                 return term
@@ -551,12 +551,12 @@ class Daemon:
             term = await self.begin()
             try:
                 await term.run()
-            except DecisionFailed as failed:
+            except DecisionError as failed:
                 self._restart_after(failed)
             finally:
                 self.term = None
 
-    def _restart_after(self, failed: DecisionFailed) -> None:
+    def _restart_after(self, failed: DecisionError) -> None:
         """Once, what came before it may be to blame, or the machine; twice, the event is."""
         if failed.number in self._aside:
             raise failed  # not even without it

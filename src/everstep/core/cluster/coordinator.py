@@ -427,7 +427,7 @@ class Coordinator:
         if fences.refused(node.name, report, event.sender, self.tasks):
             return []
         handle = self.on_report.handler(self, report)
-        if not isinstance(report, msg.TaskReport):
+        if isinstance(report, msg.OwnReport):
             return handle(node, report, now)
         task = self.tasks.get(report.task)
         return [] if task is None else handle(node, task, report, now)

@@ -30,7 +30,7 @@ def refused(node: str, report: msg.NodeReport, sender: msg.Sender | None, tasks:
     if WORKER not in row.by:
         return f"{type(said).__name__} is not a report of a worker"
     task = tasks.get(sender.task)
-    if task is None or not isinstance(report, msg.TaskReport) or report.task != sender.task:
+    if task is None or isinstance(report, msg.OwnReport) or report.task != sender.task:
         return "the report is about a different task"
     seat = task.seats.get(sender.worker)
     if seat is None or (seat.node, seat.incarnation) != (node, sender.incarnation):

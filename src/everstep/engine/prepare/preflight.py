@@ -48,7 +48,7 @@ from everstep.engine.prepare.resolve import (
 from everstep.engine.shards.layers import refuse_experts
 from everstep.engine.stage.stage import DTYPES, changed_in_place
 from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
-from everstep.engine.state.optimizer_trial import CannotTry, try_optimizer
+from everstep.engine.state.optimizer_trial import TrialError, try_optimizer
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
 from everstep.errors import UserError
@@ -148,7 +148,7 @@ def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
     try:
         here, tied, split = torch.device("cpu"), bool(model.tied), job.shards > 1
         try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied, split=split)
-    except CannotTry:
+    except TrialError:
         if device.pick(job.device).type == "cpu":
             raise
         # It may need a GPU: workers try it on theirs, before the first update.

@@ -12,8 +12,8 @@ with a step, so all of it is put back after an eager step and travels to joiners
 
 What belongs to a group or to the optimizer stands with every parameter: a stage that is cut differently finds
 it there. An object is carried if its class is of the optimizer's own package: no other class is looked up, no
-constructor is called. Whatever cannot be held is refused by its name (`NotCarried`); `optimizer_trial` finds
-it before the start.
+constructor is called. Whatever cannot be held is refused by its name (`NotCarriedError`); `optimizer_trial`
+finds it before the start.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OF_TORCH = (
 )
 
 
-class NotCarried(UserError):
+class NotCarriedError(UserError):
     """Something in an optimizer that no other worker could be given."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
@@ -256,7 +256,7 @@ class OptimizerState:
             if key not in without:
                 try:
                     found[key] = [self._encode(value, key, None)]
-                except NotCarried:
+                except NotCarriedError:
                     found[key] = []
         return found
 
@@ -267,7 +267,7 @@ class OptimizerState:
         for key, value in now.items():
             if json.dumps(value) != json.dumps(holder.made.get(key)):
                 if not value:
-                    raise NotCarried(self.optimizer, _place(holder, key))
+                    raise NotCarriedError(self.optimizer, _place(holder, key))
                 found[key] = value
         return found
 
@@ -324,7 +324,7 @@ class OptimizerState:
                 return {"enum": [_named(kind), value.name]}
             if self._is_own_object(value):
                 return {"object": [_named(kind), inner(vars(value))]}
-        raise NotCarried(self.optimizer, f"{where} ({kind.__name__})")
+        raise NotCarriedError(self.optimizer, f"{where} ({kind.__name__})")
 
     def _encode_tensor(self, value: Tensor, where: str, into: Into | None) -> Any:
         at = value.device.type
@@ -334,7 +334,7 @@ class OptimizerState:
             tensors[word] = value.detach()
             return {"tensor": [word, at, value.stride() if _is_dense(value) else None]}
         if value.numel() > MOST_INLINE:
-            raise NotCarried(self.optimizer, f"{where} (a tensor of {value.numel():,} elements)")
+            raise NotCarriedError(self.optimizer, f"{where} (a tensor of {value.numel():,} elements)")
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         text = base64.b64encode(flat.numpy().tobytes()).decode()
         return {"small": [str(value.dtype).removeprefix("torch."), list(value.shape), at, text]}

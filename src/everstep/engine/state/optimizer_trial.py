@@ -32,7 +32,7 @@ from everstep.engine.state.optimizer_state import (
     BESIDE,
     STATE,
     Named,
-    NotCarried,
+    NotCarriedError,
     OptimizerState,
     made_optimizer,
 )
@@ -57,7 +57,7 @@ class _Small:
     half: int
 
 
-class CannotTry(UserError):
+class TrialError(UserError):
     """It raised: where it was tried, or anywhere."""
 
 
@@ -84,7 +84,7 @@ def try_optimizer(
         plain.state.tensors()  # raises for what it cannot carry
         for where, printed in plain.hidden().items():
             if printed != hidden.get(where):
-                raise NotCarried(made, where)
+                raise NotCarriedError(made, where)
         if plain.rates() != rates:
             raise UserError(f"{kind} changes the learning rate of its groups, which the job sets; {instead}.")
         if tied and plain.draws:
@@ -181,7 +181,7 @@ class _Tried:
             self.optimizer.step()
         except Exception as error:  # the user's optimizer
             kind = type(self.optimizer).__name__
-            raise CannotTry(f"{kind} raised {in_short(error)} in step {step} of a trial.") from error
+            raise TrialError(f"{kind} raised {in_short(error)} in step {step} of a trial.") from error
         self.draws |= devices.has_drawn(self._device, keys.key(_SEED, step))
         for _, p in self.named:
             p.grad = None
