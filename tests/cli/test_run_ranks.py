@@ -23,6 +23,8 @@ Everstep = Callable[..., Any]
         (["--nproc", "2", "--rdzv-port", "70000"], "--rdzv-port is 70000; give a port from 1 to 65535"),
         (["--nproc", "2", "--replicas", "2"], "--replicas is for scripts that call everstep.train"),
         (["--hang-after", "9"], "--hang-after is for scripts that torchrun can start; give --nproc too."),
+        (["--nproc", "1", "--snapshot-dir", "/proc/x"], "--snapshot-dir /proc/x cannot be written: "),
+        (["--nproc", "1", "--log-dir", "/dev/null/x"], "--log-dir /dev/null/x cannot be written: "),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -12,6 +12,7 @@ import pytest
 
 import everstep
 from everstep.drive.step_rows import StepRow
+from everstep.engine.datasets.order import RowOrder
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.launch.local.callbacks import CallbackWatcher, checked
@@ -203,7 +204,10 @@ def test_sys_exit_in_a_callback_ends_the_run_between_two_turns() -> None:
 def test_a_start_that_goes_on_with_other_settings_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, now = (settings_of(replace(job(tmp_path), seed=seed, stages=s), rows=r) for seed, s, r in CHANGED)
+    before, now = (
+        settings_of(replace(job(tmp_path), seed=seed, stages=s), RowOrder(size=r, rows=2, microbatches=4))
+        for seed, s, r in CHANGED
+    )
     for settings, resumed_from in ((before, 0), (before, 3), (now, 3), (now, 3)):
         history = History.of(job(tmp_path))
         history.settings = settings

@@ -10,16 +10,19 @@ import torch
 from torch import nn
 
 from everstep.cli import main
+from everstep.engine.datasets.data import START, of_job, trained_on
+from everstep.engine.datasets.order import RowOrder
+from everstep.engine.datasets.rows import rows
 from everstep.engine.layers.model import Model, drawn, every_parameter
 from everstep.engine.prepare.resolve import model_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.worker.work_items import whole_tensors
 from everstep.errors import UserError
-from everstep.job.job import CheckpointSpec, Job, ModelSpec
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local.arguments import shape_of_call
-from everstep.launch.local.history import History
-from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
+from everstep.launch.local.history import History, settings_of
+from everstep.launch.local.resuming import first_row, refuse_another_model
 from everstep.layout.box import Box
 from everstep.node.disk_orders import work_on_disk
 from everstep.protocol.events import CheckpointCommitted
@@ -140,17 +143,47 @@ class Ones:
         return torch.ones(4, 8) * step, torch.ones(4, 1)
 
 
-def test_epochs_are_refused_after_a_change_of_the_batch(tmp_path: Path) -> None:
-    """It said "52 of 52 steps" for 13 epochs of which it had trained 7."""
-    before = job(tmp_path)
-    save(before, 5)
-    history = History.of(before)
-    history.begin(5)
+def started(tmp_path: Path, step: int, order: RowOrder) -> None:
+    """A start of a run with this order of rows, which has saved this step."""
+    one = replace(job(tmp_path), microbatches=order.microbatches)
+    save(one, step)
+    history = History.of(one)
+    history.settings = settings_of(one, order)
+    history.begin(step)
     history.close()
-    refuse_epochs_of_another_batch(before)
-    refuse_epochs_of_another_batch(before.reshaped(4, 1))
-    with pytest.raises(UserError, match="the 5 steps that are saved had 4 microbatches each, not 8: give"):
-        refuse_epochs_of_another_batch(replace(before, replicas=2))
+
+
+def test_epochs_count_the_rows_that_were_seen_whatever_the_batch_was(tmp_path: Path) -> None:
+    """It said "52 of 52 steps" for 13 epochs of which it had trained 7."""
+    kept, seen = str(tmp_path / "kept"), []
+    batches = [(5, 4, 2), (9, 2, 2), (12, 8, 1), (15, 8, 1), (20, 3, 5)]  # last step, microbatches, rows
+    before = 0
+    for last, microbatches, each in batches:
+        order = RowOrder(size=31, rows=each, microbatches=microbatches, seed=3)
+        order = replace(order, start=first_row(kept, order))
+        for step in range(before + 1, last + 1):
+            seen += [place for mb in range(microbatches) for place in order.places(step, mb)]
+        done = order.start + order.steps(4) * microbatches * each
+        assert done - microbatches * each < 4 * 31 <= done
+        started(tmp_path, before := last, order)
+    alone = RowOrder(size=31, rows=1, microbatches=1, seed=3)
+    assert seen == [alone.places(number + 1, 0)[0] for number in range(len(seen))]
+    assert len(seen) == 5 * 8 + 4 * 4 + 6 * 8 + 5 * 15
+
+
+def test_rows_of_a_run_without_history_begin_at_the_first(tmp_path: Path) -> None:
+    order = RowOrder(size=31, rows=2, microbatches=4)
+    assert first_row(None, order) == first_row("s3://bucket/kept", order) == 0
+    assert first_row({"folder": str(tmp_path / "kept")}, order) == 0
+    save(job(tmp_path), 5)  # a checkpoint from elsewhere
+    assert first_row(tmp_path / "kept", order) == 0
+
+
+def test_evaluation_keeps_its_rows_when_training_continues_behind_others(tmp_path: Path) -> None:
+    one = replace(job(tmp_path), data=DataSpec(build="in-the:script", options={START: 7}))
+    data = rows([(number, 0) for number in range(31)], rows=2, shuffle=False)
+    assert of_job(data, one).batch(1, 0)[0].tolist() == [0, 1]
+    assert trained_on(data, one).batch(1, 0)[0].tolist() == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,8 +100,25 @@ def endpoint(text: str, option: str, default_port: int) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def refuse_folders(run: ScriptRun) -> None:
+    """Those of its logs and snapshots, if no file can be made there. Said here, because ranks would only say
+    it in the middle of training.
+    """
+    for option, folder in (("--log-dir", run.log_dir), ("--snapshot-dir", run.snapshot_dir)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise UserError(
+                f"{option} {folder} cannot be written: {error.strerror}; give another directory."
+            ) from None
+
+
 def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
     """All ranks on this machine."""
+    refuse_folders(run)
     from everstep.cli import render
     from everstep.launch.local import script_run
     from everstep.protocol.messages import RankRules
@@ -131,6 +149,7 @@ def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
 
 def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
     """This machine's part of a run over several."""
+    refuse_folders(run)
     from everstep.cli import render
     from everstep.cli.coordinator import Signalled, until_signalled
     from everstep.launch import coordinator_token, script_nodes

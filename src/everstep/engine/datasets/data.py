@@ -9,6 +9,7 @@ through the whole step, over all replicas, so the batch does not depend on who r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -74,6 +75,16 @@ def of_job(data: Any, job: Any) -> Any:
     """A data set that must know its job (microbatches per step, seed, folders) gets to know it."""
     bind = getattr(data, "for_job", None)
     return data if bind is None else bind(job)
+
+
+START = "start"  # in a job's data options: of its order of rows, where the batch has changed (RowOrder.start)
+
+
+def trained_on(data: Any, job: Any) -> Any:
+    """Data of a job that is trained on, not evaluated: its rows continue behind those of earlier starts."""
+    known = of_job(data, job)
+    start = job.data.options.get(START, 0)
+    return replace(known, order=replace(known.order, start=start)) if start else known
 
 
 def split(batch: Any) -> tuple[Value, Value]:

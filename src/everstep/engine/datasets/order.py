@@ -5,7 +5,8 @@
     row of it      4 0 6 2 5 1 3 2 6 0               a shuffle by (seed, epoch)
 
 A function of (seed, step, microbatch, row) and of the microbatches in a step, which no change of shape
-changes. A microbatch may end one epoch and begin the next: no row is dropped.
+changes. A microbatch may end one epoch and begin the next: no row is dropped. A run that resumes with
+another batch continues behind the rows that it has seen: `start` is added to every number.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class RowOrder:
     microbatches: int  # in a step, over all replicas
     seed: int = 0
     shuffle: bool = True
+    start: int = 0  # below 0 after steps that had fewer rows than those of this order
 
     def places(self, step: int, microbatch: int) -> list[tuple[int, int]]:
         """(epoch, row of the data set) of every row of a microbatch."""
-        first = ((step - 1) * self.microbatches + microbatch) * self.rows
+        # Below 0 only for steps before the one at which the batch became this one.
+        first = max(0, self.start + ((step - 1) * self.microbatches + microbatch) * self.rows)
         numbers = np.arange(first, first + self.rows, dtype=np.int64)
         epochs, positions = numbers // self.size, numbers % self.size
         if not self.shuffle:
@@ -41,7 +44,7 @@ class RowOrder:
 
     def steps(self, epochs: float) -> int:
         """The steps that bring every row at least `epochs` times."""
-        return -int(-epochs * self.size // (self.microbatches * self.rows))
+        return -int((self.start - epochs * self.size) // (self.microbatches * self.rows))
 
 
 # ------------------------------------------------------------------

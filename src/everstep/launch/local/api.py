@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.engine.datasets.data import Dataset, dataset_of, of_job
+from everstep.engine.datasets.data import START, Dataset, dataset_of, of_job, trained_on
+from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.model import Loss
 from everstep.engine.prepare import context
 from everstep.engine.prepare.preflight import batch_of, preflight
@@ -49,7 +50,7 @@ from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import LiveLine, PlainLines
 from everstep.launch.local.report import document, stopped_line
-from everstep.launch.local.resuming import refuse_another_model, refuse_epochs_of_another_batch
+from everstep.launch.local.resuming import first_row, refuse_another_model
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.log import say
 from everstep.node.fork_server import ForkServer
@@ -149,7 +150,7 @@ def train(
         job = here.job
         there = None if tested is None else evaluation_of(job, of_job(tested, job), metrics or {})
         rate, build = schedule_of(job, found, schedule, factory), factory or optimizer_of(job)
-        here.train(Program(job, found, of_job(given, job), build, there, rate))
+        here.train(Program(job, found, trained_on(given, job), build, there, rate))
         raise SystemExit(0)
     call = _this_launch()
     callbacks = callbacks_module.checked(callbacks)
@@ -158,9 +159,9 @@ def train(
     count = USUAL_STEPS if steps is None else steps
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
     shape = shape_of_call(shape, call.overrides)
-    by_epochs = "epochs" in settings
-    if by_epochs:
-        shape["steps"] = steps_of(given, settings.pop("epochs"), shape, int(settings.get("seed", 0)))
+    seed, checkpoint = int(settings.get("seed", 0)), settings.get("checkpoint")
+    if "epochs" in settings:
+        shape["steps"] = steps_of(given, settings.pop("epochs"), shape, seed, checkpoint)
     if factory is not None or schedule is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
     settings |= named_optimizer(optimizer, settings)
@@ -169,11 +170,13 @@ def train(
     elif eval_every is not None or metrics:
         raise UserError("eval_every and metrics need eval_data; give the data to evaluate on.")
     job = job_of_call(shape, settings, found.assembly.card)
-    if by_epochs:
-        refuse_epochs_of_another_batch(job)
+    if hasattr(given, "order_in"):
+        order = given.order_in(job.microbatches_in_step, job.seed)
+        if start := first_row(checkpoint, order):
+            job = replace(job, data=replace(job.data, options={START: start}))
     faults = parse_kills(call.kills, job)
     with buffered(job, given) as job:
-        dataset = of_job(given, job)
+        dataset = trained_on(given, job)
         prepare(job, dataset)
         if tested is not None:
             batch_of(job, of_job(tested, job))
@@ -187,7 +190,7 @@ def train(
                 job,
                 callbacks,
                 rate=checked.rate,
-                rows=getattr(getattr(dataset, "order", None), "size", None),
+                order=dataset.order if hasattr(given, "order_in") else None,
                 watch=watch,
                 faults=faults,
                 script=call.script,
@@ -270,12 +273,12 @@ def run_with_callbacks(
     *,
     watch: Watcher,
     rate: Rate | None = None,
-    rows: int | None = None,
+    order: RowOrder | None = None,
     **more: Any,
 ) -> Outcome:
     """`run_job` with callbacks, and with the losses of earlier starts. `rate`: the rate of a step."""
     history = History.of(job)
-    history.settings = settings_of(job, rows)
+    history.settings = settings_of(job, order)
     watcher = callbacks_module.CallbackWatcher(job, callbacks, history, watch, rate)
     try:
         outcome = run_job(job, watch=watcher, **more)

@@ -12,6 +12,7 @@ from typing import Any
 from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
 from everstep.errors import UserError
 from everstep.job.job import Job
+from everstep.launch.local.resuming import first_row
 from everstep.node import disk_orders
 from everstep.protocol.ops import Worker
 from everstep.store.search import NoStart
@@ -20,13 +21,14 @@ LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
 COLD_STEPS = 5  # the first steps of a run load cold: they say nothing of those that follow
 
 
-def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], seed: int) -> int:
-    """How many steps bring every row `epochs` times."""
+def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], seed: int, checkpoint: Any) -> int:
+    """How many steps bring every row `epochs` times, those of earlier starts among them."""
     if not hasattr(data, "order_in"):
         raise UserError("epochs needs data that has rows: everstep.rows, tokens or table; else give steps.")
     if not isinstance(epochs, int | float) or isinstance(epochs, bool) or epochs <= 0:
         raise UserError(f"epochs is {epochs!r}; it must be a number above 0.")
-    return int(data.order_in(shape["replicas"] * shape["microbatches"], seed).steps(epochs))
+    order = data.order_in(shape["replicas"] * shape["microbatches"], seed)
+    return max(1, int(replace(order, start=first_row(checkpoint, order)).steps(epochs)))
 
 
 @contextlib.contextmanager

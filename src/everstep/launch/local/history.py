@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.engine.datasets.order import RowOrder
 from everstep.job.job import Job
 from everstep.launch.local.outcome import Outcome, rows_file
 from everstep.log import LineFile, say, warn
 
 NAME = "history.jsonl"
+MICROBATCHES, PER_MICROBATCH = "microbatches per step", "rows per microbatch"  # settings of a start
+FIRST_ROW = "first row"  # where its rows continue (RowOrder.start); follows from the settings before it
 Row = dict[str, Any]
 
 
@@ -37,9 +40,11 @@ class History:
     def of(job: Job) -> History:
         spec = job.checkpoint
         remote = spec is None or "://" in spec.folder
-        history = History(
-            None if remote or spec is None else job.path(spec.folder), settings=settings_of(job)
-        )
+        return History.at(None if remote or spec is None else job.path(spec.folder), settings_of(job))
+
+    @staticmethod
+    def at(folder: Path | None, settings: Row | None = None) -> History:
+        history = History(folder, settings=settings or {})
         history._read()
         return history
 
@@ -114,22 +119,23 @@ class History:
                 self.evaluations[step] = dict(line["values"])
 
 
-def settings_of(job: Job, rows: int | None = None) -> Row:
-    """What decides what is learnt; the shape, the number of steps and where things are do not. `rows`: of
-    the data set, where it has any.
+def settings_of(job: Job, order: RowOrder | None = None) -> Row:
+    """What decides what is learnt; the shape, the number of steps and where things are do not. `order`: of
+    the rows of the data set, where it has any.
     """
     words = job.to_dict()
     found = {key: words.get(key) for key in ("seed", "precision", "recompute")}
-    found["microbatches per step"] = job.microbatches_in_step
+    found[MICROBATCHES] = job.microbatches_in_step
     for table in ("optimizer", "data"):
         found |= {f"{table}.{key}": value for key, value in (words.get(table) or {}).items()}
     found.pop("data.options", None)  # may name a folder of one start
-    found |= {} if rows is None else {"rows of data": rows}
+    if order is not None:
+        found |= {"rows of data": order.size, PER_MICROBATCH: order.rows, FIRST_ROW: order.start}
     written: Row = json.loads(json.dumps(found, default=str))  # as it will be read back
     return written
 
 
 def changes(before: Row, now: Row) -> str:
     """In words; empty if nothing is known of before, or nothing differs."""
-    shared = [key for key in now if key in before and before[key] != now[key]]
+    shared = [key for key in now if key != FIRST_ROW and key in before and before[key] != now[key]]
     return ", ".join(f"{key} {before[key]} -> {now[key]}" for key in shared[:8])

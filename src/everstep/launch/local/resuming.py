@@ -1,13 +1,19 @@
-"""Is the checkpoint that a run would resume from one of its model? Asked before a worker is started."""
+"""The checkpoint that a run would resume from: is it one of its model, and which rows had it seen? Asked
+before a worker is started.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.model import Model, slots
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
-from everstep.launch.local.history import History
+from everstep.launch.local.history import FIRST_ROW, MICROBATCHES, PER_MICROBATCH, History
 from everstep.store import folder
 from everstep.store.places import place_of
 
@@ -16,7 +22,7 @@ def refuse_another_model(job: Job, model: Model) -> None:
     """Names and shapes are compared, nothing is read of the tensors. A checkpoint that cannot be opened is
     no matter of this check: what it means is said when the run starts.
     """
-    if job.checkpoint is None or (found := _newest(job, job.checkpoint.folder)) is None:
+    if job.checkpoint is None or (found := _newest(job.base, job.checkpoint.folder)) is None:
         return
     step, there = found
     tied = {name for pair in model.tied for name in pair}  # other formats keep one of a pair
@@ -38,24 +44,23 @@ def refuse_another_model(job: Job, model: Model) -> None:
             )
 
 
-def refuse_epochs_of_another_batch(job: Job) -> None:
-    """Rows are found by step and batch: after a change of the batch the steps so far have not shown the rows
-    that the new batch counts.
+def first_row(checkpoint: Any, order: RowOrder) -> int:
+    """`start` of the order in which a run continues behind the rows that it has seen. `checkpoint`: as
+    `everstep.train` is given it.
     """
-    if job.checkpoint is None or (found := _newest(job, job.checkpoint.folder)) is None:
-        return
-    before = History.of(job).earlier.get("microbatches per step")
-    if before not in (None, job.microbatches_in_step):
-        raise UserError(
-            f"epochs counts rows, and the {found[0]} steps that are saved had {before} microbatches each, "
-            f"not {job.microbatches_in_step}: give microbatches or --batch so that it stays {before}, or say "
-            "steps instead of epochs."
-        )
+    where = checkpoint.get("folder") if isinstance(checkpoint, Mapping) else checkpoint
+    if not isinstance(where, str | Path) or "://" in str(where):
+        return 0  # no checkpoint, or one without a history beside it
+    if (found := _newest(Path.cwd(), str(where))) is None:
+        return 0
+    step, before = found[0], History.at(Path.cwd() / where).earlier
+    rows = before.get(PER_MICROBATCH, order.rows) * before.get(MICROBATCHES, order.microbatches)
+    return int(before.get(FIRST_ROW, 0) + step * (rows - order.rows * order.microbatches))
 
 
-def _newest(job: Job, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
+def _newest(base: Path, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
     """Its step, and the shapes of its tensors."""
-    root = folder.root_of(job.base, where)
+    root = folder.root_of(base, where)
     with contextlib.suppress(OSError, EverstepError):
         names = [name for _, name in place_of(root).complete()]
         if names:
