@@ -22,7 +22,7 @@ def notice_command(
     """Announce that a node will be taken away, as the provider of a spot instance does.
 
     If its workers find slots elsewhere, they move at once and training continues meanwhile. Otherwise they
-    train on and leave shortly before the node does, with their state safe in memory or on disk. An agent
+    keep training and leave shortly before the node does, with their state safe in memory or on disk. An agent
     with --notice-file reads such a notice by itself. everstep drain NODE --readmit withdraws it.
 
     [bold]Example[/bold]
