@@ -39,7 +39,7 @@ from everstep.protocol.codec import Unpacker, decode
 from everstep.protocol.messages import FromWorker, WorkerOrder
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.store.memory import Request, memory_key
+from everstep.store.memory import CopyRequest, memory_key
 from everstep.store.memory_server import MemoryServer, MemoryStore
 from harness.fuzzing import FuzzReport, Maker
 
@@ -401,7 +401,7 @@ def _ask_memory(maker: Maker, report: FuzzReport, port: int) -> None:
         size = str(draw.choice((len(body or b""), draw.randrange(5000))))
         headers |= {"Everstep-Size": size} if method == "PUT" else {}
         said = size if method == "PUT" else headers.get("Range", "")
-        headers |= Request.new(method, path, said, suite).headers(key)
+        headers |= CopyRequest.new(method, path, said, suite).headers(key)
         line.request(method, path, body, headers)
         status = line.getresponse().status
     except (http.client.HTTPException, OSError, ValueError):

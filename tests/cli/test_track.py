@@ -13,7 +13,7 @@ import pytest
 
 from everstep.cli import main
 from everstep.cli.client import Client
-from everstep.cli.track import Follower, follow, last_step
+from everstep.cli.track import TaskNews, follow, last_step
 from everstep.errors import PeerError, UserError
 
 
@@ -43,7 +43,7 @@ class Tracker:
 
 def test_what_is_new_is_given_on_once_also_if_steps_are_done_again() -> None:
     tracker = Tracker()
-    follower = Follower([tracker], after=1)
+    follower = TaskNews([tracker], after=1)
     mine, other = {"task": "t", "number": 3}, {"task": "u", "number": 4}
     follower.start(document())
     follower.take(document(1, 2, 3))
@@ -67,7 +67,7 @@ def test_a_coordinator_that_restarts_is_waited_for() -> None:
 
     tracker, client = Tracker(), Restarting()
     client_: Any = client
-    assert follow(client_, "t", Follower([tracker], after=0), sleep=lambda seconds: None)["state"] == "failed"
+    assert follow(client_, "t", TaskNews([tracker], after=0), sleep=lambda seconds: None)["state"] == "failed"
     assert tracker.told == [1, 2]
 
 

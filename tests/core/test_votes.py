@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.core.faults.votes import Finding, Replay, judge_replay, judge_votes
+from everstep.core.faults.votes import Replay, VoteEnd, judge_replay, judge_votes
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.suspicion import BAND, LEAST, why_spike
@@ -69,9 +69,9 @@ def differed(
 )
 def test_runs_decide_who_is_wrong(runs: list[tuple[Worker, str]], finding: str, wrong: Worker | None) -> None:
     names = {
-        "wrong": Finding.WRONG_NUMBERS,
-        "undecided": Finding.UNDECIDED,
-        "code": Finding.NOT_DETERMINISTIC,
+        "wrong": VoteEnd.WRONG_NUMBERS,
+        "undecided": VoteEnd.UNDECIDED,
+        "code": VoteEnd.NOT_DETERMINISTIC,
     }
     verdict = judge_votes(differed(*runs))
     assert (verdict.finding, verdict.worker) == (names[finding], wrong)
@@ -83,12 +83,12 @@ def test_a_tensor_that_is_not_what_was_sent_accuses_no_computation() -> None:
     bad = {"input": "22", "input as sent": "11"}
     runs = [(HOST, RIGHT, good), (CHECKER, WRONG, bad), (HOST, WRONG), (CHECKER, WRONG)]
     verdict = judge_votes(differed(*runs))
-    assert (verdict.finding, verdict.worker) == (Finding.DAMAGED_INPUT, CHECKER)
+    assert (verdict.finding, verdict.worker) == (VoteEnd.DAMAGED_INPUT, CHECKER)
 
 
 def test_a_run_from_a_kept_state_decides_between_two() -> None:
     runs = [(HOST, WRONG), (CHECKER, RIGHT), (HOST, WRONG), (CHECKER, RIGHT)]
-    assert judge_votes(differed(*runs, microbatch=None)).finding is Finding.UNDECIDED
+    assert judge_votes(differed(*runs, microbatch=None)).finding is VoteEnd.UNDECIDED
     assert judge_votes(differed(*runs, microbatch=None, truth=RIGHT)).worker == HOST
     assert judge_votes(differed(*runs, microbatch=None, truth=OTHER)).worker is None
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from everstep.core.faults.testimony import Suspicion, suspects_of_hang
+from everstep.core.faults.testimony import Suspects, suspects_of_hang
 from everstep.ranks.keeper import position
 from everstep.ranks.stillness import Stillness
 from everstep.ranks.words import Look
@@ -66,7 +66,7 @@ def record(*entries: tuple[int, bool]) -> bytes:
 
 def suspect(
     stacks: dict[int, str], records: dict[int, bytes] | None = None, finished: tuple[int, ...] = ()
-) -> Suspicion:
+) -> Suspects:
     found = [position(rank, (text, (records or {}).get(rank, b"")), None) for rank, text in stacks.items()]
     return suspects_of_hang(found, finished)
 

@@ -223,7 +223,7 @@ def run_command(
         raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
     command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
     least, most = scripts.nodes_range(nnodes or "1", "--nnodes")
-    run = scripts.ScriptRun(
+    run = scripts.ScriptCommand(
         command=command,
         ranks=scripts.count(nproc, "--nproc"),
         least=least,

@@ -63,7 +63,7 @@ def table(command: Sequence[str], **given: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRun:
+class ScriptCommand:
     """A script as `everstep run --nproc` or torchrun's command line describes it."""
 
     command: list[str]
@@ -100,7 +100,7 @@ def endpoint(text: str, option: str, default_port: int) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def refuse_folders(run: ScriptRun) -> None:
+def refuse_folders(run: ScriptCommand) -> None:
     """Those of its logs and snapshots, if no file can be made there. Said here, because ranks would only say
     it in the middle of training.
     """
@@ -116,7 +116,7 @@ def refuse_folders(run: ScriptRun) -> None:
             ) from None
 
 
-def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
+def run_here(run: ScriptCommand, *, port: int, as_json: bool) -> int:
     """All ranks on this machine."""
     refuse_folders(run)
     from everstep.cli import render
@@ -147,7 +147,7 @@ def run_here(run: ScriptRun, *, port: int, as_json: bool) -> int:
     return ran.code
 
 
-def run_on_nodes(run: ScriptRun, at: Rendezvous, *, as_json: bool) -> int:
+def run_on_nodes(run: ScriptCommand, at: Rendezvous, *, as_json: bool) -> int:
     """This machine's part of a run over several."""
     refuse_folders(run)
     from everstep.cli import render

@@ -138,7 +138,7 @@ def run(given: argparse.Namespace) -> int:
     is_file = not given.module and not given.no_python
     if is_file and not Path(given.training_script).is_file():
         raise UserError(f"script {given.training_script!r} is not a file.")
-    run = scripts.ScriptRun(
+    run = scripts.ScriptCommand(
         command=["-m", *command] if given.module else command,
         is_program=given.no_python,
         ranks=scripts.count(given.nproc_per_node, "--nproc-per-node"),

@@ -74,7 +74,7 @@ def track_command(
     client = Client(address=address, token=token, ca=ca)
     last = max([after, *(last_step(path) for path in (csv, jsonl) if path is not None)])
     document = client.get(f"/v1/tasks/{task}")
-    follower = Follower(trackers, after=last)
+    follower = TaskNews(trackers, after=last)
     follower.start(document)
     render.note(f"task {task} is {document['state']}; its steps after {last} are logged")
     try:
@@ -87,7 +87,7 @@ def track_command(
     return 1 if document["state"] in ("failed", "cancelled") else 0
 
 
-class Follower:
+class TaskNews:
     """Gives on what is new, once."""
 
     def __init__(self, trackers: Sequence[Any], *, after: int) -> None:
@@ -122,7 +122,7 @@ class Follower:
 
 
 def follow(
-    client: Client, task: str, follower: Follower, *, sleep: Callable[[float], None] = time.sleep
+    client: Client, task: str, follower: TaskNews, *, sleep: Callable[[float], None] = time.sleep
 ) -> Any:
     """Until the task ends; returns the last that was heard of it."""
     since: float | None = None

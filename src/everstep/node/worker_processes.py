@@ -272,7 +272,7 @@ class WorkerProcesses:
                     self._beside(partial(self._commit_whole, given), partial(self._committed, given))
                 else:
                     self._beside(partial(self._work_on_disk, given), partial(self._worked, given))
-            case ag.Probe(order=wanted):
+            case ag.ProbeFromHere(order=wanted):
                 self._beside(lambda: probed(wanted), lambda found: self.report(found, None))
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:

@@ -183,7 +183,7 @@ class RankGroup:
             case "progress" if isinstance(step := message.get("step"), int):
                 tokens = message.get("tokens")
                 self._happened(
-                    words.RankProgressed(
+                    words.StepSeen(
                         rank=number,
                         life=self.life,
                         step=step,

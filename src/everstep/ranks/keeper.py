@@ -337,7 +337,7 @@ class Keeper:
                         evidence=testimony.last_words(event.rank, event.words),
                     )
                 self._is_over(life)
-            case words.RankProgressed():
+            case words.StepSeen():
                 self._progressed(life, event, now)
             case words.RankHandedOver():
                 self._handed_over(life, event)
@@ -375,7 +375,7 @@ class Keeper:
 
     # -------------------------------------------------------------- progress
 
-    def _progressed(self, life: _Life, event: words.RankProgressed, now: float) -> None:
+    def _progressed(self, life: _Life, event: words.StepSeen, now: float) -> None:
         life.steps[event.rank], life.stepped_at = event.step, now
         if now < life.tell_at and not event.is_saved:
             return

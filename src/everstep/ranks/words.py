@@ -41,7 +41,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgressed:
+class StepSeen:
     """The script has called `everstep.progress`."""
 
     rank: int
@@ -64,4 +64,4 @@ class RankHandedOver:
     failed: str = ""
 
 
-Event = RankRaised | RankExited | RankProgressed | RankHandedOver
+Event = RankRaised | RankExited | StepSeen | RankHandedOver

@@ -41,7 +41,7 @@ Hosts = dict[Place, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Attempt:
     """Hosts, and the best order found for them."""
 
     value: float
@@ -60,29 +60,29 @@ class _Search:
     caps: Sequence[int] | None
     effort: int
 
-    def try_out(self, moved: Hosts, habits: Sequence[Habit]) -> Trial:
+    def try_out(self, moved: Hosts, habits: Sequence[Habit]) -> Attempt:
         problem = compact(self.instance, fused=MODES[self.mode].fused, stash_cap=self.caps, moved=moved)
-        best: Trial | None = None
+        best: Attempt | None = None
         for habit in habits:
             self.effort -= problem.num_ops() + TRIAL
             order = dispatch(problem, habit, self.bound)
             timing = time_order(problem, order, self.mode)
             value = value_of(timing, self.mode)
             if best is None or value < best.value - 1e-9:
-                best = Trial(value, moved, habit, problem, order, timing)
+                best = Attempt(value, moved, habit, problem, order, timing)
             if self.is_good(best) or self.effort <= 0:
                 break
         assert best is not None
         return best
 
-    def is_good(self, trial: Trial) -> bool:
+    def is_good(self, trial: Attempt) -> bool:
         return trial.value <= self.bound * (1 + GOOD_ENOUGH)
 
 
-def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | None, effort: int) -> Trial:
+def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | None, effort: int) -> Attempt:
     """The best hosts found by trial, with their order."""
     search = _Search(instance, mode, bound, caps, effort)
-    best: Trial | None = None
+    best: Attempt | None = None
     tried: set[frozenset[tuple[Place, int]]] = set()
     for patience in (*PATIENCE, None):
         if patience is None and best is not None and best.value <= bound * (1 + NEAR):
@@ -109,7 +109,7 @@ def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | No
     return best
 
 
-def _first_better(search: _Search, best: Trial, tried: set[frozenset[tuple[Place, int]]]) -> Trial | None:
+def _first_better(search: _Search, best: Attempt, tried: set[frozenset[tuple[Place, int]]]) -> Attempt | None:
     hosts = {
         (home, number, stage): best.moved.get((home, number, stage), home)
         for home, number in search.instance.homes()
@@ -130,7 +130,7 @@ def _first_better(search: _Search, best: Trial, tried: set[frozenset[tuple[Place
     return None
 
 
-def _candidates(instance: Instance, best: Trial, hosts: Hosts) -> list[Hosts]:
+def _candidates(instance: Instance, best: Attempt, hosts: Hosts) -> list[Hosts]:
     """Changes to try, the likelier first."""
     timing = best.timing
     longest = sorted(range(instance.stages), key=lambda s: timing.released[s] - timing.ends[s])
@@ -165,7 +165,7 @@ def _twos(changes: list[Hosts]) -> Iterator[Hosts]:
             yield changes[one] | changes[together - one]
 
 
-def _ends(trial: Trial) -> dict[tuple[int, int], float]:
+def _ends(trial: Attempt) -> dict[tuple[int, int], float]:
     """When each folded worker's last op ends, by (folded replica, stage)."""
     problem = trial.problem
     times = (problem.forward, problem.backward, problem.weight)

@@ -109,7 +109,7 @@ def suite_for(net: NetSpec, host: str) -> Suite:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CopyRequest:
     """One request to a memory server. Its proof covers all of it, and the key of its bytes is its own.
 
     The proof cannot be used again: a server takes a nonce once. What is read is sealed with a key to which
@@ -136,16 +136,16 @@ class Request:
         return derived_key(key, self.nonce + server_nonce, f"{self.method} {self.path}".encode())
 
     @staticmethod
-    def new(method: str, path: str, span: str, suite: Suite) -> Request:
-        return Request(method, path, span, suite, secrets.token_bytes(NONCE_BYTES))
+    def new(method: str, path: str, span: str, suite: Suite) -> CopyRequest:
+        return CopyRequest(method, path, span, suite, secrets.token_bytes(NONCE_BYTES))
 
     @staticmethod
-    def read(method: str, path: str, span: str, header: str) -> tuple[Request, str]:
+    def read(method: str, path: str, span: str, header: str) -> tuple[CopyRequest, str]:
         """With the proof that came with it. ValueError: it cannot be read."""
         suite, nonce, proof = header.split(" ")
         if len(bytes.fromhex(nonce)) != NONCE_BYTES or suite not in Suite.__members__:
             raise ValueError("a request whose proof cannot be read")
-        return Request(method, path, span, Suite[suite], bytes.fromhex(nonce)), proof
+        return CopyRequest(method, path, span, Suite[suite], bytes.fromhex(nonce)), proof
 
 
 def sealed(sealer: Sealer, file: BinaryIO, size: int) -> Iterator[bytes | memoryview]:
@@ -165,7 +165,7 @@ def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> Non
         for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
             with (folder_of(store, task, step) / name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                request = Request.new("PUT", f"/{task}/{step}/{name}", str(size), remote.suite)
+                request = CopyRequest.new("PUT", f"/{task}/{step}/{name}", str(size), remote.suite)
                 sealer = Sealer(request.suite, request.body_key(remote.key))
                 wire = {"Content-Length": str(sealed_bytes(request.suite, size)), "Everstep-Size": str(size)}
                 body = file if request.suite is Suite.PLAIN else sealed(sealer, file, size)
@@ -173,7 +173,7 @@ def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> Non
                 connection.request("PUT", request.path, body=body, headers=headers)
                 answer = connection.getresponse()
                 reason = answer.read(1000).decode(errors="replace")
-            proof = answer.getheader(Request.HEADER, "")
+            proof = answer.getheader(CopyRequest.HEADER, "")
             if answer.status != 201 or not hmac.compare_digest(proof, request.proof(remote.key, b"stored")):
                 raise OSError(
                     f"the memory store at {remote.host}:{remote.port} answers {answer.status}: {reason}"
@@ -204,7 +204,7 @@ class PeerFile:
         if not len(out):
             return
         connection, remote = self._connection(), self._remote
-        request = Request.new("GET", self._name, f"bytes={offset}-{offset + len(out) - 1}", remote.suite)
+        request = CopyRequest.new("GET", self._name, f"bytes={offset}-{offset + len(out) - 1}", remote.suite)
         try:
             headers = request.headers(remote.key) | {"Range": request.span}
             connection.request("GET", self._name, headers=headers)

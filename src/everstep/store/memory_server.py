@@ -1,8 +1,8 @@
 """This node's memory store: states in it outlive the workers, and a server gives other nodes access.
 
 Only the workers of a task that was opened here may read or write: every request proves that its sender knows
-the task's secret (`memory.Request`), and its bytes are sealed as the job asks for. Only the task's own files,
-by plain names; and no more than half of the memory that is free. The server runs in a thread
+the task's secret (`memory.CopyRequest`), and its bytes are sealed as the job asks for. Only the task's own
+files, by plain names; and no more than half of the memory that is free. The server runs in a thread
 of its own, so that gigabytes on their way delay no heartbeat.
 """
 
@@ -95,13 +95,13 @@ class MemoryServer:
         self.port = runner.addresses[0][1]
         return runner
 
-    def _known(self, request: web.Request, span: str) -> tuple[memory.Request, bytes, Path]:
+    def _known(self, request: web.Request, span: str) -> tuple[memory.CopyRequest, bytes, Path]:
         """What is asked for, the task's key and the file, once the asker has proved that it knows the key."""
         task, step, part = (request.match_info[name] for name in ("task", "step", "part"))
         key = self.store.key(task)
         try:
-            header = request.headers.get(memory.Request.HEADER, "")
-            asked, proof = memory.Request.read(request.method, request.raw_path, span, header)
+            header = request.headers.get(memory.CopyRequest.HEADER, "")
+            asked, proof = memory.CopyRequest.read(request.method, request.raw_path, span, header)
         except ValueError:
             raise web.HTTPForbidden(text="this request proves nothing") from None
         if key is None or not hmac.compare_digest(proof, asked.proof(key)) or asked.nonce in self._nonces:
@@ -159,7 +159,7 @@ class MemoryServer:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 arriving.unlink()
-        return web.Response(status=201, headers={memory.Request.HEADER: asked.proof(key, b"stored")})
+        return web.Response(status=201, headers={memory.CopyRequest.HEADER: asked.proof(key, b"stored")})
 
     @staticmethod
     async def _write(file: BinaryIO, request: web.Request, size: int, unsealer: Unsealer) -> None:

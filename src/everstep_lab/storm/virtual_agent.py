@@ -270,7 +270,7 @@ class VirtualAgent:
                 self.happens(ag.PartialsLooked(ours.task))
             case ag.WorkOnDisk(order=asked):
                 self.scene.soon(self.scene.spec.weather.sync_us, self._work_on_disk, asked, self.boot)
-            case ag.Probe(order=wanted):
+            case ag.ProbeFromHere(order=wanted):
                 self.scene.soon(self.scene.spec.weather.hop_us, self._probed, wanted, self.boot)
             case LeaveLine():
                 self.scene.agenda.after(1, self.close_line)

@@ -18,9 +18,8 @@ from everstep_lab.study.failures import Failure, Trace
 from everstep_lab.study.life import Life, StudyTask, lost_by_kind
 from everstep_lab.study.planned import Ideal, Means, PlannedPolicy, everstep, unicron
 from everstep_lab.study.policies import (
-    C4D,
     Bamboo,
-    BeforeC4D,
+    C4Month,
     Elastic,
     Megatron,
     Oobleck,
@@ -32,8 +31,8 @@ from everstep_lab.study.policies import (
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "megatron": Megatron,
     "megatron+memory": lambda: Megatron(in_memory=True),
-    "before-c4d": BeforeC4D,
-    "c4d": C4D,
+    "before-c4d": lambda: C4Month(with_c4d=False),
+    "c4d": lambda: C4Month(with_c4d=True),
     "elastic": Elastic,
     "varuna": Varuna,
     "varuna-idealised": lambda: Varuna(idealised=True),

@@ -198,10 +198,10 @@ class WorkOnDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeFromHere:
     """Try to connect, beside the loop; who was reached is reported."""
 
     order: ProbeLinks
 
 
-AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk | Probe
+AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk | ProbeFromHere

@@ -27,7 +27,7 @@ from everstep.core.agent.agent_messages import (
     OrderGiven,
     PartialsLooked,
     PassOn,
-    Probe,
+    ProbeFromHere,
     ProcessDied,
     ProcessEvent,
     ProcessGone,
@@ -179,7 +179,7 @@ class NodeProcesses:
 
     @on_order
     def _probe(self, order: msg.ProbeLinks, now: float) -> Actions:
-        return [Probe(order)]
+        return [ProbeFromHere(order)]
 
     @on_order
     def _start_ordered(self, order: StartProcess, now: float) -> Actions:

@@ -22,7 +22,7 @@ from everstep.core.faults.reachability import Pair, cut_off, pair_of
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
-from everstep.core.faults.votes import Finding, Replay, VoteVerdict, judge_replay, judge_votes
+from everstep.core.faults.votes import Replay, VoteEnd, VoteVerdict, judge_replay, judge_votes
 from everstep.core.task.states import Copying, Member
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
@@ -259,15 +259,15 @@ class Failures:
             return []
         verdict = judge_votes(event)
         match verdict.finding:
-            case Finding.WRONG_NUMBERS:
+            case VoteEnd.WRONG_NUMBERS:
                 return self._wrong(task, event, verdict, ErrorKind.WRONG_NUMBERS, now)
-            case Finding.DAMAGED_INPUT if verdict.worker == event.host:
+            case VoteEnd.DAMAGED_INPUT if verdict.worker == event.host:
                 return self._wrong(task, event, verdict, ErrorKind.DAMAGED_TENSOR, now)
-            case Finding.NOT_DETERMINISTIC:
+            case VoteEnd.NOT_DETERMINISTIC:
                 kind = ErrorKind.NOT_DETERMINISTIC
-            case Finding.DAMAGED_INPUT:
+            case VoteEnd.DAMAGED_INPUT:
                 kind = ErrorKind.DAMAGED_TENSOR
-            case Finding.UNDECIDED:
+            case VoteEnd.UNDECIDED:
                 kind = ErrorKind.WRONG_NUMBERS
         return self._nobody_goes(task, event, verdict, kind, now)
 
@@ -319,19 +319,19 @@ class Failures:
         self._incidents.tell(incident, "votes", (verdict.because,), now)
         self._write_votes(incident, event, verdict, now)
         self._incidents.judge(incident, known(kind, verdict.because), now)
-        states_differ = event.microbatch is None and verdict.finding is Finding.UNDECIDED and not event.truth
+        states_differ = event.microbatch is None and verdict.finding is VoteEnd.UNDECIDED and not event.truth
         if states_differ and self._count_retry(task, STATES_DIFFER, now) == 1:
             because = "one of two states is wrong; when the steps are done again, they tell which"
             self._incidents.treat(incident, "go back to a kept state", because, now)
             actions = self._training.doubted(task, verdict.because, now, back=True)
             return actions + self._incidents.close(incident, "the task goes back to a kept state", now)
-        if verdict.finding is Finding.DAMAGED_INPUT:
+        if verdict.finding is VoteEnd.DAMAGED_INPUT:
             self._incidents.treat(incident, "none needed", "it was used for a check only", now)
             actions = self._incidents.close(incident, "the check is not repeated", now)
             return actions + self._training.inform(
                 task, ev.VotesSettled(because=verdict.because, go_on=True), now
             )
-        if verdict.finding is Finding.NOT_DETERMINISTIC:
+        if verdict.finding is VoteEnd.NOT_DETERMINISTIC:
             parts = ", ".join(verdict.parts[:3])
             because = (
                 f"make the code of {parts or 'the model'} give the same bits twice; then submit it again"

@@ -110,7 +110,7 @@ class LifeCause:
 
 
 @dataclass(slots=True, kw_only=True)
-class Snapshot:
+class BookedSnapshot:
     """A state that the script has handed over: by node, its files; by node that has copies, of whom."""
 
     groups: int  # that take part
@@ -157,7 +157,7 @@ class LivesBook:
     tokens: int = 0
     says_when_saved: bool = False
     memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by step
+    snapshots: dict[int, BookedSnapshot] = field(default_factory=dict)  # by step
     draining: Draining | None = None  # to disk
     on_disk: tuple[int, Mapping[str, SnapshotFile]] | None = None  # the newest: its step and files
 
@@ -655,7 +655,7 @@ class Lives:
         book, life = self._book, self._living()
         if life is None or event.life != book.life:
             return []
-        kept = book.snapshots.setdefault(event.step, Snapshot(groups=len(life.members)))
+        kept = book.snapshots.setdefault(event.step, BookedSnapshot(groups=len(life.members)))
         worker = event.worker
         kept.files[worker] = event.files
         kept.holders[worker] = [(worker, event.incarnation)]

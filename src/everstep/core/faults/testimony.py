@@ -144,13 +144,13 @@ def _first_line(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspicion:
+class Suspects:
     ranks: tuple[int, ...]
     because: str
     evidence: tuple[str, ...]
 
 
-def of_hang(rank: int | None, what: str, found: Suspicion, *, since: float, worker: Worker | None) -> Witness:
+def of_hang(rank: int | None, what: str, found: Suspects, *, since: float, worker: Worker | None) -> Witness:
     """No rank makes progress and no error text exists; the sentence has all that is known."""
     return Witness(
         rank=rank,
@@ -166,13 +166,13 @@ def of_hang(rank: int | None, what: str, found: Suspicion, *, since: float, work
     )
 
 
-def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspicion:
+def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspects:
     at = {position.rank: position for position in positions}
     named = _behind(at) or _slowest(at) or _outside(at, finished)
     if named is None and finished:
         named = finished, f"{names(finished)} ended with code 0 while the others still wait"
     ranks, because = named or ((), _unknown(at))
-    return Suspicion(ranks=ranks, because=because, evidence=tuple(_places(at)))
+    return Suspects(ranks=ranks, because=because, evidence=tuple(_places(at)))
 
 
 _Named = tuple[tuple[int, ...], str]

@@ -23,7 +23,7 @@ from everstep.protocol.ops import Microbatch, Worker
 STATE = "state"
 
 
-class Finding(StrEnum):
+class VoteEnd(StrEnum):
     WRONG_NUMBERS = "wrong numbers"  # a worker has computed them, or has them in its state
     DAMAGED_INPUT = "damaged input"  # a worker has received another tensor than was sent
     NOT_DETERMINISTIC = "not deterministic"  # the code
@@ -32,7 +32,7 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VoteVerdict:
-    finding: Finding
+    finding: VoteEnd
     because: str
     worker: Worker | None = None  # who is wrong, or has the damaged tensor
     parts: tuple[str, ...] = ()  # of what was computed: those that differ
@@ -40,7 +40,7 @@ class VoteVerdict:
     @property
     def has_spread(self) -> bool:
         """Have workers of other stages computed with it? Not with a weight gradient alone."""
-        return self.finding is Finding.DAMAGED_INPUT or any(part in OUTPUTS for part in self.parts)
+        return self.finding is VoteEnd.DAMAGED_INPUT or any(part in OUTPUTS for part in self.parts)
 
 
 OUTPUTS = ("output", "gradient out", STATE)
@@ -55,7 +55,7 @@ def judge_votes(event: VoteDiffered) -> VoteVerdict:
     if (damaged := _damaged(event.runs)) is not None:
         worker, name = damaged
         because = f"worker {worker} computed {what} from another {name} than was sent to it"
-        return VoteVerdict(finding=Finding.DAMAGED_INPUT, because=because, worker=worker, parts=parts)
+        return VoteVerdict(finding=VoteEnd.DAMAGED_INPUT, because=because, worker=worker, parts=parts)
     by_worker: dict[Worker, list[str]] = {}
     for run in event.runs:
         by_worker.setdefault(run.worker, []).append(run.whole)
@@ -65,7 +65,7 @@ def judge_votes(event: VoteDiffered) -> VoteVerdict:
     if len(unsteady) > 1:
         who = " and ".join(map(str, unsteady))
         because = f"workers {who} each compute {what} differently from run to run, from the same inputs"
-        return VoteVerdict(finding=Finding.NOT_DETERMINISTIC, because=because, parts=parts)
+        return VoteVerdict(finding=VoteEnd.NOT_DETERMINISTIC, because=because, parts=parts)
     if len(unsteady) == 1:
         return _one_unsteady(unsteady[0], by_worker, what, parts)
     return _all_steady(event, by_worker, what, parts)
@@ -78,7 +78,7 @@ def _one_unsteady(
     runs = by_worker[worker]
     if len(others) > 1:
         because = f"three workers disagree about {what}, and worker {worker} with itself"
-        return VoteVerdict(finding=Finding.UNDECIDED, because=because, parts=parts)
+        return VoteVerdict(finding=VoteEnd.UNDECIDED, because=because, parts=parts)
     right = others.pop()
     wrong = sum(found != right for found in runs)
     count = len(by_worker) - 1
@@ -87,7 +87,7 @@ def _one_unsteady(
         f"worker {worker} computed {what} wrongly in {wrong} of {len(runs)} runs from the same inputs; "
         f"{agree} in all {sum(map(len, by_worker.values())) - len(runs)} of theirs"
     )
-    return VoteVerdict(finding=Finding.WRONG_NUMBERS, because=because, worker=worker, parts=parts)
+    return VoteVerdict(finding=VoteEnd.WRONG_NUMBERS, because=because, worker=worker, parts=parts)
 
 
 def _all_steady(
@@ -102,11 +102,11 @@ def _all_steady(
     if len(by_worker) < 3 or len(odd) != 1:
         why = "there is no third worker" if len(by_worker) < 3 else "a third worker has others still"
         because = f"{both}, and {why}"
-        return VoteVerdict(finding=Finding.UNDECIDED, because=because, parts=parts)
+        return VoteVerdict(finding=VoteEnd.UNDECIDED, because=because, parts=parts)
     third = next(worker for worker in by_worker if worker not in (event.host, event.worker))
     agrees = event.worker if odd[0] == event.host else event.host
     because = f"{both}; worker {third} agrees with worker {agrees}"
-    return VoteVerdict(finding=Finding.WRONG_NUMBERS, because=because, worker=odd[0], parts=parts)
+    return VoteVerdict(finding=VoteEnd.WRONG_NUMBERS, because=because, worker=odd[0], parts=parts)
 
 
 def _by_truth(
@@ -118,9 +118,9 @@ def _by_truth(
         because = (
             f"{again}, and agrees with {'both' if not wrong else 'neither'} of the workers that differed"
         )
-        return VoteVerdict(finding=Finding.UNDECIDED, because=because, parts=parts)
+        return VoteVerdict(finding=VoteEnd.UNDECIDED, because=because, parts=parts)
     because = f"{again}: worker {wrong[0]} had other bits before"
-    return VoteVerdict(finding=Finding.WRONG_NUMBERS, because=because, worker=wrong[0], parts=parts)
+    return VoteVerdict(finding=VoteEnd.WRONG_NUMBERS, because=because, worker=wrong[0], parts=parts)
 
 
 class Replay(StrEnum):

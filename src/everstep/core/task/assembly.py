@@ -15,7 +15,7 @@ from everstep.core.task.states import Assembling, Restoring
 from everstep.protocol.actions import ComputePlan, LookForCheckpoint
 
 
-class Look(StrEnum):
+class CheckpointSearch(StrEnum):
     """At the checkpoint folder, before everyone loads a state: while a coordinator is away, checkpoints are
     committed without it, and reports of them can be lost with their node.
     """
@@ -30,7 +30,7 @@ class Assembly:
     on_disk: int  # the step of the newest checkpoint; 0: none, the task starts from its seed
     in_memory: int | None  # the newest step whose whole state is in the memory of nodes
     ordered_in: int = 0  # the last epoch in which everyone was ordered to load a state
-    look: Look = Look.DONE  # for a checkpoint that no report told of
+    look: CheckpointSearch = CheckpointSearch.DONE  # for a checkpoint that no report told of
     is_doubted: bool = False  # what the workers have may be wrong: once they pause, a kept state is loaded
 
     def nearest(self) -> tuple[int, str]:
@@ -49,10 +49,10 @@ class Assembly:
         every_stage = frozenset(range(groups.shape.stages))
         if phase.wait_for_all and places.are_starting():
             return None
-        if places.stages_joining() != every_stage or self.look is Look.ASKED:
+        if places.stages_joining() != every_stage or self.look is CheckpointSearch.ASKED:
             return None
-        if self.look is Look.WANTED:
-            self.look = Look.ASKED
+        if self.look is CheckpointSearch.WANTED:
+            self.look = CheckpointSearch.ASKED
             return LookForCheckpoint(
                 because=f"every stage has a worker again; {self.nearest()[1]} may be old"
             )

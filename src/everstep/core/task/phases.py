@@ -14,7 +14,7 @@ on (Running).
 
 from __future__ import annotations
 
-from everstep.core.task.assembly import Assembly, Look
+from everstep.core.task.assembly import Assembly, CheckpointSearch
 from everstep.core.task.doubts import unreported
 from everstep.core.task.groups import Groups
 from everstep.core.task.owed import what_is_owed
@@ -159,7 +159,7 @@ class Phases:
         self.assembly.is_doubted = False
         kept = self.assembly.in_memory
         if self._places.policy.looks and (kept is None or kept < self._book.recorded):
-            self.assembly.look = Look.WANTED
+            self.assembly.look = CheckpointSearch.WANTED
         self._places.send_all_back()
         self._assemble_nearest(wait_for_all=False)
         return self.fill_stages() + self.restore_if_assembled()
@@ -205,9 +205,9 @@ class Phases:
 
     def take_look(self, step: int | None, *, again: bool) -> list[Action]:
         """What the folder's newest checkpoint is; a state that was found counts, whatever was reported."""
-        if self.assembly.look is not Look.ASKED:
+        if self.assembly.look is not CheckpointSearch.ASKED:
             return []
-        self.assembly.look = Look.WANTED if again else Look.DONE
+        self.assembly.look = CheckpointSearch.WANTED if again else CheckpointSearch.DONE
         if step is not None and isinstance(self.phase, Assembling):
             self.committed(step)
         return self.restore_if_assembled()
