@@ -3,10 +3,13 @@
     python bench/pairs.py                         all pairs, one at a time
     python bench/pairs.py --jobs 4 --json         several at a time, as one JSON document
     python bench/pairs.py --only shards,ema       pairs of these with all others
+    python bench/pairs.py --together 6            up to 6 features per run: every pair is in one of them
+    python bench/pairs.py --set tied,ema,lora     these together, once
 
 Each pair trains a small GPT on 2 x 2 workers twice, clean and with one worker killed, and compares losses and
 evaluations to the bit. `reshape` goes on in the shape 1 x 2 after half of the steps. A pair that is refused
-before the start, in one sentence and with exit code 2, counts as refused: it is listed, and no failure.
+before the start, in one sentence and with exit code 2, counts as refused: it is listed, and no failure. With
+`--together` a tenth of the runs cover all pairs; a run that fails does not say which pair is to blame.
 """
 
 from __future__ import annotations
@@ -41,10 +44,32 @@ FEATURES = (
     "reshape",
     "experts",
 )
+APART = [{"sharded", "tied"}]  # refused, so never among others
 LIMIT_S = 300.0
 
 
-def tried(pair: tuple[str, str]) -> dict[str, Any]:
+def groups(pairs: list[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
+    """Few sets of at most so many features, with every pair in one of them."""
+    left = [set(pair) for pair in pairs]
+    found: list[set[str]] = [pair for pair in left if pair in APART]
+    left = [pair for pair in left if pair not in APART]
+    while left:
+        group = set(left[0])
+        while len(group) < most:
+            fits = [
+                f for f in FEATURES if f not in group and not any(apart <= {f, *group} for apart in APART)
+            ]
+            gains = {f: sum({f, other} in left for other in group) for f in fits}
+            best = max(gains, key=lambda f: gains[f], default="")
+            if not gains.get(best):
+                break
+            group.add(best)
+        found.append(group)
+        left = [pair for pair in left if not pair <= group]
+    return [tuple(f for f in FEATURES if f in group) for group in found]
+
+
+def tried(pair: tuple[str, ...]) -> dict[str, Any]:
     began = time.monotonic()
     clean = trained(pair, killed=False)
     killed = clean if clean["refused"] or clean["error"] else trained(pair, killed=True)
@@ -66,7 +91,7 @@ def tried(pair: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def trained(pair: tuple[str, str], *, killed: bool) -> dict[str, Any]:
+def trained(pair: tuple[str, ...], *, killed: bool) -> dict[str, Any]:
     """The losses of a run; of two in a row where the shape changes."""
     features = [feature for feature in pair if feature != "reshape"]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,13 +131,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="A,B", help=f"pairs with one of these; of {', '.join(FEATURES)}")
+    parser.add_argument("--together", type=int, default=2, metavar="N", help="features per run, at most")
+    parser.add_argument("--set", metavar="A,B,C", help="one run, of these features")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pairs at a time")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     only = set(options.only.split(",")) if options.only else set(FEATURES)
-    if unknown := only - set(FEATURES):
+    one = tuple(options.set.split(",")) if options.set else ()
+    if unknown := only.union(one) - set(FEATURES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(FEATURES)}")
-    pairs = [pair for pair in itertools.combinations(FEATURES, 2) if only & set(pair)]
+    pairs: list[tuple[str, ...]] = [pair for pair in itertools.combinations(FEATURES, 2) if only & set(pair)]
+    if one:
+        pairs = [one]
+    elif options.together > 2:
+        pairs = groups(pairs, options.together)
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(tried, pairs):
@@ -129,7 +161,8 @@ def main() -> int:
     if options.json:
         print(json.dumps({"pairs": rows, "counts": counts}))
     else:
-        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), f"of {len(rows)} pairs")
+        what = "sets" if one or options.together > 2 else "pairs"
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), f"of {len(rows)} {what}")
     return 1 if counts["differs"] or counts["failed"] else 0
 
 

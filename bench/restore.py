@@ -4,14 +4,16 @@
     python bench/restore.py --gib 20 --replicas 1 2        20 GiB
     python bench/restore.py --device cuda --gib 36         a state of 3 B parameters on a GPU
     python bench/restore.py --shard --json                 with sharded optimizer states
+    python bench/restore.py --drop --gib 20                tensors are read and dropped, for large states
+    python bench/restore.py --apart                        each replica reads all of it, for comparison
     python bench/restore.py --at-once                      all tensors read before the first is put in place
 
-A checkpoint of one stage (weights and AdamW's two moments, fp32) is written once. Then each replica loads it
-in a process of its own, as a worker does: builds its stage, loads, and says its peak of resident memory.
-`above_state`: that peak without what was resident before and without the state. `start_s`: what a search for
-the newest checkpoint takes before any worker loads; `verify_s`: the same with all bytes verified, as it is
-done after a failed load. Replicas run one after the other: their seconds are not those of replicas that share
-a disk.
+A checkpoint of one stage (weights and AdamW's two moments, fp32) is written once. Then the replicas load it
+at the same time, each in a process of its own and with links to the others, as workers do. `read_gib`: what
+they have read from storage together. `above_state_gib`: the peak of a replica's resident memory without what
+was resident before and without the state. `load_s`: of the slowest replica. `start_s`: what a search for the
+newest checkpoint takes before any worker loads; `verify_s`: the same with all bytes verified, as it is done
+after a failed load.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,9 @@ from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.job.job import CheckpointSpec, Job, ModelSpec
 from everstep.layout.box import Box
+from everstep.net.links import Address
+from everstep.net.plane import DataPlane, PlaneSettings
+from everstep.net.shared_reads import SharedReads
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.store import folder
@@ -47,6 +53,7 @@ from everstep.store.state_keeper import StateKeeper
 WIDTH = 2048
 MOST_ABOVE_GIB = 0.25  # of host memory beside the state: some tensors, and what torch allocates at first
 STATE_BYTES = 12  # per parameter: fp32 weights and two moments
+SWITCHES = ("shard", "at_once", "drop", "apart")
 
 
 class NoData:
@@ -104,17 +111,41 @@ def load(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     job = Job(model=ModelSpec(preset="gpt-tiny"), base=str(root), checkpoint=CheckpointSpec(folder=str(root)))
     sender = Sender("bench", Worker(0, 0), 1)
     states = StateKeeper(sender, job, node="a", memory_root=root, secret="", say=lambda report: None)
+    links, peers = linked(options)
+    together = partial(links.begin, 1, options.index, peers) if peers and not options.apart else None
     read = counted()
     Path("/proc/self/clear_refs").write_text("5")  # from now on the peak counts
     before, began = status("VmRSS"), time.monotonic()
     held = dict if options.at_once else (lambda state: state)
     take = lambda state: updater.load(held(state), *arguments)  # noqa: E731
-    assert states.load(1, list(one.slots), StateDirections(), take)
+    if options.drop:
+        take = lambda state: [state[name] for name in state] and None  # noqa: E731
+    assert states.load(1, list(one.slots), StateDirections(), take, together)
     if options.device != "cpu":
         torch.cuda.synchronize()
     seconds = time.monotonic() - began
     peak = status("VmHWM")
+    tell({"loaded": True})  # and others may still ask for bytes
+    heard()
     return {"seconds": seconds, "read": sum(read), "before": before, "peak": peak, "kept": kept(updater)}
+
+
+def linked(options: argparse.Namespace) -> tuple[SharedReads, dict[int, Address]]:
+    """This replica's links, and where the others are: the bench itself tells each of the rest."""
+    settings = PlaneSettings(secret=b"b" * 32, host="127.0.0.1", device=torch.device(options.device))
+    plane = DataPlane(settings)
+    plane.start()
+    tell({"at": plane.links.address})
+    at = [Address(*address) for address in heard()]
+    return plane.reads, {i: address for i, address in enumerate(at) if i != options.index}
+
+
+def tell(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def heard() -> Any:
+    return json.loads(sys.stdin.readline())
 
 
 def kept(updater: Any) -> int:
@@ -147,6 +178,30 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
+def loaded_at_once(options: argparse.Namespace, root: Path, replicas: int) -> list[dict[str, Any]]:
+    processes = []
+    for index in range(replicas):
+        command = [sys.executable, __file__, "--one", str(root), "--gib", str(options.gib)]
+        command += ["--device", options.device, "--index", str(index), "--of", str(replicas)]
+        command += [f"--{word.replace('_', '-')}" for word in SWITCHES if getattr(options, word)]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+
+    def ask() -> list[Any]:
+        return [json.loads(one.stdout.readline()) for one in processes if one.stdout]
+
+    def answer(what: Any) -> None:
+        for one in processes:
+            assert one.stdin is not None
+            print(json.dumps(what), file=one.stdin, flush=True)
+
+    answer([said["at"] for said in ask()])
+    answer([said["loaded"] for said in ask()])
+    found = ask()
+    assert not any(one.wait() for one in processes)
+    return found
+
+
 def measured(options: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
     rows = []
     began = time.monotonic()
@@ -156,19 +211,12 @@ def measured(options: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
     verify_s = time.monotonic() - began
     state = sum(path.stat().st_size for path in root.rglob("*.safetensors"))
     for replicas in options.replicas:
-        each = []
-        for index in range(replicas):
-            command = [sys.executable, __file__, "--one", str(root), "--gib", str(options.gib)]
-            command += ["--device", options.device, "--index", str(index), "--of", str(replicas)]
-            command += ["--shard"] if options.shard else []
-            command += ["--at-once"] if options.at_once else []
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            each.append(json.loads(done.stdout))
+        each = loaded_at_once(options, root, replicas)
         rows.append(
             {
                 "replicas": replicas,
                 "state_gib": state / 2**30,
-                "read_gib_per_stage": sum(one["read"] for one in each) / 2**30,
+                "read_gib": sum(one["read"] for one in each) / 2**30,
                 "peak_gib": max(one["peak"] for one in each) / 2**30,
                 "above_state_gib": max(one["peak"] - one["before"] - one["kept"] for one in each) / 2**30,
                 "load_s": max(one["seconds"] for one in each),
@@ -188,6 +236,8 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shard", action="store_true", help="sharded optimizer states")
     parser.add_argument("--at-once", action="store_true", help="hold the whole state, for comparison")
+    parser.add_argument("--drop", action="store_true", help="read all tensors, and keep none")
+    parser.add_argument("--apart", action="store_true", help="no replica gives another what it has read")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written; default: temporary")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     for inner, kind in (("--one", Path), ("--index", int), ("--of", int)):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box
+from everstep.store import index as indexes
 from everstep.store.folder import (
     clean,
     commit,
@@ -24,6 +25,7 @@ from everstep.store.folder import (
     write_slices,
 )
 from everstep.store.index import Refused, num_chunks
+from everstep.store.parts import BLOCK_BYTES, CHUNK_BYTES, chunk_bytes_of
 from everstep.store.places import place_of
 from tests.store.states import all_of, same, save, tensors
 
@@ -248,3 +250,22 @@ def test_a_label_is_small_whatever_the_part_and_its_description_is_checked(tmp_p
     assert complete_steps(root) == [5]
     with pytest.raises(Refused, match="missing"):
         place_of(root).file(name, "stage-0.json")
+
+
+def test_an_index_of_thousands_of_large_parts_can_be_read_back() -> None:
+    """With chunks of one size a state of 8.8 TB had an index that was written and never read."""
+    assert chunk_bytes_of(1 << 30) == CHUNK_BYTES
+    assert chunk_bytes_of(1 << 50) == BLOCK_BYTES
+    for workers, part in ((128, 70 << 30), (1024, 9 << 30), (4096, 4 << 30)):
+        hashes = workers * num_chunks(part, chunk_bytes_of(part))
+        assert 16 * hashes <= indexes.MAX_INDEX_BYTES // 2
+
+
+def test_an_index_that_no_one_could_read_is_not_committed_and_costs_no_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    monkeypatch.setattr(indexes, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(InternalError, match="would have"):
+        save(tmp_path, 20)
+    assert complete_steps(tmp_path) == [10]

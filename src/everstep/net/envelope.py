@@ -187,6 +187,32 @@ class Unmappable:
     port: int
 
 
+# ------------------------------------------------------------------ storage that is read together
+
+
+@dataclass(frozen=True, slots=True)
+class AskUnit:
+    """For bytes of a file of a checkpoint. `position`: how far the load of this replica is."""
+
+    step: int
+    file: str
+    at: int
+    size: int
+    position: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUnit:
+    """The bytes that were asked for, from this replica; without them: it cannot give them."""
+
+    step: int
+    file: str
+    at: int
+    size: int
+    replica: int
+
+
 # ------------------------------------------------------------------ the envelope
 
 
@@ -194,6 +220,7 @@ class FrameKind(StrEnum):
     """Messages that are not parcels."""
 
     STATE = "X"  # a piece of a state that a joining worker copies
+    READ = "R"  # asks for bytes of a checkpoint that all peers load, or gives them
     LANE = "L"  # opens a lane between two workers, or says that one is broken or no memory can be mapped
 
 
@@ -207,6 +234,7 @@ VALUES: dict[ParcelKind | FrameKind, Any] = {
     ParcelKind.ANSWER: RunHashes,
     FrameKind.STATE: StateTransfer,
     FrameKind.LANE: OpenLane | LaneBroke | Unmappable,
+    FrameKind.READ: AskUnit | GiveUnit,
 }  # other messages have none
 PIECES: dict[ParcelKind | FrameKind, Any] = {
     ParcelKind.PART: PartAhead | PartRest | None,

@@ -55,6 +55,7 @@ from everstep.net.envelope import (
 from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
+from everstep.net.shared_reads import SharedReads
 from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
@@ -208,6 +209,7 @@ class DataPlane:
             kind = self.identity.lanes.partition(" ")[0]
             self._lanes = Lanes(self.links, wire, deliver=self._deliver, kind=kind)
         self._fills = ArrivingFills(device, self._deliver)
+        self.reads = SharedReads(self.links.send)
         self.carriers: dict[Address, Carrier] = {}  # what carried tensors to it last
         self._ahead: set[Address] = set()  # peers to which lanes are to be opened
         self._warned: set[Address] = set()
@@ -230,7 +232,9 @@ class DataPlane:
         if isinstance(frame.envelope.value, Unmappable):
             self._keep_apart(frame.envelope.value)
             return
-        if self._fills.take(frame) or (self._lanes is not None and self._lanes.take(frame)):
+        if self.reads.arrived(frame) or self._fills.take(frame):
+            return
+        if self._lanes is not None and self._lanes.take(frame):
             return
         self._deliver(frame)
 
@@ -252,6 +256,7 @@ class DataPlane:
     def _link_broke(self, address: Address) -> None:
         if self._lanes is not None:
             self._lanes.link_broke(address)
+        self.reads.link_broke(address)
         self.inbox.put(LinkBroke(address, self.links.errors.pop(address, "")))
 
     # -------------------------------------------------------------- the worker's own thread

@@ -29,7 +29,15 @@ from everstep.errors import InternalError, UserError, clipped
 from everstep.layout.box import Box
 from everstep.store import index as indexes
 from everstep.store.index import CannotRead, Part, Refused
-from everstep.store.parts import CHUNK_BYTES, Label, PlannedSlice, Progress, labelled, plan_whole, stored_of
+from everstep.store.parts import (
+    Label,
+    PlannedSlice,
+    Progress,
+    chunk_bytes_of,
+    labelled,
+    plan_whole,
+    stored_of,
+)
 from everstep.store.places import Place, place_of, root_of
 from everstep.store.ranges import Access
 from everstep.store.reader import Checkpoint, UnusableCheckpointError, open_in, read_small, unusable
@@ -83,14 +91,15 @@ def write_slices(
     name: str,
     slices: Iterable[tuple[str, Sequence[int], Box, Tensor]],
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     progress: Progress = lambda count: None,
 ) -> Part:
     """Write what this worker owns: (tensor, its whole shape, the box, the box's values)."""
     planned = [
         PlannedSlice(key, tuple(shape), box, stored_of(key, values)) for key, shape, box, values in slices
     ]
-    return place_of(root).write_part(step, name, planned, chunk_bytes=chunk_bytes, progress=progress)
+    chunk = chunk_bytes or chunk_bytes_of(sum(one.num_bytes for one in planned))
+    return place_of(root).write_part(step, name, planned, chunk_bytes=chunk, progress=progress)
 
 
 def write_description(
@@ -136,8 +145,11 @@ def commit(
     """Make a step whose parts are all written the newest checkpoint; of older ones, `keep` - 1 stay."""
     place = place_of(root)
     text = indexes.text_of(step, parts, meta, groups, tied)
+    data = text.encode()
+    if len(data) > indexes.MAX_INDEX_BYTES:  # it could not be read, and older ones would be removed for it
+        raise InternalError(f"the index of the checkpoint of step {step} would have {len(data)} bytes.")
     try:
-        index = indexes.parse(text.encode())
+        index = indexes.parse(data)
     except Refused as refused:
         raise InternalError(f"the parts of the checkpoint of step {step} do not fit: {refused}.") from refused
     name = place.commit(step, text, index.files)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK_BYTES = 128 << 10  # hashed as one: what a partial read may read too much, at either end
+HASHES = 1 << 13  # of one part, about; 16 bytes each in the index, which holds all parts of a checkpoint
 BLOCK_BYTES = 4 << 20  # read and written as one; a multiple of any chunk size we write
 Progress = Callable[[int], None]  # bytes done since the last call
 Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
@@ -59,6 +60,14 @@ def stored_of(name: str, tensor: Tensor) -> Stored:
     if dtype is None:
         raise UserError(f"tensor {name!r} is of {tensor.dtype}, which a checkpoint does not hold.")
     return Held(dtype, dtypes.array_of(tensor))
+
+
+def chunk_bytes_of(part_bytes: int) -> int:
+    """Larger chunks for larger parts: the index of a checkpoint must stay one that is read back."""
+    chunk = CHUNK_BYTES
+    while chunk < BLOCK_BYTES and part_bytes > HASHES * chunk:
+        chunk *= 2
+    return chunk
 
 
 def write_part(

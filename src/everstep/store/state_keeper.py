@@ -19,11 +19,12 @@ from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
 from everstep.engine.state.sharded import StateSlice, StoredState
-from everstep.engine.worker.ports import Groups, State, StateParts
+from everstep.engine.worker.ports import Groups, ReadTogether, State, StateParts
 from everstep.errors import UserError, clipped
 from everstep.job.job import Job
 from everstep.layout.box import Box
 from everstep.log import warn
+from everstep.net.shared_reads import SharedLoad
 from everstep.protocol.messages import (
     MemoryAddress,
     PartWritten,
@@ -37,6 +38,7 @@ from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
 from everstep.store.folder import parameter_of
 from everstep.store.index import TensorEntry
+from everstep.store.ranges import Access, RangeFile
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
 from everstep.store.saver import AsyncSaver
 
@@ -212,13 +214,19 @@ class StateKeeper:
     # -------------------------------------------------------------- in
 
     def load(
-        self, step: int, names: Sequence[str], directions: StateDirections, take: Callable[[State], None]
+        self,
+        step: int,
+        names: Sequence[str],
+        directions: StateDirections,
+        take: Callable[[State], None],
+        together: ReadTogether | None = None,
     ) -> bool:
         """Give `take` the tensors of these parameters, which are read as it asks for them. False: they cannot
-        be read; what it has taken then is of no use.
+        be read; what it has taken then is of no use. `together`: peers load the same from disk, and each byte
+        is read by one of them.
         """
         if not directions.copies:
-            return self._load_from_disk(step, set(names), take)
+            return self._load_from_disk(step, set(names), take, together)
         began = time.monotonic()
         holders = CopyHolders(directions)
         copied = _CopiedState(self._task, step, holders, self._source)
@@ -241,17 +249,49 @@ class StateKeeper:
         self._say(fetched)
         return is_whole
 
-    def _load_from_disk(self, step: int, wanted: set[str], take: Callable[[State], None]) -> bool:
+    def _load_from_disk(
+        self,
+        step: int,
+        wanted: set[str],
+        take: Callable[[State], None],
+        together: ReadTogether | None,
+    ) -> bool:
         try:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
+            if together is not None:
+                self._load_together(checkpoint, wanted, take, together)
+                return True
             try:
                 take(self._stored(checkpoint.tensors, wanted, checkpoint.read_box))
             finally:
                 checkpoint.close()
-        except UnusableCheckpointError as error:  # the coordinator has it verified, and chooses
+        except UnusableCheckpointError as error:
             warn(str(error))
-            return False
+            if together is not None and error.kind == "corrupt":  # or a peer has sent other bytes
+                return self._load_from_disk(step, wanted, take, None)
+            return False  # the coordinator has it verified, and chooses
         return True
+
+    def _load_together(
+        self,
+        checkpoint: Checkpoint,
+        wanted: set[str],
+        take: Callable[[State], None],
+        together: ReadTogether,
+    ) -> None:
+        load = together(_Storage(checkpoint))
+        shared = Checkpoint(_SharedFiles(load, str(checkpoint)), checkpoint.name, checkpoint.index)
+
+        def read(name: str, box: Box | None) -> Tensor:
+            load.counts = not self._job.optimizer.shard or name.startswith("model/")
+            return shared.read_box(name, box)
+
+        is_whole = False
+        try:
+            take(self._stored(checkpoint.tensors, wanted, read))
+            is_whole = True
+        finally:
+            load.end(whole=is_whole)
 
     # -------------------------------------------------------------- shards
 
@@ -332,6 +372,51 @@ def _with(
 def _per_element(name: str, shape: Sequence[int]) -> bool:
     """Not an optimizer's counters, nor what it keeps besides, nor the limits of sums."""
     return len(shape) > 0 and not name.startswith(BESIDE)
+
+
+# ------------------------------------------------------------------ a checkpoint that peers read together
+
+
+class _Storage:
+    """The files of a checkpoint, whole or not in this worker's memory. Closed by who reads last."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, file: str, at: int, out: memoryview) -> None:
+        if file not in self._checkpoint.index.files:  # a peer asks
+            raise KeyError(file)
+        self._checkpoint.file(file).read(at, out)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class _SharedFiles:
+    def __init__(self, load: SharedLoad, place: str) -> None:
+        self._load, self._place = load, place
+
+    def __str__(self) -> str:
+        return self._place
+
+    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
+        return _SharedFile(self._load, name)
+
+
+class _SharedFile:
+    bytes_read = 0  # counted where they are read
+
+    def __init__(self, load: SharedLoad, name: str) -> None:
+        self._load, self._name = load, name
+
+    def size(self) -> int:
+        raise NotImplementedError("the sizes were looked at before")
+
+    def read(self, offset: int, out: memoryview) -> None:
+        self._load.read(self._name, offset, out)
+
+    def close(self) -> None:
+        """The storage belongs to the load."""
 
 
 # ------------------------------------------------------------------ a copy in memory, read

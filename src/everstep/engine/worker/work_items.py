@@ -32,7 +32,7 @@ from everstep.engine.telemetry import bit_flips
 from everstep.engine.telemetry.op_times import Began, OpTimes
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
-from everstep.engine.worker.ports import Ports, StateParts
+from everstep.engine.worker.ports import Ports, ReadTogether, StateParts
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.engine.worker.voted_ops import Hashes, VotedOps
 from everstep.layout.box import whole
@@ -363,7 +363,14 @@ class WorkItems:
                 self._touched = True
             return True
         names, directions = list(self.stage.slots), self.control.directions
-        return self.ports.states.load(state_step, names, directions, partial(self._load, state_step))
+        load, together = partial(self._load, state_step), self._read_together(state_step)
+        return self.ports.states.load(state_step, names, directions, load, together)
+
+    def _read_together(self, state_step: int) -> ReadTogether | None:
+        """With the replicas of its stage that load the same; None: it is the only one."""
+        book, peers = self.control.book, self.state.mail.other_peers(state_step + 1)
+        at = {worker.replica: self.address(book[worker]) for worker in peers if worker in book}
+        return partial(self.plane.reads.begin, state_step, self.me.replica, at) if at else None
 
     def _all_have(self, mine: bool) -> bool:
         """A state that one shard could not load is gone for all."""
