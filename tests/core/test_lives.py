@@ -320,15 +320,6 @@ def test_a_hang_is_called_one_when_no_node_moves_and_names_the_rank_the_others_w
     cluster.tell(1, msg.RanksStill, still_s=12.0)
     assert len([order for order in cluster.sent if isinstance(order, msg.LocateRanks)]) == 2
 
-    def at(rank: int, number: int) -> RankPosition:
-        return RankPosition(
-            rank=rank,
-            at="train.py:9 in step",
-            is_inside_torch=True,
-            doing="all_reduce",
-            entered={"0": number},
-        )
-
     cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
     cluster.tell(1, msg.RanksLocated, positions=(at(2, 7), at(3, 8)))
     assert cluster.incident.what == "hang at rank 2: no rank has made progress for 12.0 s"
@@ -336,6 +327,91 @@ def test_a_hang_is_called_one_when_no_node_moves_and_names_the_rank_the_others_w
     because = "rank 2 has not entered collective 8 of process group 0, in which 3 ranks wait"
     assert because in [each.text for each in cluster.incident.evidence]
     assert len(cluster.begun) == 4
+
+
+def at(rank: int, number: int, **more: Any) -> RankPosition:
+    place = "train.py:9 in step"
+    return RankPosition(rank=rank, at=place, is_inside_torch=True, entered={"0": number}, **more)
+
+
+def looks(cluster: Cluster) -> int:
+    return len([order for order in cluster.sent if isinstance(order, msg.LocateRanks)])
+
+
+def test_a_spinning_rank_is_named_first_and_ended_when_it_is_still_in_the_same_place() -> None:
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    lives = cluster.task.lives
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=2.0)
+    assert looks(cluster) == 0
+    cluster.wait(3.0)
+    assert looks(cluster) == 2
+    spins = at(2, 7, is_busy=True, stack="spin (train.py)")
+    cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
+    cluster.tell(1, msg.RanksLocated, positions=(spins, at(3, 8)))
+    assert "rank 2 has not entered collective 8" in lives.suspicion
+    assert len(cluster.begun) == 2, "nothing is ended yet"
+    cluster.wait(5.0)
+    assert looks(cluster) == 4
+    cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
+    cluster.tell(1, msg.RanksLocated, positions=(spins, at(3, 8)))
+    assert cluster.incident.what == "hang at rank 2: no rank has made progress for 10.0 s"
+    assert any("; it uses a CPU" in each.text for each in cluster.incident.evidence)
+    assert len(cluster.begun) == 4
+    assert lives.suspicion == ""
+
+
+@pytest.mark.parametrize("seconds", [10.0, 1000.0])
+def test_a_rank_that_works_while_the_others_wait_is_told_of_and_left_alone(seconds: float) -> None:
+    """It writes a checkpoint, or evaluates: each time it is elsewhere."""
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=2.0)
+    passed, number = 0.0, 0
+    while passed < seconds:
+        cluster.wait(1.0)
+        passed += 1.0
+        if looks(cluster) > number:
+            number = looks(cluster)
+            works = at(0, 7, is_busy=True, stack=f"layer {number}")
+            cluster.tell(0, msg.RanksLocated, positions=(works, at(1, 8)))
+            cluster.tell(1, msg.RanksLocated, positions=(at(2, 8), at(3, 8)))
+    assert number > 2
+    assert len(cluster.begun) == 2
+    assert "rank 0 may be at work: its stack changes" in cluster.task.lives.suspicion
+
+
+def test_without_a_limit_a_hang_is_reported_and_nothing_is_ended_until_a_rank_moves() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=2.0)
+    cluster.wait(57.0)
+    assert looks(cluster) == 0
+    cluster.wait(1.0)
+    assert looks(cluster) == 2
+    cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
+    cluster.tell(1, msg.RanksLocated, positions=(at(2, 7), at(3, 8)))
+    assert "rank 2 has not entered collective 8" in cluster.task.lives.suspicion
+    assert len(cluster.begun) == 2
+    cluster.tell(1, msg.RanksMoved)
+    assert cluster.task.lives.suspicion == ""
+    cluster.wait(600.0)
+    assert looks(cluster) == 2
+
+
+def test_a_rank_that_moves_while_stacks_are_collected_is_no_hang() -> None:
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    cluster.now += 20
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=12.0)
+    cluster.tell(0, msg.RanksMoved)
+    cluster.tell(0, msg.RanksLocated, positions=(at(0, 8), at(1, 8)))
+    cluster.tell(1, msg.RanksLocated, positions=(at(2, 7), at(3, 8)))
+    assert len(cluster.begun) == 2
 
 
 def test_no_hang_while_one_node_moves() -> None:

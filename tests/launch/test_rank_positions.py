@@ -5,8 +5,8 @@ import json
 import pytest
 
 from everstep.core.faults.testimony import Suspects, suspects_of_hang
-from everstep.ranks.keeper import position
-from everstep.ranks.stillness import Stillness
+from everstep.ranks.keeper import Found, position
+from everstep.ranks.stillness import COUNTED_S, Stillness
 from everstep.ranks.words import Look
 
 LINE = """Thread 0x0000ffffaf14f1a0 (most recent call first):
@@ -67,7 +67,10 @@ def record(*entries: tuple[int, bool]) -> bytes:
 def suspect(
     stacks: dict[int, str], records: dict[int, bytes] | None = None, finished: tuple[int, ...] = ()
 ) -> Suspects:
-    found = [position(rank, (text, (records or {}).get(rank, b"")), None) for rank, text in stacks.items()]
+    found = [
+        position(rank, Found(stacks=(text,), record=(records or {}).get(rank, b"")))
+        for rank, text in stacks.items()
+    ]
     return suspects_of_hang(found, finished)
 
 
@@ -147,6 +150,34 @@ def test_threads_that_wake_up_now_and_then_do_not_hide_a_hang() -> None:
     for turn in range(60):
         watched.look("SS", [turn * 0.25 * 0.01, 0], after=0.25)  # 1 % of a core
     assert watched.still_s > 10
+
+
+def test_a_cpu_proves_nothing_once_collectives_are_counted_and_none_is_entered() -> None:
+    """Rank 1 spins, rank 0 waits for it; both have counted collectives until then."""
+    watched = Watched()
+
+    def look(entered: int, cpu_s: float) -> None:
+        watched.now += 0.25
+        both = {
+            rank: Look(state="R", cpu_s=cpu_s * rank, output_bytes=0, entered={"0": entered})
+            for rank in (0, 1)
+        }
+        watched.stillness.see(both, watched.now)
+
+    for turn in range(40):
+        look(turn // 4, turn * 0.25)
+        assert watched.still_s <= 1.25
+    for turn in range(40, 80):
+        look(9, turn * 0.25)
+    assert watched.still_s == pytest.approx(10 - COUNTED_S, abs=1.3)
+    assert [watched.stillness.is_busy(rank) for rank in (0, 1)] == [False, True]
+
+
+def test_a_rank_that_is_elsewhere_each_time_or_reads_a_file_has_no_stack_to_compare() -> None:
+    other = IN_SCRIPT.replace(" in ", " in other_")
+    assert position(0, Found(stacks=(IN_SCRIPT, IN_SCRIPT))).stack
+    assert not position(0, Found(stacks=(IN_SCRIPT, other))).stack
+    assert not position(0, Found(stacks=(IN_SCRIPT, IN_SCRIPT), reads_or_writes=True)).stack
 
 
 def test_a_rank_in_a_debugger_is_left_alone_for_as_long_as_it_takes() -> None:

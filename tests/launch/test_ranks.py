@@ -24,6 +24,7 @@ from everstep.launch.local.script_run import Ran, ScriptLaunch, ScriptRun
 from everstep.protocol.messages import RankRules
 from everstep.ranks import keeper
 from everstep.ranks.environment import RankPlace, rank_environment
+from everstep.ranks.fork_server import imports_of
 from everstep.ranks.output import OutputStream
 from everstep.ranks.rank_main import PARENT
 
@@ -345,6 +346,34 @@ if life == 0: read_batch() if rank == 1 else waiting.all_reduce()
     assert "read_batch" in told.file(0, 1, "stacks.txt")
 
 
+def test_a_spinning_rank_is_found_by_the_collectives_that_none_enters(run: Run, tmp_path: Path) -> None:
+    """A folder `torch` beside the script stands for PyTorch: it counts collectives as process groups do."""
+    inside = tmp_path / "torch" / "distributed"
+    inside.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (inside / "__init__.py").write_text("")
+    (inside / "distributed_c10d.py").write_text(
+        "import time, types\nclass Group:\n    entered = 0\n"
+        "    def _get_sequence_number_for_group(self): return self.entered\n"
+        "group = Group()\n_world = types.SimpleNamespace(pg_names={group: '0'})\n"
+        "def all_reduce():\n    group.entered += 1\n    time.sleep(0.05 if group.entered < 9 else 60)\n"
+    )
+    told = run(
+        "import torch.distributed.distributed_c10d as dist\n"
+        "def spin():\n    while True: pass\n"
+        "while life == 0: spin() if rank == 1 and dist.group.entered == 8 else dist.all_reduce()\n",
+        hang_after_s=3.0,
+    )
+    assert told.ran.code == 0
+    assert told.incident["rank"] == 1
+    assert told.incident["verdict"] == "task hang"
+    assert "ank 1 is at script.py:6 in spin, outside torch" in told.incident["because"]
+    first = next(n for n, line in enumerate(told.said) if "Nothing is ended" in line)
+    ended = next(n for n, line in enumerate(told.said) if "SIGTERM" in line)
+    assert first < ended
+    assert "rank 1 is at script.py" in told.said[first]
+
+
 def test_a_rank_that_leaves_early_is_named_by_those_who_wait_for_it(run: Run, waiting: str) -> None:
     told = run(waiting + "if rank == 0 and life == 0: waiting.all_reduce()", hang_after_s=3.0)
     assert told.incident["rank"] == 1
@@ -390,6 +419,48 @@ def test_ranks_can_be_forked_from_a_process_that_has_loaded_their_modules(run: R
     assert told.ran.code == 0
     assert told.incident["what"] == "rank 1 killed by SIGKILL"
     assert told.file(1, 0, "stdout.log") == "True __main__ True\n"
+
+
+def test_what_a_script_imports_is_loaded_once_and_what_cannot_be_shared_is_left_to_its_ranks(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks print which process has loaded each module: theirs, or the one they were forked from."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "heavy.py").write_text("import os\npid = os.getpid()\n")
+    (installed / "broken.py").write_text("raise RuntimeError('not here')\n")
+    threaded = "import os, threading, time\npid = os.getpid()\n"
+    threaded += "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (installed / "threaded.py").write_text(threaded)
+    (tmp_path / "own.py").write_text("import os\npid = os.getpid()\n")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
+    told = run(
+        "import heavy, threaded, own\n"
+        "print([module.pid == os.getpid() for module in (heavy, threaded, own)], flush=True)\n"
+        "try:\n    import broken\nexcept RuntimeError as error:\n    print(error)\n"
+    )
+    assert told.ran.code == 0
+    assert told.file(0, 0, "stdout.log") == "[False, True, True]\nnot here\n"
+
+
+def test_imports_are_read_up_to_where_the_script_changes_what_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from __future__ import annotations\nimport os\nimport numpy as np\nfrom torch import nn\n"
+        "from . import near\nlog = print\ndef main():\n    os.environ['A'] = '1'\n"
+        "os.environ.setdefault('X', '1')\nimport safetensors\n"
+    )
+    assert imports_of([str(script)], str(tmp_path)) == ["numpy", "torch:nn"]
+    script.write_text("import os, everstep\n")
+    assert imports_of([str(script)], str(tmp_path)) == []
+    script.write_text("import torch\nthis is no Python\n")
+    assert imports_of([str(script)], str(tmp_path)) == []
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__main__.py").write_text("import torch.distributed\n")
+    (package / "__init__.py").write_text("raise RuntimeError('it is not imported')\n")
+    assert imports_of(["-m", "package"], str(tmp_path)) == ["torch.distributed"]
 
 
 def test_a_module_that_cannot_be_preloaded_is_left_to_the_script(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everstep.node.worker import AgentLine
+from everstep.node.line_to_agent import AgentLine
 from everstep.protocol.messages import EndWorker, WorkerHello
 from everstep.protocol.ops import Worker
 

@@ -104,7 +104,9 @@ def submit_command(
         typer.Option(
             metavar="MODULE",
             rich_help_panel=_SCRIPTS,
-            help="Import this module once per node and fork ranks from there; usually torch. Repeatable.",
+            show_default="auto",
+            help="Import this module once per node and fork ranks from there. auto: what the script imports. "
+            "none: nothing. Repeatable.",
         ),
     ] = None,
     log_dir: Annotated[

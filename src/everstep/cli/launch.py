@@ -154,7 +154,8 @@ def ray_command(
         float, typer.Option(metavar="SECONDS", min=0, help="Of a script: time from SIGTERM to SIGKILL.")
     ] = 5.0,
     preload: Annotated[
-        list[str] | None, typer.Option(metavar="MODULE", help="Of a script: import it once per node.")
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Of a script: import it once per node; or none."),
     ] = None,
     log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Of a script: a file per rank.")] = None,
     as_json: Annotated[

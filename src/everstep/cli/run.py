@@ -152,8 +152,9 @@ def run_command(
         typer.Option(
             metavar="MODULE",
             rich_help_panel=_ANY,
+            show_default="auto",
             help="Import this module once and fork every rank from there, for faster restarts. "
-            "Usually torch. Repeatable.",
+            "auto: what the script imports. none: nothing. Repeatable.",
         ),
     ] = None,
     snapshot_dir: Annotated[
@@ -183,7 +184,7 @@ def run_command(
 
       everstep run --nproc 2 --hang-after 60 examples/torchrun_style.py --steps 50
 
-      everstep run --nproc gpu --max-restarts 10 --preload torch train.py
+      everstep run --nproc gpu --max-restarts 10 --preload none train.py
 
       everstep run --nproc 8 --nnodes 2:4 --rdzv-endpoint head:29400 train.py
     """
@@ -231,7 +232,7 @@ def run_command(
         max_restarts=max_restarts,
         hang_after_s=hang_after,
         grace_s=5.0 if grace is None else grace,
-        preload=preload or [],
+        preload=preload or ["auto"],
         log_dir=log_dir or Path("runs"),
         snapshot_dir=snapshot_dir,
     )

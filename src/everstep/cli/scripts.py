@@ -74,7 +74,7 @@ class ScriptCommand:
     max_restarts: int = 3
     hang_after_s: float | None = None
     grace_s: float = 5.0
-    preload: list[str] = field(default_factory=list)
+    preload: list[str] = field(default_factory=lambda: ["auto"])
     log_dir: Path = Path("runs")
     snapshot_dir: Path | None = None
     role: str = "default"

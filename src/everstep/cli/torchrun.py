@@ -18,7 +18,7 @@ from everstep.errors import EverstepError, UserError
 
 # Accepted and without effect: how Everstep does it is beside them.
 _UNUSED = {
-    "start-method": "ranks are started as processes of their own, or forked with --preload",
+    "start-method": "ranks are forked from a process that has loaded their modules; see --preload",
     "monitor-interval": "the end of a rank is seen at once",
     "event-log-handler": "events are in the coordinator's journal",
     "metrics-cfg": "metrics are at /metrics of the coordinator",
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     _option(own, "--hang-after", default="", help="seconds without progress of any rank, then restart")
     _option(own, "--grace", default="5", help="seconds from SIGTERM to SIGKILL")
     _option(own, "--snapshot-dir", default="", help="states of everstep.snapshot are also written there")
-    _option(own, "--preload", default="", help="modules to import once and fork ranks from: torch")
+    _option(own, "--preload", default="auto", help="modules to import once and fork ranks from; or none")
     for name in _UNUSED:
         short = {"redirects": ["-r"], "tee": ["-t"]}.get(name, [])
         _option(made, f"--{name}", *short, default="", help=argparse.SUPPRESS)

@@ -207,12 +207,12 @@ class RayRun:
             )
             self._start_agent(order, address, token, strategy, restarts=-1)
         client.post("/v1/tasks", launch.task)
-        told = ""
+        told = ("", "")
         while True:
             task: dict[str, Any] = client.get(f"/v1/tasks/{launch.name}")
-            for line in (lines := told_of(client, task, told))[1:]:
+            told, lines = told_of(client, task, told)
+            for line in lines:
                 self._note(line)
-            told = lines[0]
             if task["state"] in OVER:
                 self._note(f"task {launch.name} is {task['state']}: {task['because']}")
                 return task

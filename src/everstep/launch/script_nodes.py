@@ -104,7 +104,7 @@ class RunOnNodes:
             ),
             say=lambda text: None,
         )
-        self.agent.warm_up()
+        self.agent.warm_up(trains=False)
         agent = asyncio.create_task(self.agent.run())
         followed = Followed(words, run.output)
         try:
@@ -180,7 +180,7 @@ class RunOnNodes:
                 raise
 
     async def _until_over(self, client: Client, agent: asyncio.Task[None], followed: Followed) -> None:
-        heard_at, told = time.monotonic(), ""
+        heard_at, told = time.monotonic(), ("", "")
         while not agent.done():
             followed.look()
             try:
@@ -192,7 +192,7 @@ class RunOnNodes:
                     return
                 await asyncio.sleep(LOOK_S)
                 continue
-            told, *lines = await asyncio.to_thread(told_of, client, task, told)
+            told, lines = await asyncio.to_thread(told_of, client, task, told)
             for line in lines:
                 say(line)
             if task["state"] in OVER:
@@ -212,17 +212,19 @@ class RunOnNodes:
             await asyncio.sleep(0.1)
 
 
-def told_of(client: Client, task: Any, told: str) -> list[str]:
-    """What is now to be remembered as told; then the lines to tell, if it has changed since `told`."""
+def told_of(client: Client, task: Any, told: tuple[str, str]) -> tuple[tuple[str, str], list[str]]:
+    """What is now to be remembered as told (a life, a suspicion); then the lines to tell."""
     script = task["script"]
     if script is None or not script["world"]:
-        return [told]
-    now = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
-    if now == told:
-        return [told]
-    numbers = task["incidents"][-1:] if told else ()
-    whats = [f"incident {n}: {client.get(f'/v1/incidents/{n}')['what']}" for n in numbers]
-    return [now, now, *whats]
+        return told, []
+    life = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
+    suspicion = script.get("suspicion", "")
+    lines = [f"{suspicion}. Nothing is ended."] if suspicion and suspicion != told[1] else []
+    if life != told[0]:
+        numbers = task["incidents"][-1:] if told[0] else ()
+        whats = [f"incident {n}: {client.get(f'/v1/incidents/{n}')['what']}" for n in numbers]
+        lines += [life, *whats]
+    return (life, suspicion), lines
 
 
 class Followed:

@@ -52,11 +52,10 @@ from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps, recorded
 from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.stacks import stacks_of
-from everstep.node.worker_processes import NodeSettings, WorkerProcesses
+from everstep.node.worker_processes import NodeSettings, TaskHere, WorkerProcesses
 from everstep.protocol import messages as msg
 from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
-from everstep.protocol.messages import TaskNeeds
 from everstep.protocol.ops import parse_worker
 from everstep.protocol.table import PROTOCOL
 from everstep.store.memory_server import MemoryServer
@@ -105,7 +104,7 @@ class Agent:
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
         self.devices = NodeDevices()
         self._news = asyncio.Event()
-        self._servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
+        self._servers: dict[tuple[int, tuple[str, ...], bool], ForkServer] = {}
         self._welcomed = False
         self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last printed
         self._beside: set[asyncio.Task[None]] = set()
@@ -185,9 +184,9 @@ class Agent:
             for server in self._servers.values():
                 server.close()
 
-    def warm_up(self, threads: int = 1) -> None:
-        """Load torch before the first worker is asked for."""
-        self._servers[threads, ()] = ForkServer(threads=threads).start()
+    def warm_up(self, *, trains: bool = True) -> None:
+        """Load torch before the first worker is asked for; for a script's ranks, what their keeper needs."""
+        self._servers[1, (), trains] = ForkServer(trains=trains).start()
 
     # -------------------------------------------------------------- decisions
 
@@ -225,10 +224,12 @@ class Agent:
                 self._report(found, None)
             await asyncio.sleep(every_s)
 
-    def _fork_server(self, needs: TaskNeeds) -> ForkServer:
-        key = (needs.threads, needs.modules)
+    def _fork_server(self, task: TaskHere) -> ForkServer:
+        needs, trains = task.needs, task.ranks is None
+        key = (needs.threads, needs.modules, trains)
         if key not in self._servers:
-            self._servers[key] = ForkServer(threads=needs.threads, preload=needs.modules).start()
+            made = ForkServer(threads=needs.threads, preload=needs.modules, trains=trains)
+            self._servers[key] = made.start()
         return self._servers[key]
 
     async def _has_left(self) -> None:

@@ -32,7 +32,8 @@ from everstep.log import warn
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
-_ALWAYS = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
+_TRAINING = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
+_KEEPING = ("everstep.node.keep_ranks",)
 
 # A worker needs the memory it frees a moment later, so it keeps it. Giving it back and faulting it in again
 # took 8 % of a step with mimalloc, which aarch64 builds of torch use. Others use glibc, which by itself gives
@@ -68,13 +69,20 @@ class ForkServerDied(EverstepError):
 class ForkServer:
     """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
     loaded. `preload`: modules that workers will want besides; one that cannot be imported is left to them.
-    `answer_s`: after so long without an answer it counts as hung.
+    `trains` off: it forks keepers of ranks, which need no torch. `answer_s`: after so long without an answer
+    it counts as hung.
     """
 
     def __init__(
-        self, *, threads: int = 1, preload: tuple[str, ...] = (), answer_s: float = ANSWER_S
+        self,
+        *,
+        threads: int = 1,
+        preload: tuple[str, ...] = (),
+        trains: bool = True,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._threads, self._preload, self.answer_s = threads, preload, answer_s
+        self._always = _TRAINING if trains else _KEEPING
         self.warm = False
         self.number = 0  # of servers started so far
         self._socket: socket.socket | None = None
@@ -83,7 +91,8 @@ class ForkServer:
 
     def start(self) -> ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), *self._preload]
+        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno())]
+        command += [",".join(self._always), *self._preload]
         threads = {
             OUTER_THREADS: os.environ.get("OMP_NUM_THREADS", ""),
             "OMP_NUM_THREADS": str(self._threads),
@@ -185,8 +194,8 @@ def exit_reason(pid: int) -> str:
 # ------------------------------------------------------------------ the fork server itself
 
 
-def serve(fd: int, preload: list[str]) -> None:
-    for name in _ALWAYS:
+def serve(fd: int, always: list[str], preload: list[str]) -> None:
+    for name in always:
         importlib.import_module(name)
     for name in preload:
         with contextlib.suppress(Exception):  # a worker that needs it will say what is wrong
@@ -245,9 +254,8 @@ def _live(spec: dict[str, Any], output: str) -> None:
         os.dup2(words, 1)
         os.dup2(words, 2)
         log.start(form="text")
-        from everstep.node import worker
-
-        code = worker.main(spec)
+        kind = "worker" if spec.get("ranks") is None else "keep_ranks"
+        code = importlib.import_module(f"everstep.node.{kind}").main(spec)
     except BaseException:
         warn(traceback.format_exc())
     finally:
@@ -260,5 +268,5 @@ def _live(spec: dict[str, Any], output: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
-    serve(int(sys.argv[1]), sys.argv[2:])
+    serve(int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

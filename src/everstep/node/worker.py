@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -39,7 +37,7 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
-from everstep.errors import MOST_TRACEBACK, PeerError, UserError, clipped
+from everstep.errors import MOST_TRACEBACK, UserError, clipped
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
@@ -47,29 +45,21 @@ from everstep.net import nccl
 from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.net.sockets import allow_many_files
 from everstep.node import slot_devices
-from everstep.node.fork_server import outer_environment
 from everstep.node.lifeline import Lifeline
+from everstep.node.line_to_agent import AgentLine, call_agent
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.stacks import answer_to_signal
 from everstep.node.steer import steering_from, watch_links
 from everstep.protocol import shard_messages as sh
-from everstep.protocol.codec import Unpacker, pack
 from everstep.protocol.messages import (
-    EndWorker,
-    FromWorker,
     PartWritten,
-    RankOrder,
-    RankRules,
     SaveFailed,
     Sender,
     ShardEnded,
     StateFetched,
     TimesReported,
-    WorkerHello,
-    WorkerOrder,
     WorkerReport,
 )
-from everstep.ranks import keeper
 from everstep.store.state_keeper import StateKeeper
 
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
@@ -79,12 +69,10 @@ def main(given: Mapping[str, Any]) -> int:
     """Run the worker that a `WorkerSpec` describes; the process's exit code."""
     spec = WorkerSpec.from_dict(given)
     allow_many_files()  # a connection each way with every peer
-    if spec.ranks is not None:
-        return _keep_ranks(spec, spec.ranks)
     try:
         job = _surrounded(Job.from_dict(spec.job))
     except UserError as error:  # the job was submitted to another version, or its folder is not here
-        _call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
+        call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
         return 1
     folder = None if spec.beacon_path is None else spec.beacon_path.parent
     group = fork(job.shards, spec.host, folder) if job.shards > 1 else None
@@ -97,7 +85,7 @@ def main(given: Mapping[str, Any]) -> int:
     if spec.lifeline is not None:
         lifeline = Lifeline(spec.lifeline)
         lifeline.hold()  # until the end
-    line = _call_agent(spec)
+    line = call_agent(spec)
     try:
         _run(spec, job, line, group)
     except SystemExit as ended:
@@ -125,35 +113,6 @@ def _surrounded(job: Job) -> Job:
     return job
 
 
-def _keep_ranks(spec: WorkerSpec, rules: RankRules) -> int:
-    """In a script task the worker is all ranks of this node: they are processes of their own."""
-    if spec.lifeline is not None:
-        Lifeline(spec.lifeline).hold()  # until the end
-    line, inbox = _call_agent(spec), keeper.Inbox()
-    line.listen(inbox)
-    environment = {**outer_environment(), **rules.environment}
-    if spec.devices:
-        there = tuple(slot_devices.SlotDevice(*device) for device in spec.devices)
-        chosen = dict.fromkeys(there[slot % len(there)].uuid for slot in spec.slots)
-        environment[slot_devices.VISIBLE] = ",".join(chosen)
-    settings = keeper.KeeperSettings(
-        sender=spec.sender,
-        rules=rules,
-        host=spec.host,
-        logs=Path(spec.logs),
-        environment=environment,
-        order=spec.order,
-        secret=spec.secret,
-    )
-    try:
-        return keeper.keep(settings, line.say, inbox)
-    except BaseException as error:
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        line.say(raised(spec.sender, text, where="keeping ranks", traceback=traceback.format_exc(limit=50)))
-        warn(traceback.format_exc())
-        return 1
-
-
 def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
     """Before CUDA is touched."""
     there = tuple(slot_devices.SlotDevice(*device) for device in spec.devices)
@@ -161,15 +120,6 @@ def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
     shared = slot_devices.sharers(len(there), slots=spec.slots_on_node) > 1
     forced = job.transport == "nccl" or job.shards > 1
     nccl.prepare(spec.host, alone=device is not None and (device.is_instance or (forced and shared)))
-
-
-def _call_agent(spec: WorkerSpec) -> AgentLine:
-    agent = socket.socket(socket.AF_UNIX)
-    agent.connect(spec.agent)
-    line = AgentLine(agent)
-    task, worker, incarnation = spec.sender
-    line.say(WorkerHello(task=task, worker=worker, incarnation=incarnation, pid=os.getpid()))
-    return line
 
 
 def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
@@ -409,31 +359,3 @@ class _Pipe:
     def say(self, report: WorkerReport) -> None:
         if isinstance(report, PartWritten | SaveFailed | StateFetched):
             self._group.tell(sh.ShardReports(report=report))
-
-
-class AgentLine:
-    """A worker's line to the agent that started it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
-        self.where: Callable[[], str] = lambda: "starting"
-        self.over = False  # the worker is leaving, and so are its shards
-
-    def say(self, message: FromWorker) -> None:
-        data = pack(message)
-        with self._lock:
-            self._socket.sendall(data)
-
-    def listen(self, inbox: queue.SimpleQueue[Any] | keeper.Inbox) -> None:
-        threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
-
-    def _listen(self, inbox: queue.SimpleQueue[Any] | keeper.Inbox) -> None:
-        unpacker = Unpacker(WorkerOrder | RankOrder)
-        try:
-            while data := self._socket.recv(1 << 16):
-                for order in unpacker.feed(data):
-                    inbox.put(order)
-        except (OSError, PeerError) as error:  # reset: the agent has left a report unread
-            warn(f"the line to the agent: {error}")
-        inbox.put(EndWorker(gently=False))  # the agent is gone, and so must its worker be

@@ -124,7 +124,7 @@ class WorkerProcesses:
         loop: Loop,
         machine: NodeProcesses,
         report: Report,
-        fork_server: Callable[[TaskNeeds], ForkServer],
+        fork_server: Callable[[TaskHere], ForkServer],
         decide: Decide | None = None,
         beside: Callable[[Callable[[], Any], Done], None] = at_once,
         devices: NodeDevices | None = None,
@@ -322,7 +322,7 @@ class WorkerProcesses:
             because = self._unreadable.get(order.task, "its job is not here")
             self.happened(ag.SpawnFailed(sender, because))
             return
-        server = self._fork_server(self.tasks[order.task].needs)
+        server = self._fork_server(self.tasks[order.task])
         if action.fresh_server:
             server.replace()
         self._forking[sender] = server

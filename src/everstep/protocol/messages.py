@@ -407,7 +407,7 @@ class RankRules:
     hang_after_s: float | None = None
     grace_s: float = 5.0  # from SIGTERM to SIGKILL
     join_s: float = 5.0  # with enough nodes to begin, so long for more that are on their way
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ("auto",)  # loaded once per node; auto: what the script imports; none
     port: int = 0  # of the store; 0: a free one for each life
     logs: str = ""  # folder of files per rank; empty: the agent chooses
     role: str = "default"  # ROLE_NAME
@@ -425,6 +425,9 @@ class RankPosition:
     entered: Mapping[str, int] = field(default_factory=dict)  # by process group: its last collective
     doing: str = ""  # torch's all_reduce
     step: int | None = None  # as it said last
+    is_busy: bool = False  # it uses a CPU
+    stack: str = ""  # its functions, innermost first; empty: unknown, or they change from moment to moment
+    num_ops: int = 0  # collectives and messages so far, by the flight recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,13 +504,16 @@ class RankFailed(RankReport, WorkerReport):
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make no progress for {still_s:.1f} s")
 class RanksStill(RankReport, WorkerReport):
-    """None of them has used a CPU, written anything or told a step for so long."""
+    """None of them has entered a collective, written anything or told a step for so long; nor used a CPU, if
+    it has no process group.
+    """
 
     task: str
     worker: Worker
     incarnation: int
     life: int
     still_s: float
+    tells_steps: bool = False  # it is by these that they are late, whatever else they do
 
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make progress again")

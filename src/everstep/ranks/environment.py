@@ -71,11 +71,16 @@ def _identity(place: RankPlace) -> dict[str, str]:
     }
 
 
-def _unset(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
-    wanted = {
-        **FOR_DIAGNOSIS,
-        "TORCH_FR_DUMP_TEMP_FILE": str(place.folder / "collectives_rank_"),  # PyTorch adds it
-    }
-    if place.ranks_here > 1:  # as torchrun: not every rank may take all cores
+def unset_by_user(inherited: Mapping[str, str], ranks_here: int) -> dict[str, str]:
+    """What a process of this node's ranks gets besides, whichever rank it is."""
+    wanted = dict(FOR_DIAGNOSIS)
+    if ranks_here > 1:  # as torchrun: not every rank may take all cores
         wanted["OMP_NUM_THREADS"] = "1"
     return {name: value for name, value in wanted.items() if name not in inherited}
+
+
+def _unset(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
+    wanted = unset_by_user(inherited, place.ranks_here)
+    if "TORCH_FR_DUMP_TEMP_FILE" not in inherited:
+        wanted["TORCH_FR_DUMP_TEMP_FILE"] = str(place.folder / "collectives_rank_")  # PyTorch adds it
+    return wanted

@@ -1,8 +1,11 @@
 """How a rank's process comes to be: started as any Python is, or forked from one that has loaded torch.
 
-Loading torch takes seconds, and after a fault everybody waits for it. With `--preload torch` one process, the
-fork server, loads it once and is forked for every rank of every life. That changes what a script can count on
-(torch reads some environment variables while it is loaded), so it is the person's choice.
+Loading torch takes seconds, and after a fault all ranks wait for it. So one process per node, the fork
+server, loads what the script imports (`imports_of`; `--preload` names other modules, or none) and is forked
+for every rank of every life. It has the environment of the ranks, runs no operation and touches no GPU. What
+cannot be shared that way is not: a module that starts a thread or initialises CUDA while it is imported is
+left out, by a fork server that begins again without it; so is one that cannot be imported. What the script
+imports after it has changed its environment or `sys.path`, and its own modules, are left to the ranks.
 
 Either way a rank leads a process group of its own: its children are in it, and end with it. A dead rank
 is not reaped before its group has been killed, so that no stranger can get its number in between.
@@ -10,15 +13,17 @@ is not reaped before its group has been killed, so that no stranger can get its 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import importlib.machinery
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +32,8 @@ from everstep.errors import EverstepError
 from everstep.ranks.rank_main import PARENT
 
 _COMMAND = (sys.executable, "-m", "everstep.ranks.fork_server")
+AUTO, NONE = "auto", "none"  # in `preload`: what the script imports; nothing
+WARM_S = 120.0  # to load it, from a slow disk on a busy machine
 _LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their first use; as slow as torch itself
 
 
@@ -122,22 +129,29 @@ class ForkedRank:
 
 
 class ForkingStarter:
-    """`preload`: modules to load before the first fork."""
+    """`preload`: modules to load before the first fork, each with names that it is asked for (module:name).
+    `environment`: of the ranks. `is_chosen`: by a person, who is told what goes wrong.
+    """
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        self._preload = tuple(preload)
+    def __init__(
+        self, preload: Sequence[str], environment: Mapping[str, str], *, is_chosen: bool = True
+    ) -> None:
+        self._preload, self._environment, self._is_chosen = tuple(preload), environment, is_chosen
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def open(self) -> ForkingStarter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        settings = json.dumps({"preload": self._preload, "is_chosen": self._is_chosen})
+        said = None if self._is_chosen else subprocess.DEVNULL  # the script says it again
         with theirs:
             self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno()), str(os.getpid()), *self._preload],
-                env=env,
+                [*_COMMAND, str(theirs.fileno()), str(os.getpid()), settings],
+                env={name: value for name, value in self._environment.items() if name != "EVERSTEP_TOKEN"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
                 start_new_session=True,
             )
         self._socket = ours
@@ -148,8 +162,10 @@ class ForkingStarter:
         assert self._socket is not None, "the fork server is not open"
         answer = b""
         with contextlib.suppress(OSError):
+            self._socket.settimeout(WARM_S)
             self._socket.send(json.dumps({"ping": True}).encode())
             answer = self._socket.recv(64)
+            self._socket.settimeout(None)
         if not answer:
             raise self._failed()
 
@@ -165,7 +181,7 @@ class ForkingStarter:
 
     @property
     def fork_store(self) -> Callable[[int], int] | None:
-        if "torch" not in self._preload:
+        if not any(name.partition(":")[0].partition(".")[0] == "torch" for name in self._preload):
             return None
         return lambda fd: self._ask({"store": True}, [fd])[1]
 
@@ -188,12 +204,46 @@ class ForkingStarter:
             self._process.wait()
 
 
-def _serve(fd: int, preload: Sequence[str]) -> None:
-    for name in preload:
-        importlib.import_module(name)
-        for more in _LATER.get(name, ()):
+def _load(preload: Sequence[str], *, is_chosen: bool) -> None:
+    """What was chosen must be there; of what a script imports, what can be shared is."""
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401 - its BLAS may start threads, and sees to them when it is forked
+    threads = _num_threads()
+    for number, name in enumerate(preload):
+        try:
+            _import(name)
+        except BaseException:
+            if is_chosen:
+                raise
+            preload = preload[:number]  # the script raises here, or has another way
+            break
+        if not is_chosen and (_num_threads() > threads or _has_cuda()):
+            settings = {"preload": [*preload[:number], *preload[number + 1 :]], "is_chosen": False}
+            os.execv(sys.executable, [*_COMMAND, sys.argv[1], sys.argv[2], json.dumps(settings)])
+
+
+def _import(name: str) -> None:
+    module, _, names = name.partition(":")
+    loaded = importlib.import_module(module)
+    for each in filter(None, names.split(",")):
+        if not hasattr(loaded, each):  # a module below it, or one that loads its parts when they are used
             with contextlib.suppress(ImportError):
-                importlib.import_module(more)
+                importlib.import_module(f"{module}.{each}")
+    for more in _LATER.get(module.partition(".")[0], ()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(more)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_cuda() -> bool:
+    return "torch.cuda" in sys.modules and bool(sys.modules["torch.cuda"].is_initialized())
+
+
+def _serve(fd: int, settings: Mapping[str, Any]) -> None:
+    _load(settings["preload"], is_chosen=settings["is_chosen"])
     line = socket.socket(fileno=fd)
     server = os.getpid()
     while True:
@@ -248,9 +298,88 @@ def _live(request: dict[str, Any], fds: list[int], server: int) -> None:
     sys.exit(0)
 
 
+# ------------------------------------------------------------------ what a script imports
+
+
+def imports_of(command: Sequence[str], folder: str) -> list[str]:
+    """`module` or `module:name,name`, in order: installed modules that a script imports at its beginning.
+    Empty: there is nothing worth loading once for all ranks.
+    """
+    path = _script_path(command, folder)
+    try:
+        tree = ast.parse(path.read_bytes()) if path is not None else None
+    except (OSError, SyntaxError, ValueError):  # the script says it better
+        tree = None
+    own = [] if path is None else [str(path.resolve().parent)]  # where Python looks first
+    found = [name for name in _imports(tree) if _is_installed(name, own)] if tree is not None else []
+    roots = {name.partition(":")[0].partition(".")[0] for name in found}
+    return found if roots - {"everstep"} else []
+
+
+def _script_path(command: Sequence[str], folder: str) -> Path | None:
+    if command[0] != "-m":
+        return Path(folder, command[0])
+    root, *rest = command[1].split(".")
+    spec = importlib.machinery.PathFinder.find_spec(root, [folder, *sys.path])
+    if spec is None or spec.origin is None:
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin)
+    inside = Path(spec.submodule_search_locations[0], *rest)
+    return inside / "__main__.py" if inside.is_dir() else inside.with_suffix(".py")
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for statement in tree.body:
+        match statement:
+            case ast.Import():
+                yield from (alias.name for alias in statement.names)
+            case ast.ImportFrom(module=str(module), level=0) if module != "__future__":
+                names = ",".join(alias.name for alias in statement.names if alias.name != "*")
+                yield f"{module}:{names}" if names else module
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass
+            case _ if any(map(_changes_surroundings, ast.walk(statement))):
+                return
+
+
+def _changes_surroundings(node: ast.AST) -> bool:
+    """A variable that is only read is no change."""
+    match node:
+        case ast.Attribute(attr="path", value=ast.Name(id="sys")):
+            return True
+        case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
+            return _ends_with(value, {"environ"})
+        case ast.Call(func=ast.Attribute(attr=name, value=value)) if _ends_with(value, {"environ"}):
+            return name not in ("get", "copy", "items", "keys", "values")
+        case ast.Call(func=func):
+            return _ends_with(func, {"putenv", "unsetenv", "load_dotenv"})
+        case _:
+            return False
+
+
+def _ends_with(node: ast.AST, names: set[str]) -> bool:
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name in names
+        case _:
+            return False
+
+
+def _is_installed(name: str, own: list[str]) -> bool:
+    """Not the script's own, nor of a tree that is being worked on, nor Python's, which costs little."""
+    root = name.partition(":")[0].partition(".")[0]
+    if root in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(root, own) is not None:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(root, sys.path)
+    if spec is None or spec.origin is None:
+        return False
+    return root == "everstep" or bool({"site-packages", "dist-packages"} & set(Path(spec.origin).parts))
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from everstep.ranks.rank_main import die_with_parent
 
     die_with_parent(int(sys.argv[2]))
-    _serve(int(sys.argv[1]), sys.argv[3:])
+    _serve(int(sys.argv[1]), json.loads(sys.argv[3]))

@@ -180,6 +180,8 @@ class RankGroup:
                 self.serve_store()
             case "recorded":
                 rank.is_recorded = True
+            case "counted" if isinstance(entered := message.get("entered"), dict):
+                rank.entered = {name: number for name, number in entered.items() if isinstance(number, int)}
             case "progress" if isinstance(step := message.get("step"), int):
                 tokens = message.get("tokens")
                 self._happened(
@@ -281,6 +283,11 @@ class RankGroup:
         """A rank may leave all work to its children."""
         for rank in self.ranks.values():
             rank.family_cpu_s = rank_looks.family_cpu_s(rank.process.pid)
+
+    def ask_for_counts(self) -> None:
+        for rank in self.ranks.values():
+            if rank.has_torch:
+                rank.ask(count=True)
 
     def looks(self) -> dict[int, words.Look]:
         return {number: found for number, rank in self.ranks.items() if (found := rank.look()) is not None}

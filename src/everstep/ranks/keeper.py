@@ -33,8 +33,8 @@ from everstep.protocol import messages as msg
 from everstep.protocol.messages import RankPosition, RankRules, Sender
 from everstep.ranks import looks as rank_looks
 from everstep.ranks import words
-from everstep.ranks.environment import RankPlace
-from everstep.ranks.fork_server import ForkingStarter, PlainStarter, RankStarter
+from everstep.ranks.environment import RankPlace, unset_by_user
+from everstep.ranks.fork_server import AUTO, NONE, ForkingStarter, PlainStarter, RankStarter, imports_of
 from everstep.ranks.group import RankGroup, rank_folder
 from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS, STACKS_SIGNAL
 from everstep.ranks.running_rank import RunningRank
@@ -42,14 +42,16 @@ from everstep.ranks.snapshots import NodeMemory
 from everstep.ranks.stillness import Stillness
 
 LOOK_EVERY_S = 0.25
-FAMILY_EVERY_S = 1.0
+FAMILY_EVERY_S = 1.0  # also how often ranks are asked for their number of collectives
 STILL_S = 2.0  # without progress, after which the coordinator hears of it; then each time it has doubled
 STOPPED_PATIENCE_S = 5.0
 LAST_WORDS_S = 0.5  # a rank that has raised may end by itself for so long
 PROGRESS_EVERY_S = 1.0
 KILL_EVERY_S = 1.0  # what is being killed may have forked meanwhile
 ANSWER_S = 1.5  # for ranks to write their stacks and records
-LEAST_ANSWER_S = 0.2  # a stack that is half written would blame the wrong rank
+SAMPLES, SAMPLE_EVERY_S = 3, 0.15  # of a rank's stack: one that works is elsewhere each time
+LEAST_ANSWER_S = 0.2  # after the last of them: a stack that is half written would blame the wrong rank
+BUSY_IO_BYTES = 1 << 16  # while stacks are taken; who reads or writes more than this is at work
 IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
 
 Say = Callable[[Any], None]  # a row of RankReport
@@ -102,6 +104,7 @@ class _Life:
     steps: dict[int, int] = field(default_factory=dict)  # as ranks have told
     stepped_at: float | None = None
     told_still_s: float = 0.0
+    told_steps: bool = False
     tell_at: float = 0.0  # progress is told no sooner
     handed: dict[int, dict[int, words.RankHandedOver]] = field(default_factory=dict)  # by step and rank
     terminate_at: float | None = None  # those that were saying last words
@@ -447,7 +450,10 @@ class Keeper:
     def _look(self, life: _Life, now: float) -> None:
         if self._question is not None and (answer := self._question.answers(self._group.ranks)):
             self._question = None
-            positions = tuple(position(rank, found, life.steps.get(rank)) for rank, found in answer.items())
+            positions = tuple(
+                position(rank, found, step=life.steps.get(rank), is_busy=life.stillness.is_busy(rank))
+                for rank, found in answer.items()
+            )
             finished = tuple(sorted(rank for rank, code in life.codes.items() if code == 0))
             self._say(msg.RanksLocated, positions=positions, finished=finished)
         if now < self._look_at:
@@ -456,6 +462,7 @@ class Keeper:
         if now >= self._family_at:
             self._family_at = now + FAMILY_EVERY_S
             self._group.look_at_families()
+            self._group.ask_for_counts()
         stopped, resumed = life.stillness.see(self._group.looks(), now)
         patience_s = min(STOPPED_PATIENCE_S, self._rules.hang_after_s or STOPPED_PATIENCE_S)
         for rank in stopped:
@@ -482,21 +489,20 @@ class Keeper:
             self._tell_stillness(life, now)
 
     def _tell_stillness(self, life: _Life, now: float) -> None:
-        """By CPU time and output; where the script tells its steps, by these once they are late."""
+        """Where the script tells its steps, by these once they are late."""
         still_s, limit_s = now - life.stillness.moved_at, self._rules.hang_after_s
-        if limit_s is not None and life.stepped_at is not None and now - life.stepped_at >= limit_s:
-            still_s = max(still_s, now - life.stepped_at)
+        late_s = 0.0 if life.stepped_at is None else now - life.stepped_at
+        tells_steps = limit_s is not None and late_s >= limit_s
+        if tells_steps:
+            still_s = max(still_s, late_s)
         if still_s < STILL_S:
             if life.told_still_s:
-                life.told_still_s = 0.0
+                life.told_still_s, life.told_steps = 0.0, False
                 self._say(msg.RanksMoved)
             return
-        next_s = max(STILL_S, 2 * life.told_still_s)
-        if limit_s is not None and life.told_still_s < limit_s:
-            next_s = min(next_s, max(limit_s, STILL_S))
-        if still_s >= next_s:
-            life.told_still_s = still_s
-            self._say(msg.RanksStill, still_s=still_s)
+        if still_s >= max(STILL_S, 2 * life.told_still_s) or tells_steps > life.told_steps:
+            life.told_still_s, life.told_steps = still_s, tells_steps
+            self._say(msg.RanksStill, still_s=still_s, tells_steps=tells_steps)
 
 
 def keep(settings: KeeperSettings, tell: Say, inbox: Inbox) -> int:
@@ -508,18 +514,24 @@ def made(settings: KeeperSettings, tell: Say, inbox: Inbox) -> Keeper:
     rules = settings.rules
     disk = Path(rules.folder, rules.snapshots, rules.run_id) if rules.snapshots else None
     memory = NodeMemory(settings.host, settings.secret, disk)
-    return Keeper(settings, _starter(settings.rules), memory, tell, inbox)
+    return Keeper(settings, _starter(settings), memory, tell, inbox)
 
 
-def _starter(rules: RankRules) -> RankStarter:
+def _starter(settings: KeeperSettings) -> RankStarter:
     """Forks, where there is something to load before; what cannot be loaded is left to the script."""
-    if not rules.preload or rules.is_program:
+    rules, names = settings.rules, [name for name in settings.rules.preload if name != NONE]
+    is_chosen = AUTO not in names
+    if not is_chosen:
+        names = imports_of(rules.command, rules.folder) + [name for name in names if name != AUTO]
+    if not names or rules.is_program:
         return PlainStarter()
-    starter = ForkingStarter(rules.preload).open()
+    environment = {**unset_by_user(settings.environment, rules.ranks), **settings.environment}
+    starter = ForkingStarter(names, environment, is_chosen=is_chosen).open()
     try:
         starter.warm_up()
     except (EverstepError, OSError) as error:
-        warn(f"{error} Ranks are started without it.")
+        if is_chosen:
+            warn(f"{error} Ranks are started without it.")
         starter.close()
         return PlainStarter()
     return starter
@@ -528,30 +540,63 @@ def _starter(rules: RankRules) -> RankStarter:
 # ------------------------------------------------------------------ where ranks are
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Of one rank: its stacks, one text for each moment, and its record of collectives."""
+
+    stacks: tuple[str, ...]
+    record: bytes = b""
+    reads_or_writes: bool = False
+
+
 class _StacksQuestion:
     """One question to all ranks: where are you? Their stacks and their records of collectives answer."""
 
     def __init__(self, ranks: Mapping[int, RunningRank]) -> None:
         self._ranks = tuple(ranks)
-        self._asked_at = time.monotonic()
+        self._starts: dict[int, list[int]] = {number: [] for number in ranks}  # of each text in the file
+        self._io = {number: rank_looks.io_bytes(rank.process.pid) for number, rank in ranks.items()}
+        self._asked_at = self._sampled_at = time.monotonic()
         for number, rank in ranks.items():
             rank.is_recorded = False
-            if rank_looks.handles(rank.process.pid, STACKS_SIGNAL):
-                os.kill(rank.process.pid, STACKS_SIGNAL)
-            with contextlib.suppress(OSError):
-                rank.line.send(json.dumps({"record": str(rank.record_path(number))}).encode())
+            rank.ask(record=str(rank.record_path(number)))
+        self._sample(ranks)
 
-    def answers(self, ranks: Mapping[int, RunningRank]) -> dict[int, tuple[str, bytes]] | None:
-        """By rank, its stacks and its record of collectives; None while ranks may still answer."""
+    def answers(self, ranks: Mapping[int, RunningRank]) -> dict[int, Found] | None:
+        """By rank; None while ranks may still answer."""
         there = {number: ranks[number] for number in self._ranks if number in ranks}
-        since_s = time.monotonic() - self._asked_at
-        has_answered = all(rank.has_answered for rank in there.values())
-        if since_s < LEAST_ANSWER_S or (since_s < ANSWER_S and not has_answered):
+        now = time.monotonic()
+        if max(map(len, self._starts.values()), default=SAMPLES) < SAMPLES:
+            if now - self._sampled_at >= SAMPLE_EVERY_S:
+                self._sample(there)
             return None
-        return {number: (rank.stacks(), rank.record(number)) for number, rank in there.items()}
+        has_answered = all(rank.has_answered for rank in there.values())
+        is_late = now - self._asked_at >= ANSWER_S
+        if now - self._sampled_at < LEAST_ANSWER_S or not (has_answered or is_late):
+            return None
+        return {number: self._found(number, rank) for number, rank in there.items()}
+
+    def _sample(self, ranks: Mapping[int, RunningRank]) -> None:
+        self._sampled_at = time.monotonic()
+        for number, rank in ranks.items():
+            self._starts[number].append(len(rank.stacks()))
+            if rank_looks.handles(rank.process.pid, STACKS_SIGNAL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, STACKS_SIGNAL)
+
+    def _found(self, number: int, rank: RunningRank) -> Found:
+        text, starts = rank.stacks(), self._starts[number]
+        ends = [*starts[1:], len(text)]
+        moved = rank_looks.io_bytes(rank.process.pid) - self._io[number] - 2 * len(text)
+        return Found(
+            stacks=tuple(text[a:b] for a, b in zip(starts, ends, strict=True)),
+            record=rank.record(number),
+            reads_or_writes=moved > BUSY_IO_BYTES + len(rank.record(number)),
+        )
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_MOST_CHAIN = 1000
 _OURS = ("/everstep/ranks/rank_main", "<frozen runpy>", "/runpy.py")
 
 
@@ -579,40 +624,52 @@ def main_frames(text: str) -> list[Frame]:
     return [frame for frame in frames if not any(ours in frame.file for ours in _OURS)]
 
 
-def position(rank: int, found: tuple[str, bytes], step: int | None) -> RankPosition:
-    stacks, record = found
-    frames = main_frames(stacks)
-    if not frames:
-        return RankPosition(
-            rank=rank, at="an unknown place", is_inside_torch=True, entered=_entered(record), step=step
-        )
-    script = next((frame for frame in frames if not frame.is_torch), frames[0])
-    inside = frames[0].is_torch
+def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool = False) -> RankPosition:
+    """By its last stack; `stack` if all of them are alike and it neither reads nor writes."""
+    moments = [main_frames(text) for text in found.stacks]
+    frames = next((each for each in reversed(moments) if each), [])
+    chains = {_chain(each) for each in moments if each}
+    entered, num_ops = _entered(found.record)
+    script = next((frame for frame in frames if not frame.is_torch), frames[0] if frames else None)
+    inside = not frames or frames[0].is_torch
     return RankPosition(
         rank=rank,
-        at=str(script),
+        at="an unknown place" if script is None else str(script),
         is_inside_torch=inside,
-        doing=frames[0].name if inside else "",
-        entered=_entered(record),
+        doing=frames[0].name if frames and inside else "",
+        entered=entered,
         step=step,
+        is_busy=is_busy,
+        stack=chains.pop() if len(chains) == 1 and not found.reads_or_writes else "",
+        num_ops=num_ops,
     )
 
 
-def _entered(record: bytes) -> dict[str, int]:
-    """By process group: the number of the last collective that the flight recorder has."""
+def _chain(frames: list[Frame]) -> str:
+    """Without lines: a loop goes through several."""
+    return " < ".join(f"{frame.name} ({frame.file.rpartition('/')[2]})" for frame in frames)[:_MOST_CHAIN]
+
+
+def _entered(record: bytes) -> tuple[dict[str, int], int]:
+    """By process group: the number of the last collective that the flight recorder has; and how many
+    collectives and messages it has seen in all.
+    """
     try:
         entries = json.loads(record)["entries"] if record else []
     except (ValueError, KeyError, TypeError):
-        return {}
+        entries = []
     entered: dict[str, int] = {}
+    num_ops = 0
     for entry in entries if isinstance(entries, list) else []:
-        if not isinstance(entry, dict) or entry.get("is_p2p"):
+        if not isinstance(entry, dict):
             continue
+        if isinstance(op := entry.get("record_id"), int):
+            num_ops = max(num_ops, op + 1)
         group, number = entry.get("process_group"), entry.get("collective_seq_id")
         name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
-        if isinstance(number, int):
+        if isinstance(number, int) and not entry.get("is_p2p"):
             entered[name] = max(number, entered.get(name, 0))
-    return entered
+    return entered, num_ops
 
 
 def check(rules: RankRules) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from everstep.ranks.words import Look
@@ -12,11 +12,22 @@ from everstep.ranks.words import Look
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-def look(pid: int, *, output_bytes: int, family_cpu_s: float) -> Look | None:
+def look(
+    pid: int, *, output_bytes: int, family_cpu_s: float, entered: Mapping[str, int] | None = None
+) -> Look | None:
     own = _stat(pid)
     if own is None:
         return None
-    return Look(state=own[0], cpu_s=own[1] + family_cpu_s, output_bytes=output_bytes)
+    return Look(state=own[0], cpu_s=own[1] + family_cpu_s, output_bytes=output_bytes, entered=entered)
+
+
+def io_bytes(pid: int) -> int:
+    """Read and written by system calls on files and pipes, from its cache or from a disk."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def family_cpu_s(pid: int) -> float:

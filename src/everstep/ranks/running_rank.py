@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class RunningRank:
     family_cpu_s: float = 0.0
     has_torch: bool = False
     is_recorded: bool = False  # its collectives, since it was last asked
+    entered: dict[str, int] | None = None  # by process group: how many collectives, as it said last
 
     @property
     def has_answered(self) -> bool:
@@ -31,7 +33,14 @@ class RunningRank:
 
     def look(self) -> words.Look | None:
         written = self.stdout.num_bytes + self.stderr.num_bytes
-        return rank_looks.look(self.process.pid, output_bytes=written, family_cpu_s=self.family_cpu_s)
+        return rank_looks.look(
+            self.process.pid, output_bytes=written, family_cpu_s=self.family_cpu_s, entered=self.entered
+        )
+
+    def ask(self, **question: Any) -> None:
+        """What the thread in the rank answers, once torch is loaded there."""
+        with contextlib.suppress(OSError):
+            self.line.send(json.dumps(question).encode())
 
     def stacks(self) -> str:
         try:

@@ -5,6 +5,7 @@ Ranks are torchrun's: processes of your script. `life` is the one in which it ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -38,6 +39,7 @@ class Look:
     state: str  # of /proc/PID/stat: R running, S sleeping, D disk, T stopped, t traced
     cpu_s: float
     output_bytes: int
+    entered: Mapping[str, int] | None = None  # by process group: collectives so far; None: it has no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

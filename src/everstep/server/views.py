@@ -199,6 +199,7 @@ def _script(task: Task) -> dict[str, Any] | None:
         "restarts": 0 if lives is None else lives.failures,
         "max_restarts": rules.max_restarts,
         "exit_code": 0 if lives is None else lives.exit_code,
+        "suspicion": "" if lives is None else lives.suspicion,
         "world": len(members) * rules.ranks,
         "tokens": 0 if lives is None else lives.tokens,
         "saved_step": 0 if lives is None else lives.checkpoint,

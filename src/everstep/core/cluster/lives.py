@@ -6,15 +6,18 @@ whom to name, and when to stop. One place of the task is all the ranks of one no
 keeper there; it stays between lives, so a new life is one order per node.
 
     Awaiting ──enough nodes──► Living ──evidence──► Settling ──► Closing ──all idle──► Awaiting (next life)
-                                 │                     ▲            ▲ │
-                                 ├──no progress──► Locating ────────┘ └──► Over
+                                 │ ▲                   ▲            ▲ │
+                                 ├─┴─no progress─► Locating ────────┘ └──► Over
                                  └──all ranks ended with code 0──► Over
 
 No innocent rank is named. A rank that is killed takes its peers' connections with it, and a peer's
 "connection closed" may be heard before the kernel has buried the one that was killed. So hearsay is held for
 `SETTLE_S`: if a better witness comes, it is the cause; if none does, the one that spoke first is.
 
-No rank is called hung while a rank of any node uses a CPU, writes output or reports a step. A node that is
+No rank is called hung while a rank of any node enters a collective, writes output or reports a step. Where
+none does, all are asked where they are: after half of `hang_after_s`, or `REPORT_S` if there is none, for
+people to read (`suspicion`), and once more before anything is ended. A rank that uses a CPU is at work if it
+is not in the same functions both times, and is left alone; an endless loop is where it was. A node that is
 lost, drained or new ends a life as well, but is no failure of the script: `max_restarts` is not touched. New
 nodes are let in when the script has said that it can continue from where it is, or, if it never says so, once
 `join_s` have passed.
@@ -41,6 +44,8 @@ from everstep.protocol.table import Handlers
 
 SETTLE_S = 0.3
 LOCATE_S = 10.0  # for keepers to say where their ranks are
+REPORT_S = 60.0  # without progress, after which ranks that wait are reported, though nothing is to be ended
+RELOOK_S = 2.0  # from one look to the next, at least
 CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
 GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
 LONG_LIFE_S = 600.0  # after which waits between lives start from the beginning
@@ -68,6 +73,10 @@ class Living:
     starting: set[Worker]
     finished: set[Worker] = field(default_factory=set)
     still: dict[Worker, float] = field(default_factory=dict)  # since when
+    late_steps: set[Worker] = field(default_factory=set)  # of these, whose scripts tell steps, and are late
+    look_after_s: float  # without progress, after which they are asked where they are
+    look_at: float | None = None  # if nothing moves until then
+    seen: dict[int, RankPosition] = field(default_factory=dict)  # where ranks were, by the last look
     grow_at: float | None = None  # nodes wait to be let in: at the latest then
 
 
@@ -158,6 +167,7 @@ class LivesBook:
     says_when_saved: bool = False
     memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
     snapshots: dict[int, BookedSnapshot] = field(default_factory=dict)  # by step
+    suspicion: str = ""  # why there is no progress, while nothing is done about it
     draining: Draining | None = None  # to disk
     on_disk: tuple[int, Mapping[str, SnapshotFile]] | None = None  # the newest: its step and files
 
@@ -242,6 +252,11 @@ class Lives:
         return () if life is None else life.members
 
     @property
+    def suspicion(self) -> str:
+        """No rank makes progress: what is seen of them. Empty: all is well, or it is being mended."""
+        return self._book.suspicion
+
+    @property
     def exit_codes(self) -> Mapping[int, int]:
         """By rank, of those of the last life that have ended; negative: a signal."""
         return self._book.codes
@@ -269,8 +284,8 @@ class Lives:
                 return self._begins_at(phase)
             case Settling(until=until) | Locating(until=until) | Closing(until=until):
                 return until
-            case Living(grow_at=grow_at):
-                return grow_at
+            case Living(grow_at=grow_at, look_at=look_at):
+                return min((at for at in (grow_at, look_at) if at is not None), default=None)
             case _:
                 return None
 
@@ -447,7 +462,12 @@ class Lives:
         book, rules = self._book, self.rules
         book.life += 1
         book.codes, book.cause = {}, None
-        book.phase = Living(members=tuple(members), began_at=now, starting=set(members))
+        book.phase = Living(
+            members=tuple(members),
+            began_at=now,
+            starting=set(members),
+            look_after_s=self._first_look_s(),
+        )
         self.log.planned(now, book.life)
         restore = self._newest_snapshot()
         actions: list[Action] = []
@@ -564,16 +584,40 @@ class Lives:
 
     @on
     def _still(self, event: msg.RanksStill, now: float) -> list[Action]:
-        life, limit_s = self.phase, self.rules.hang_after_s
+        life = self.phase
         if not isinstance(life, Living) or event.life != self._book.life or event.worker not in life.members:
             return []
         life.still[event.worker] = now - event.still_s
+        if event.tells_steps:
+            life.late_steps.add(event.worker)
+        return self._look_if_due(life, now)
+
+    @on
+    def _moved(self, event: msg.RanksMoved, now: float) -> list[Action]:
+        life = self._living()
+        if life is not None and event.life == self._book.life:
+            life.still.pop(event.worker, None)
+            life.late_steps.discard(event.worker)
+            life.look_at, life.look_after_s, life.seen = None, self._first_look_s(), {}
+            self._book.suspicion = ""
+        return []
+
+    def _first_look_s(self) -> float:
+        limit_s = self.rules.hang_after_s
+        return REPORT_S if limit_s is None else limit_s / 2
+
+    def _look_if_due(self, life: Living, now: float) -> list[Action]:
+        """Ask all ranks where they are, if none of them has made progress for long enough."""
         working = [w for w in life.members if w not in life.finished]
-        if limit_s is None or any(w not in life.still for w in working):
+        if not working or any(w not in life.still for w in working):
+            life.look_at = None
             return []
         since = max(life.still[w] for w in working)
-        if now - since < limit_s:
+        due = since + life.look_after_s
+        if now < due:
+            life.look_at = due
             return []
+        life.look_at = None
         because = f"no rank has made progress for {now - since:.1f} s; their stacks show which one waits"
         self._book.phase = Locating(life=life, until=now + LOCATE_S, still_since=since)
         return [
@@ -588,13 +632,6 @@ class Lives:
         ]
 
     @on
-    def _moved(self, event: msg.RanksMoved, now: float) -> list[Action]:
-        life = self._living()
-        if life is not None and event.life == self._book.life:
-            life.still.pop(event.worker, None)
-        return []
-
-    @on
     def _located(self, event: msg.RanksLocated, now: float) -> list[Action]:
         phase = self.phase
         if not isinstance(phase, Locating) or event.life != self._book.life:
@@ -602,7 +639,38 @@ class Lives:
         phase.positions[event.worker] = event.positions
         phase.finished.update(event.finished)
         working = {w for w in phase.life.members if w not in phase.life.finished}
-        return self._hung(phase, now) if working <= phase.positions.keys() else []
+        return self._judge_hang(phase, now) if working <= phase.positions.keys() else []
+
+    def _judge_hang(self, phase: Locating, now: float) -> list[Action]:
+        """Is it one? If not yet, people are told what is seen, and the ranks are looked at again later."""
+        life, limit_s = phase.life, self.rules.hang_after_s
+        if any(w not in life.still and w not in life.finished for w in life.members):
+            self._book.phase = life  # one has moved meanwhile
+            return []
+        still_s = now - phase.still_since
+        at = {position.rank: position for each in phase.positions.values() for position in each}
+        is_late = limit_s is not None and still_s >= limit_s
+        knows_steps = life.late_steps >= {w for w in life.members if w not in life.finished}
+        busy = {} if knows_steps else {rank: p for rank, p in at.items() if p.is_busy}
+        if is_late and not any(testimony.may_work(p, life.seen.get(rank)) for rank, p in busy.items()):
+            return self._hung(phase, now)
+        at_work = [r for r, p in busy.items() if r in life.seen and testimony.may_work(p, life.seen[r])]
+        found = testimony.suspects_of_hang(list(at.values()), tuple(sorted(phase.finished)))
+        if len(at_work) < len(at):
+            told = [found.because, *found.evidence]
+            if at_work:
+                told.append(f"{testimony.names(tuple(sorted(at_work)))} may be at work: its stack changes")
+            self._book.suspicion = f"no rank has made progress for {still_s:.1f} s: {'; '.join(told)}"
+        unseen = any(rank not in life.seen for rank in busy)
+        later_s = max(2 * still_s, still_s + RELOOK_S)
+        if limit_s is not None and still_s < limit_s:
+            later_s = limit_s
+        elif is_late and unseen:
+            later_s = still_s + RELOOK_S
+        life.look_after_s, life.seen = later_s, at
+        life.look_at = phase.still_since + later_s
+        self._book.phase = life
+        return []
 
     def _hung(self, phase: Locating, now: float) -> list[Action]:
         ranks = self.rules.ranks
@@ -772,7 +840,7 @@ class Lives:
             book.phase.over = book.phase.over or over
             book.phase.is_finished |= is_finished
             return []
-        book.phase = phase
+        book.phase, book.suspicion = phase, ""
         for worker in awaited:  # no member: a node that is lost now is not waited for as one that trains
             book.places[worker] = Started(self._incarnation(worker))
         if not awaited:
@@ -812,9 +880,10 @@ class Lives:
             case Settling(witnesses=witnesses):
                 return self._conclude(witnesses, now)
             case Locating() as phase:
-                return self._hung(phase, now)
-            case Living():
-                return self._grow(now)
+                return self._judge_hang(phase, now)
+            case Living(grow_at=grow_at) as life:
+                is_to_grow = grow_at is not None and now >= grow_at
+                return self._grow(now) if is_to_grow else self._look_if_due(life, now)
             case Closing() as phase:
                 phase.until = now + CLOSE_S
                 late = f"its ranks have not ended {CLOSE_S:g} s after SIGKILL"

@@ -169,10 +169,22 @@ def of_hang(rank: int | None, what: str, found: Suspects, *, since: float, worke
 def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspects:
     at = {position.rank: position for position in positions}
     named = _behind(at) or _slowest(at) or _outside(at, finished)
+    if named is not None and len(named[0]) == 1 and at.get(named[0][0]) is not None:
+        only = at[named[0][0]]
+        named = named[0], named[1] + ("; it uses a CPU" if only.is_busy else "")
     if named is None and finished:
         named = finished, f"{names(finished)} ended with code 0 while the others still wait"
     ranks, because = named or ((), _unknown(at))
     return Suspects(ranks=ranks, because=because, evidence=tuple(_places(at)))
+
+
+def may_work(now: RankPosition, before: RankPosition | None) -> bool:
+    """Of a rank that uses a CPU: unless it was in the same functions when it was last seen, and has sent or
+    received nothing since.
+    """
+    if before is None or not now.stack:
+        return True
+    return (now.stack, now.num_ops) != (before.stack, before.num_ops)
 
 
 _Named = tuple[tuple[int, ...], str]

@@ -87,6 +87,7 @@ class ScriptRun:
         self._end: tuple[str, str] | None = None  # state of the task, and why
         self._signal: signal.Signals | None = None
         self._refusal = ""  # why there is no other life, on this one machine
+        self._suspicion = ""  # that was told
         self._is_stuck = False
         self._started = 0.0
 
@@ -208,6 +209,11 @@ class ScriptRun:
     def handled(self, one: HandledEvent) -> None:
         task = self.coordinator.tasks.get(TASK)
         self._lives = self._lives or (None if task is None else task.lives)
+        suspicion = "" if self._lives is None else self._lives.suspicion
+        if suspicion != self._suspicion:
+            self._suspicion = suspicion
+            if suspicion:
+                self._note(f"{suspicion}. Nothing is ended.")
         for incident in self.coordinator.log.incidents[self._judged :]:
             if incident.verdict is None:
                 break
