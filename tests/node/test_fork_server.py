@@ -18,7 +18,6 @@ from everstep.node import fork_server as module
 def test_a_fork_server_whose_owner_is_gone_ends_its_children_and_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_ALWAYS", ())
     monkeypatch.setattr(module, "_live", lambda spec, output: (time.sleep(60), os._exit(0)))
     owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     started: list[int] = []
@@ -32,17 +31,16 @@ def test_a_fork_server_whose_owner_is_gone_ends_its_children_and_says_nothing(
     monkeypatch.setattr(module.os, "fork", counted)
     owner.send(json.dumps({"spawn": {}, "output": ""}).encode())
     owner.close()  # killed before it had the answer
-    module.serve(server.detach(), [])
+    module.serve(server.detach(), [], [])
     (pid,) = started
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
 
 
 def test_a_ping_that_nobody_waits_for_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ALWAYS", ())
     owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner.send(b'{"ping": 1}')
     owner.close()
-    module.serve(server.detach(), [])
+    module.serve(server.detach(), [], [])
 
 
 def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,10 +54,9 @@ def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch,
         Path(output).write_text(str(grandchild))
         os._exit(0)
 
-    monkeypatch.setattr(module, "_ALWAYS", ())
     monkeypatch.setattr(module, "_live", live)
     owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    serving = threading.Thread(target=module.serve, args=(server.detach(), []))
+    serving = threading.Thread(target=module.serve, args=(server.detach(), [], []))
     serving.start()
     owner.send(json.dumps({"spawn": {}, "output": str(tmp_path / "pid")}).encode())
     answer, fds, _, _ = socket.recv_fds(owner, 1000, 1)
