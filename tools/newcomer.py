@@ -4,6 +4,7 @@
     python -m tools.newcomer --cold         with an empty one
     python -m tools.newcomer --healed       end it once a failure is healed
     python -m tools.newcomer --own-model    the walk of docs/your-model.md: a Hugging Face model, healed
+    python -m tools.newcomer --recipes      four recipes of docs/cookbook.md, typed as they stand
     python -m tools.newcomer --json
 
 What is typed is read from the README, and it runs on a terminal of its own (a pty), as it would for a person:
@@ -38,6 +39,7 @@ STAGES = (  # a stage ends when a line like this is on the screen; a test has th
     ("run to the end and compare", re.compile(r"largest loss difference +(0: bit-identical|[\d.]+e)")),
 )
 HEALED = "heal: back at work"
+KILL = "--kill stage=1,replica=0,step=7"
 OWN_MODEL_STAGES = (
     ("make a virtual environment, install", re.compile(r"Successfully installed .*everstep")),
     ("load torch and transformers, start workers, train", re.compile(r"✗ step")),
@@ -45,6 +47,7 @@ OWN_MODEL_STAGES = (
     ("run to the end", re.compile(r"loss .* incidents healed")),
     ("export, load in transformers", re.compile(r"tuned: LlamaForCausalLM")),
 )
+RECIPES = ("A vision transformer", "An optimizer of your own", "A LightningModule", "Your torchrun script")
 Stages = tuple[tuple[str, re.Pattern[str]], ...]
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -56,10 +59,13 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="an empty pip cache")
     parser.add_argument("--healed", action="store_true", help="end it once a failure is healed")
     parser.add_argument("--own-model", action="store_true", help="the walk of docs/your-model.md")
+    parser.add_argument("--recipes", action="store_true", help="four recipes of docs/cookbook.md")
     parser.add_argument("--json", action="store_true", dest="as_json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
-        walk = own_model_walk() if options.own_model else (first_command(_readme()), STAGES)
+        walk = (first_command(_readme()), STAGES)
+        if options.own_model or options.recipes:
+            walk = own_model_walk() if options.own_model else recipes_walk()
         told = path_of_a_newcomer(Path(folder), *walk, cold=options.cold, to_the_end=not options.healed)
     print(json.dumps(told) if options.as_json else "\n".join(lines(told)))
     sys.exit(exit_code(told))
@@ -109,6 +115,28 @@ def own_model_walk() -> tuple[str, Stages]:
     return "set -e\n" + "\n".join(
         re.findall(r"^```bash walk\n(.*?)^```", page, re.M | re.S)
     ), OWN_MODEL_STAGES
+
+
+def recipes_walk() -> tuple[str, Stages]:
+    """An install, then every recipe in turn: commands as they stand; a script is put into train.py and
+    started as the page says, with a kill.
+    """
+    page = (ROOT / "docs" / "cookbook.md").read_text()
+    typed = "set -e\npython3 -m venv .venv\n. .venv/bin/activate\npip install --no-compile '.[lightning]'\n"
+    awaited = [("make a virtual environment, install", re.compile(r"Successfully installed .*everstep"))]
+    for recipe in RECIPES:
+        section = page.partition(f"\n## {recipe}\n")[2].partition("\n## ")[0]
+        block = re.search(r"^```(python|bash)\n(.*?)^```", section, re.M | re.S)
+        assert block is not None, f"docs/cookbook.md has no recipe {recipe!r}"
+        if block[1] == "python":
+            typed += f"cat > train.py <<'END'\n{block[2]}END\neverstep run {KILL} train.py\n"
+        else:
+            typed += block[2]
+        typed += f"echo 'ended: {recipe}'\n"
+        if recipe == RECIPES[0]:
+            awaited.append((HEALED, re.compile(r"resumed after")))
+        awaited.append((recipe, re.compile(f"^ended: {recipe}")))
+    return typed, tuple(awaited)
 
 
 def _readme() -> str:

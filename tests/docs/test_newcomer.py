@@ -90,6 +90,18 @@ def test_every_stage_of_the_walk_is_a_line_that_is_printed() -> None:
     assert unseen(newcomer.OWN_MODEL_STAGES, lines) == []
 
 
+def test_the_recipes_are_typed_as_the_page_shows_them() -> None:
+    typed, stages = newcomer.recipes_walk()
+    page = (ROOT / "docs" / "cookbook.md").read_text()
+    assert f"`{newcomer.KILL}`" in page, "the page says how to see a recipe heal"
+    assert typed.count(f"everstep run {newcomer.KILL} train.py") == 2
+    assert "everstep run --nproc 2" in typed
+    assert "class Patches(nn.Module):" in typed
+    lines = ["Successfully installed everstep-0.2.0 torch-2.13.0", *healed_death()]
+    assert unseen(stages, [*lines, *(f"ended: {recipe}" for recipe in newcomer.RECIPES)]) == []
+    assert unseen(stages, lines) == list(newcomer.RECIPES)
+
+
 def test_a_stage_that_never_came_is_reported_and_fails_the_walk() -> None:
     assert unseen(newcomer.STAGES, healed_death()) == [name for name, _ in newcomer.STAGES]
     told: dict[str, Any] = {
