@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import resources
@@ -17,12 +18,14 @@ import pytest
 
 from everstep.cli.client import Client
 from everstep.core.cluster.node_states import NodeState
+from everstep.drive.step_rows import StepRows
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.ops import Kind
+from everstep.protocol.actions import RecordStep
+from everstep.protocol.ops import Kind, Microbatch
 from everstep.protocol.parcels import ParcelKind
 from everstep.protocol.table import TABLE
-from everstep.server import pages, viewers, words
+from everstep.server import pages, viewers, views, words
 from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, LIVE, Page, browser
 from tests.server.served import WordyAgent, agent, served
@@ -317,3 +320,28 @@ def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinato
             assert not any(TOKEN in asked or "ticket." in asked for asked in page.requests)
 
     asyncio.run(play())
+
+
+def test_the_curve_of_a_task_that_is_over_goes_from_its_first_loss_to_its_last() -> None:
+    steps = StepRows()
+    assert views._curve(None) == views._curve(steps) == []
+    for step in range(1, 101):
+        loss = 100.0 - step if step < 100 else math.nan
+        steps.add(
+            RecordStep(
+                step=step,
+                epoch=1,
+                attempt=0,
+                losses=((Microbatch(0, 0), loss),),
+                norm=1.0,
+                microbatches_committed=1,
+                replayed_elsewhere=0,
+                because="",
+            ),
+            float(step),
+        )
+        if step in (1, 3):
+            assert views._curve(steps) == [100.0 - one for one in range(1, step + 1)]
+    curve = views._curve(steps)
+    assert (len(curve), curve[0], curve[-1]) == (views.CURVE, 99.0, None)
+    assert curve[:-1] == sorted(curve[:-1], reverse=True)

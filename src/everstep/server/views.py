@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.progress import empty_stages, why_stalled
-from everstep.core.cluster.task import Task
+from everstep.core.cluster.task import OVER, Task
 from everstep.core.cluster.trial import Trial
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
 from everstep.drive.causes import CauseLink
@@ -20,6 +20,7 @@ from everstep.protocol.incidents import Incident, OpsTook, PacesSeen, WorkerWait
 from everstep.server.record import ClusterRecord
 
 STORIES = 30
+CURVE = 24  # losses of a task that is over, for the page's list
 USUAL_OF = 9  # steps whose median is the usual time of one
 QUIET_S = 1.0  # without a heartbeat; they come four times a second
 _PLACE_STATES: dict[type, str] = {
@@ -157,6 +158,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "saved": saved_row(task),
         "trial": None if task.trial is None else _trial(task.trial),
         "loss": None if last is None else finite(last.loss),
+        "curve": _curve(steps) if task.state in OVER else [],
         "step_seconds": None if last is None else round(last.seconds, 6),
         "evaluation": None if steps is None else _evaluation(steps),
         "microbatches": _microbatches(task, steps),
@@ -176,6 +178,14 @@ def _trial(trial: Trial) -> dict[str, Any]:
     request = trial.request
     limits = {"most_loss": request.most_loss, "most_step_s": request.most_step_s}
     return {"by": request.by, "steps": trial.num_steps, "of": request.steps, **limits}
+
+
+def _curve(steps: StepRows | None) -> list[float | None]:
+    """Losses of the steps that are kept, at equal distances: the shape of a run that is over."""
+    rows = [] if steps is None else list(steps.rows)
+    last = len(rows) - 1
+    chosen = sorted({round(last * number / (CURVE - 1)) for number in range(CURVE)}) if rows else []
+    return [finite(rows[index].loss) for index in chosen]
 
 
 def _asked(task: Task) -> int:

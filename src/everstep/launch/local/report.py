@@ -88,7 +88,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
 def step_line(row: StepRow, steps: int) -> str:
     width = len(str(steps))
     time = f"{row.seconds * 1e3:6.0f} ms" if row.seconds else "        -"
-    return f"step {row.step:{width}d}/{steps}  loss {row.loss:.6f}  grad norm {row.grad_norm:.4g}  {time}"
+    return f"step {row.step:{width}d}/{steps}  loss {row.loss:.6f}  grad norm {row.grad_norm:#.4g}  {time}"
 
 
 def evaluation_line(step: int, values: Mapping[str, float]) -> str:

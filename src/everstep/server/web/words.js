@@ -95,6 +95,16 @@ export function figures(place, list) {
   });
 }
 
+// The shape of a curve, as a small area; null where a value is not a number.
+export function sparkline(values) {
+  const known = values.filter((value) => value != null), low = Math.min(...known), span = Math.max(...known) - low || 1;
+  const percent = (part) => `${(100 * part).toFixed(1)}%`;
+  const points = values.flatMap((value, index) => (value == null ? [] : [`${percent(index / (values.length - 1))} ${percent(0.9 * (1 - (value - low) / span))}`]));
+  const made = element("span", { class: "spark", "aria-hidden": "true" });
+  made.style.clipPath = `polygon(0 100%, ${points.join(", ")}, 100% 100%)`;
+  return made;
+}
+
 // A click anywhere in a row opens what its link opens, unless text is being selected.
 export function openRow(event) {
   const link = event.currentTarget.querySelector("a[href]");
