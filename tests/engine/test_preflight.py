@@ -189,7 +189,7 @@ def test_a_script_gives_its_things_itself() -> None:
         (lambda: users("mine:spectral"), "layer 'first' changes its buffer 'parametrizations.weight.0._u'"),
         (lambda: users("mine:biased"), "layer '0' changes its buffer 'load' in its forward"),
         (lambda: users("mine:frozen"), "no parameter to train"),
-        (lambda: users("mine:vector_loss"), "the loss gives a tensor of shape (2,); it must be one number"),
+        (lambda: users("mine:vector_loss"), "loss gives a tensor of shape (2,); it must be a tensor of one"),
         (
             lambda: users("mine:bad_loss"),
             "the loss cannot take what layer '0' gives, a tensor of shape (2, 1), and the targets",

@@ -175,6 +175,7 @@ def test_a_killed_rank_is_named_and_all_start_again(run: Run) -> None:
         "killed",
         "SEV2",
     )
+    assert told.incident["because"].endswith(" SEV2."), "what is done about it is a line of its own"
     assert told.incident["restarted_ms"] < 10_000
     assert told.ran.seconds < 60, "the other rank of the first life was waited for"
 

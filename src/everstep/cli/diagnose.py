@@ -142,7 +142,7 @@ def _columns(content: bytes) -> dict[str, Any]:
         from pyarrow import ArrowException, BufferReader
         from pyarrow.parquet import read_table
     except ImportError:
-        raise UnusableFileError("parquet needs pyarrow: pip install 'everstep[parquet]'") from None
+        raise UnusableFileError("parquet needs pyarrow: pip install pyarrow") from None
     try:
         table = read_table(BufferReader(content))
     except (ArrowException, OSError) as error:

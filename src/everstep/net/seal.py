@@ -79,7 +79,7 @@ def require_encryption() -> None:
     if not is_available(Suite.AES_GCM):
         raise UserError(
             "net.encrypt = true needs the package cryptography, version 47 or later, on every node; install "
-            "everstep[encrypt] there, or leave net.encrypt out."
+            "it there, or leave net.encrypt out."
         )
 
 

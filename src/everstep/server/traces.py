@@ -90,7 +90,8 @@ def provider(endpoint: str) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise UserError("--otel needs the extra otel: pip install 'everstep[otel]'.") from None
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        raise UserError(f"--otel needs other packages: pip install {packages}.") from None
     made = TracerProvider(resource=Resource.create({"service.name": "everstep"}), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S)
     made.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))

@@ -102,7 +102,7 @@ def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise UserError("polish needs OR-Tools; install it with: pip install 'everstep[optimal]'.") from None
+        raise UserError("polish needs OR-Tools; pip install ortools.") from None
     return cp_model
 
 

@@ -236,21 +236,14 @@ def includes(name: str, choice: RemedyChoice) -> bool:
     return name == choice.what or all_restart
 
 
-def first_remedy(severity: Severity, kind: ErrorKind = ErrorKind.OTHER) -> str:
+def first_remedy(severity: Severity) -> str:
     """What is tried first for a fault of this severity, where the evidence names no slot."""
-    fitting = (rule for rule in REMEDIES if kind in rule.kinds and rule.severity <= severity)
+    fitting = (rule for rule in REMEDIES if ErrorKind.OTHER in rule.kinds and rule.severity <= severity)
     return next(rule.name for rule in fitting if rule.effect is not Effect.ISOLATE_SLOT)
 
 
 def name_of(effect: Effect) -> str:
     return next(rule.name for rule in REMEDIES if rule.effect is effect)
-
-
-def sentence(judgement: Judgement) -> str:
-    """What is wrong, how severe it is and what is tried first."""
-    because = judgement.because.rstrip(".")
-    remedy = first_remedy(judgement.severity, judgement.kind)
-    return f"{because[:1].upper()}{because[1:]}. {judgement.severity}: {remedy}."
 
 
 def backoff_s(failures: int, patience: Patience) -> float:

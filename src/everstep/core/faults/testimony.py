@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from everstep.core.faults.remedies import sentence
 from everstep.core.faults.severity import ErrorKind, Judgement, Source, judge
 from everstep.protocol.messages import RankFailed, RankPosition
 from everstep.protocol.ops import Worker
@@ -90,7 +89,7 @@ def of_report(event: RankFailed, now: float) -> Witness:
     return Witness(
         rank=event.rank,
         what=event.what,
-        judgement=judged(source, event.text),
+        judgement=judge(source, event.text),
         code=event.code,
         since=now - max(0.0, event.ago_s),
         traceback=event.traceback,
@@ -100,11 +99,6 @@ def of_report(event: RankFailed, now: float) -> Witness:
         source=event.source,
         text=event.text,
     )
-
-
-def judged(source: Source, text: str) -> Judgement:
-    judgement = judge(source, text)
-    return replace(judgement, because=sentence(judgement))
 
 
 # ------------------------------------------------------------------ what a rank has said or left

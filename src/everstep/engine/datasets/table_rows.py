@@ -53,7 +53,7 @@ def opened(path: str | Path, columns: Sequence[str] | None) -> Any:
     try:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError:
-        raise UserError("everstep.table needs pyarrow; pip install 'everstep[parquet]'.") from None
+        raise UserError("everstep.table needs pyarrow; pip install pyarrow.") from None
     if any(file.suffix == ".parquet" for file in files):
         return ParquetRows(files, columns)
     return ArrowRows(files, columns)
@@ -66,7 +66,7 @@ def _hugging_face(path: Path, columns: Sequence[str] | None) -> Any:
     try:
         import datasets
     except ModuleNotFoundError:
-        raise UserError("a folder of Hugging Face datasets needs it; pip install 'everstep[data]'.") from None
+        raise UserError("a folder of Hugging Face datasets needs pip install datasets.") from None
     found = datasets.load_from_disk(str(path))
     return found if columns is None else found.select_columns(_known(columns, found.column_names, path))
 

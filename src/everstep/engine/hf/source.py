@@ -23,7 +23,7 @@ def transformers(module: str = "") -> Any:
         return import_module(f"transformers{'.' * bool(module)}{module}")
     except ImportError as error:
         raise UserError(
-            f"a Hugging Face model needs transformers ({error}); install it with pip install 'everstep[hf]'."
+            f"a Hugging Face model needs transformers ({error}); pip install 'transformers>=5.18,<6'."
         ) from None
 
 

@@ -318,7 +318,8 @@ def _try_loss(model: Model, last: str, output: Value, targets: Value, real_targe
     loss = made[0] if weighted and len(made) == 2 else made
     if not isinstance(loss, Tensor) or loss.ndim:
         raise UserError(
-            f"the loss gives {described(loss)}; it must be one number, such as a mean, or (sum, weight)."
+            f"the loss gives {described(loss)}; it must be a tensor of one number, such as a mean, or "
+            "(sum, weight)."
         )
     if not loss.requires_grad:
         raise UserError("no gradient comes back from the loss; is its argument detached?")

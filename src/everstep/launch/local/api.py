@@ -159,9 +159,9 @@ def train(
     count = USUAL_STEPS if steps is None else steps
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
     shape = shape_of_call(shape, call.overrides)
-    seed, checkpoint = int(settings.get("seed", 0)), settings.get("checkpoint")
+    checkpoint = settings.get("checkpoint")
     if "epochs" in settings:
-        shape["steps"] = steps_of(given, settings.pop("epochs"), shape, seed, checkpoint)
+        shape["steps"] = steps_of(given, settings.pop("epochs"), shape, checkpoint)
     if factory is not None or schedule is not None:
         settings.setdefault("decay", "constant")  # the rate is the optimizer's own, unless the call says more
     settings |= named_optimizer(optimizer, settings)

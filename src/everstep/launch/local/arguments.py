@@ -37,6 +37,24 @@ _USUAL_NAMES = {  # of other trainers
     "num_workers": "load_ahead",
     "output_dir": "checkpoint",
     "bf16": 'precision="bf16"',
+    "fp16": 'precision="bf16"',
+    "dtype": 'precision="bf16"',
+    "torch_dtype": 'precision="bf16"',
+    "gpus": 'replicas and stages, with device="cuda"',
+    "devices": "replicas and stages",
+    "num_gpus": 'replicas and stages, with device="cuda"',
+    "num_processes": "replicas and stages",
+    "strategy": "replicas, stages and shards",
+    "tied": "tied, an argument of the model: everstep.Model(layers={...}, tied=...)",
+    "log_every": "everstep run --every N, or a callback",
+    "logging_steps": "everstep run --every N, or a callback",
+    "save_every": 'checkpoint={"folder": "checkpoints", "interval": 100}',
+    "save_steps": 'checkpoint={"folder": "checkpoints", "interval": 100}',
+    "eval_steps": "eval_every",
+    "collate_fn": "collate, an argument of the data: everstep.rows(dataset, collate=...)",
+    "shuffle": "shuffle, an argument of the data: everstep.rows(dataset, shuffle=...)",
+    "loss_fn": "loss",
+    "criterion": "loss",
     "scheduler": "schedule",
     "lr_scheduler": "schedule",
     "dataset": "data",
@@ -54,6 +72,11 @@ def model_given(given: Layers, loss: Loss | None) -> Model:
             else ("its layers in order, each as a function that builds it: [lambda: Embed(...), ...]")
         )
         raise UserError(f"model is a {kind} already built, and every worker builds its own part; give {fix}.")
+    if callable(given):
+        raise UserError(
+            f"model is {_named(given)}; give its layers in order, as a list of functions that each build "
+            "one: [lambda: Embed(...), Block, Head]."
+        )
     if isinstance(loss, type):
         raise UserError(f"loss is the class {loss.__name__}; give an object: {loss.__name__}(...).")
     if loss is not None and not callable(loss):
@@ -122,6 +145,10 @@ def evaluation_table(
     }
 
 
+def _named(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else "a function"
+
+
 def _plain(value: Any) -> Any:
     """A number of numpy as one of Python."""
     return value.item() if isinstance(value, np.generic) else value
@@ -154,7 +181,10 @@ def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Map
     optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
     if "optimizer_options" in settings:
         optimizer["options"] = settings.pop("optimizer_options")
-    if isinstance(settings.get("checkpoint"), str | Path):
+    where = settings.get("checkpoint")
+    if where == "" or not isinstance(where, str | Path | Mapping | None):
+        raise UserError(f'checkpoint is {where!r}; give a folder, such as checkpoint="checkpoints".')
+    if isinstance(where, str | Path):
         settings["checkpoint"] = {"folder": str(settings["checkpoint"])}
     return Job.from_dict(
         {

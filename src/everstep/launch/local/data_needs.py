@@ -21,13 +21,13 @@ LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
 COLD_STEPS = 5  # the first steps of a run load cold: they say nothing of those that follow
 
 
-def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], seed: int, checkpoint: Any) -> int:
+def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], checkpoint: Any) -> int:
     """How many steps bring every row `epochs` times, those of earlier starts among them."""
     if not hasattr(data, "order_in"):
         raise UserError("epochs needs data that has rows: everstep.rows, tokens or table; else give steps.")
     if not isinstance(epochs, int | float) or isinstance(epochs, bool) or epochs <= 0:
         raise UserError(f"epochs is {epochs!r}; it must be a number above 0.")
-    order = data.order_in(shape["replicas"] * shape["microbatches"], seed)
+    order = data.order_in(shape["replicas"] * shape["microbatches"], seed=0)
     return max(1, int(replace(order, start=first_row(checkpoint, order)).steps(epochs)))
 
 

@@ -96,7 +96,7 @@ def fit(
         raise UserError(
             "everstep.fit needs steps or epochs, one of them: everstep.fit(module, epochs=3, ...)."
         )
-    count = steps or steps_of(data, epochs, shape, int(settings.get("seed", 0)), checkpoint)
+    count = steps or steps_of(data, epochs, shape, checkpoint)
     in_epoch = _steps_in_epoch(data, shape)
     if tested is not None and in_epoch is not None:
         settings.setdefault("eval_every", in_epoch)

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.lives import Lives
-from everstep.core.faults import remedies
-from everstep.core.faults.severity import ErrorKind, Judgement, Severity
+from everstep.core.faults.severity import Severity
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.errors import UserError
 from everstep.protocol import events as ev
@@ -281,12 +280,9 @@ def _sentence(text: str) -> str:
 
 
 def _verdict(incident: Incident) -> str:
-    verdict = incident.verdict
-    assert verdict is not None
-    judgement = Judgement(
-        kind=ErrorKind(verdict.kind), severity=Severity(verdict.severity), because=verdict.because
-    )
-    return remedies.sentence(judgement)
+    """What is done about it is a line of its own: all ranks begin again, or the run ends."""
+    assert incident.verdict is not None
+    return f"{_sentence(incident.verdict.because)} {Severity(incident.verdict.severity)}."
 
 
 def run_id() -> str:
