@@ -1,5 +1,6 @@
 """Every mistake: exit 2, one sentence that names it, nothing on stdout, nothing started."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 
 from everstep.cli import main
+from everstep.cli.agent import check_host
+from everstep.errors import UserError
 
 CHANGES = {
     "unknown key": ("steps = 6", "stepz = 6", "stepz is not a key of a job; did you mean 'steps'?"),
@@ -216,3 +219,37 @@ def test_plan_memory_refuses_what_a_start_would_refuse(
     file.write_text(f'{lines}\n[model]\npreset = "gpt-tiny"\n')
     assert main.run(["plan", "--memory", str(file)]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("host", "coordinator", "sentence"),
+    [
+        ("203.0.113.7", "http://127.0.0.1:7077", "--host 203.0.113.7 cannot be bound on this machine"),
+        ("127.0.0.1", "https://203.0.113.9:7077", "--host 127.0.0.1 is loopback, and the coordinator"),
+        ("localhost", "203.0.113.9:7077", "is loopback (it means "),
+        ("0.0.0.0", "http://127.0.0.1:7077", "is not an address that others can reach"),
+        ("no.such.name.invalid", "http://127.0.0.1:7077", "is not an address of this machine"),
+    ],
+)
+def test_an_address_at_which_no_peer_reaches_the_workers_is_refused(
+    host: str, coordinator: str, sentence: str
+) -> None:
+    """An agent that could not bind its address never connected and never ended; with loopback all workers
+    started and waited for each other, 600 s to the first incident.
+    """
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        check_host(host, [coordinator])
+
+
+def test_addresses_of_this_machine_are_taken() -> None:
+    check_host("127.0.0.1", ["http://localhost:7077", "@coordinator.txt"])
+    check_host("localhost", ["127.0.0.1:7077"])
+
+
+def test_an_agent_with_an_address_that_cannot_be_bound_ends_with_a_sentence(
+    idle_everstep: Callable[..., Any],
+) -> None:
+    ran = idle_everstep("agent", "--slots", "1", "--host", "203.0.113.7")
+    assert ran.code == 2
+    assert "--host 203.0.113.7 cannot be bound on this machine (Cannot assign requested address)" in ran.err
+    assert len(ran.err.splitlines()) == 1

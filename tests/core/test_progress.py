@@ -124,6 +124,29 @@ def test_a_run_whose_every_step_was_skipped_fails_with_an_incident() -> None:
     assert [incident.what for incident in cluster.coordinator.log.incidents] == [NOT_FINITE]
 
 
+def test_a_run_that_trains_nothing_more_fails_with_the_step_it_has_got_to() -> None:
+    """Every step from 4 on was skipped: "1 incident healed", exit code 0."""
+    cluster = FakeCluster()
+    cluster.submit(steps=MOST_IN_A_ROW + 3)
+    for _ in range(3):
+        cluster.seal(sum_of_squares=1.0)
+    for _ in range(MOST_IN_A_ROW):
+        cluster.seal(sum_of_squares=math.nan)
+    assert task_of(cluster).state is TaskState.FAILED
+    assert f"the last {MOST_IN_A_ROW} of {MOST_IN_A_ROW + 3} steps were skipped" in task_of(cluster).because
+    assert task_of(cluster).because.endswith("nothing is trained after step 3")
+
+
+def test_a_run_whose_last_steps_are_skipped_is_finished_if_they_are_few() -> None:
+    cluster = FakeCluster()
+    cluster.submit(steps=MOST_IN_A_ROW + 3)
+    for _ in range(4):
+        cluster.seal(sum_of_squares=1.0)
+    for _ in range(MOST_IN_A_ROW - 1):
+        cluster.seal(sum_of_squares=math.nan)
+    assert task_of(cluster).state is TaskState.FINISHED
+
+
 def test_many_skipped_steps_in_a_row_are_an_incident_that_the_next_update_closes() -> None:
     cluster = FakeCluster()
     cluster.submit(steps=MOST_IN_A_ROW + 5)

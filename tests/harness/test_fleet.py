@@ -4,11 +4,13 @@ the same on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from harness.fleet import MOST_BYTES, Busy, Fleet, measure
+from harness.fleet import MOST_BYTES, Busy, Fleet, budget_ms, measure
 
 STAGES = 8
 MOST_MS = 500.0  # CPU of one event
@@ -39,6 +41,68 @@ def test_a_task_of_512_workers_is_within_budgets_that_no_machine_misses() -> Non
     assert {scene: row for scene, row in rows.items() if row["max_ms"] > MOST_MS} == {}
     assert sum(row["total_s"] + row["encode_s"] + row["schedule_s"] for row in rows.values()) < 5.0
     assert rows["death"]["order_bytes_per_worker"] < MOST_BYTES
+
+
+def epochs(fleet: Fleet, happens: Callable[[], Busy]) -> int:
+    recovery = fleet.machine.tasks["t"].recovery
+    assert recovery is not None
+    before = recovery.epoch
+    happens()
+    return recovery.epoch - before
+
+
+def test_the_loss_of_a_node_is_one_change_of_membership() -> None:
+    """Each of its 8 workers was one: all others were interrupted 8 times and reported 8 ledgers. With 4,096
+    workers that was an event of 250 ms.
+    """
+    fleet = Fleet()
+    fleet.join(256 // 8 + 3)
+    fleet.submit(Shape(32, STAGES, 4))
+    fleet.seal()
+    lost = fleet.machine.tasks["t"].seats[Worker(5, 3)].node
+    assert len(fleet.machine.roster.on_node(lost)) == 8
+
+    def falls_silent() -> Busy:
+        busy = fleet.falls_silent([lost])
+        left = [worker for worker, one in fleet.workers.items() if one.node != lost]
+        for worker in [worker for worker, one in fleet.workers.items() if one.node == lost]:
+            del fleet.workers[worker]
+        fleet.waits(left[:1])
+        return busy
+
+    assert epochs(fleet, falls_silent) <= 3  # they are gone; others have copied the state and join
+    assert not fleet.machine.nodes[lost].reachable
+    assert len(fleet.machine.tasks["t"].seats) == 256  # on other nodes
+
+
+def test_nodes_that_are_given_up_at_once_are_one_change_of_membership() -> None:
+    """A rack of 4 nodes: as many epochs as for one."""
+    fleet = Fleet()
+    fleet.join(256 // 8)
+    fleet.submit(Shape(32, STAGES, 4))
+    fleet.seal()
+    rack = sorted({one.node for one in fleet.workers.values()})[3:7]
+    for name in rack:
+        fleet.falls_silent([name])
+    fleet.workers = {worker: one for worker, one in fleet.workers.items() if one.node not in rack}
+    assert epochs(fleet, lambda: fleet.pass_time(60.0)) == 0  # others could speak for it: nobody waits
+    report = fleet.waits(sorted(fleet.workers)[:1])
+    recovery = fleet.machine.tasks["t"].recovery
+    assert recovery is not None
+    assert [fleet.machine.nodes[name].reachable for name in rack] == [False] * 4
+    assert recovery.num_members == 256 - 32
+    assert sum(name == "LedgerReported" for name, _ in report.events) == 256 - 32
+    incidents = [i for i in fleet.machine.log.incidents if i.task == "t"]
+    assert sorted(i.node for i in incidents if i.node) == rack
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [4096])
+def test_no_event_of_a_large_task_takes_several_times_its_budget(workers: int) -> None:
+    """The goals themselves are for a machine that does nothing else: `bench/size.py`."""
+    rows = {row["scene"]: row for row in measure(workers, ("submit", "seat", "death", "node", "silent"))}
+    assert {name: row["max_ms"] for name, row in rows.items() if row["max_ms"] > 5 * budget_ms(workers)} == {}
+    assert rows["silent"]["events"] < 40 * workers  # 16 nodes at once; each worker of each was an epoch
 
 
 @pytest.mark.slow

@@ -27,6 +27,15 @@ def test_a_run_says_what_was_healed() -> None:
     assert summary_line(run()) == healed
 
 
+def test_steps_that_changed_no_weight_are_counted_in_the_last_line() -> None:
+    """It was said nowhere but in the row of the step, which `--every` may not print."""
+    assert "loss 2.500000, 1 step skipped (its gradient was not finite), 1 incident" in summary_line(
+        run(skipped=1)
+    )
+    assert ", 3 steps skipped (their gradients were not finite), " in summary_line(run(skipped=3))
+    assert "skipped" not in summary_line(run(skipped=0))
+
+
 def test_a_last_state_that_is_on_no_disk_is_not_called_healed() -> None:
     """With a full disk the run ended with "1 incident healed" and nothing saved."""
     unsaved = "its last state is not saved (No space left on device), protected up to step 0"

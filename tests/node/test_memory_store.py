@@ -187,3 +187,11 @@ def test_a_byte_that_is_changed_on_its_way_to_or_from_a_memory_server_is_noticed
         with pytest.raises(OSError, match="tag is wrong"):
             file.read(0, memoryview(bytearray(168_000)))
         file.close()
+
+
+def test_a_memory_server_that_cannot_listen_says_so() -> None:
+    """It waited for itself without end, and the agent never connected."""
+    store = MemoryStore()
+    with pytest.raises(UserError, match=r"cannot be served at 203\.0\.113\.7"):
+        MemoryServer(store, "203.0.113.7").open()
+    store.close()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from everstep.plan import shapes
 from everstep.plan.measured import TaskMeasurements
 from everstep.plan.shapes import MOST_SHAPES, offered
 from everstep.protocol.shape import Shape
+from everstep.schedule.bounds import balanced_bound
+from everstep.schedule.instance import Instance
+from everstep.schedule.modes import TRAINING
 
 
 def best(shape: Shape, stages: range, slots: int) -> tuple[float, str]:
@@ -35,3 +41,29 @@ def test_of_many_shapes_those_that_are_best_by_work_are_bounded() -> None:
     """They were those with about as many stages as now."""
     value, _ = best(Shape(8, 2, 48), range(1, 49), 96)
     assert value >= 0.95 * 96
+
+
+def test_one_replica_with_all_microbatches_says_what_thousands_that_are_alike_say() -> None:
+    """The planner's bounds are made from it: of thousands of replicas they cost 60 ms on the coordinator's
+    loop.
+    """
+    draw = random.Random(3)
+    for _ in range(60):
+        replicas, stages = draw.randint(1, 7), draw.randint(1, 5)
+        rows = [tuple(draw.choice((0.7, 1.0, 2.3)) for _ in range(stages)) for _ in range(3)]
+        forward, input_grad, weight_grad = ((row,) * replicas for row in rows)
+        instance = Instance(
+            replicas=replicas,
+            stages=stages,
+            microbatches=draw.randint(1, 6),
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            hop=draw.choice((0.0, 0.1)),
+            reduce=(0.2,) * stages,
+            update=(0.1,) * stages,
+        )
+        compact = shapes._compact(instance)
+        assert compact.replicas == 1
+        for workers in range(stages, replicas * stages + 1):
+            assert balanced_bound(compact, TRAINING, workers) == balanced_bound(instance, TRAINING, workers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -171,6 +174,7 @@ def agent_command(
         CloudNotice(cloud, log.warn)
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
+    check_host(host, settings.coordinators)
     if check is not False:
         found = _checked(check_command or []) if check else _checked_quickly()
         settings = replace(settings, checks=found, check_commands=tuple(check_command or ()))
@@ -186,6 +190,44 @@ def agent_command(
         await agent.run()
 
     return until_signalled(run)
+
+
+def check_host(host: str, coordinators: Sequence[str]) -> None:
+    """Refuse an address at which workers of other nodes could not reach this one. Unreachable workers start,
+    and then all wait for each other.
+    """
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
+    if any(ipaddress.ip_address(address.partition("%")[0]).is_unspecified for address in found):
+        raise UserError(
+            f"--host {host} is not an address that others can reach; give that of a network card."
+        )
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError as error:
+        raise UserError(
+            f"--host {host} cannot be bound on this machine ({os.strerror(error.errno or 0)}); give an IPv4 "
+            "address of one of its network cards."
+        ) from None
+    remote = [address for address in coordinators if not address.startswith("@") and not _is_here(address)]
+    if remote and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+        means = "" if host in found else f" (it means {', '.join(sorted(found))})"
+        raise UserError(
+            f"--host {host} is loopback{means}, and the coordinator {remote[0]} is on another machine: other "
+            "nodes could not reach this node's workers. Give --host the address of a network card."
+        )
+
+
+def _is_here(coordinator: str) -> bool:
+    """Is this address loopback? A name that cannot be looked up now is tried again later, and is not."""
+    name = urlsplit(coordinator if "//" in coordinator else f"//{coordinator}").hostname or ""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def _checked(commands: list[str]) -> tuple[CheckResult, ...]:

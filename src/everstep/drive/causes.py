@@ -104,12 +104,10 @@ def asked_by(action: msg.ClusterAction) -> Iterator[Name]:
                 case msg.StartProcesses(task=task, starts=starts):
                     for start in starts:
                         yield "start", task, start.worker, start.incarnation
-                case msg.InterruptTask(task=task, epoch=epoch, workers=workers):
-                    for worker in workers:
-                        yield "ledger", task, worker, epoch
-                case msg.ResumeTask(task=task, facts=EpochFacts(epoch=epoch), workers=resumed):
-                    for worker, _, _ in resumed:
-                        yield "resume", task, worker, epoch
+                case msg.InterruptTask(task=task, epoch=epoch):  # by node: workers may be thousands
+                    yield "ledger", task, node, epoch
+                case msg.ResumeTask(task=task, facts=EpochFacts(epoch=epoch)):
+                    yield "resume", task, node, epoch
                 case msg.KillProcess(task=task, worker=worker, incarnation=incarnation):
                     yield "end", task, worker, incarnation
                 case msg.CloseTask(task=task):
@@ -152,10 +150,10 @@ def _answered_by_worker(node: str, task: str, event: ev.Event) -> Iterator[Name]
         case ev.WorkerExited(worker=worker, incarnation=incarnation):
             yield "end", task, worker, incarnation
             yield "close", task, node
-        case ev.LedgerReported(worker=worker, epoch=epoch):
-            yield "ledger", task, worker, epoch
-        case ev.WorkerResumed(worker=worker, epoch=epoch):
-            yield "resume", task, worker, epoch
+        case ev.LedgerReported(epoch=epoch):
+            yield "ledger", task, node, epoch
+        case ev.WorkerResumed(epoch=epoch):
+            yield "resume", task, node, epoch
         case ev.StateCopied(worker=worker):
             yield "copy", task, worker
         case ev.CheckpointCommitted(step=step):

@@ -51,7 +51,7 @@ def offered(
     much: what shards pay for their collectives is not known here. `trust`: the share of what was expected of
     changes of shape that was there afterwards; for shapes that this task was never measured in.
     """
-    base = _base(shape, known, slow)
+    base = _compact(_base(shape, known, slow))
     work = _work(base) * shape.shards
     off = _off_by(shape, known)
     found = [_offer(shape, base, work, off, known.off_by, live, MOST_COUNTS)]
@@ -96,7 +96,7 @@ def throughput_of(shape: Shape, workers: int) -> float:
         return 0.0
     base = _base(shape, TaskMeasurements(), {})
     filled = min(workers, shape.replicas * shape.stages)
-    return shape.shards * _work(base) / _balanced_period(base, filled)
+    return shape.shards * _work(base) / _balanced_period(_compact(base), filled)
 
 
 def rounded(seconds: float) -> float:
@@ -164,7 +164,7 @@ def learn(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
         return
     measured = known.step_s(known.last)
     if measured and known.last[2] >= shape.stages:
-        bound = _balanced_period(_base(shape, known, slow), known.last[2])
+        bound = _balanced_period(_compact(_base(shape, known, slow)), known.last[2])
         known.off_by[known.last] = rounded(max(1.0, measured / bound))
 
 
@@ -270,6 +270,21 @@ def _balanced_bound(
     workers: int,
 ) -> float:
     return balanced_bound(_instance(grids, microbatches, hop, reduce, update), TRAINING, workers)
+
+
+def _compact(base: Instance) -> Instance:
+    """Where all replicas are alike, one with all microbatches says as much as thousands of them."""
+    grids = (base.forward, base.input_grad, base.weight_grad)
+    if base.dead or not all(len(set(grid)) == 1 for grid in grids):
+        return base
+    return replace(
+        base,
+        replicas=1,
+        microbatches=base.replicas * base.microbatches,
+        forward=base.forward[:1],
+        input_grad=base.input_grad[:1],
+        weight_grad=base.weight_grad[:1],
+    )
 
 
 def _period(instance: Instance) -> float:

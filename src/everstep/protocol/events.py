@@ -39,6 +39,13 @@ class WorkerExited(Event):
     stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost
 
 
+@message(says="workers of {task} are gone at once")
+class WorkersExited(Event):
+    """Those of a node, or of several: one change of membership."""
+
+    exits: tuple[WorkerExited, ...]
+
+
 @message(by=WORKER, says="worker {worker} of {task} raised {error}")
 class WorkerRaised(Event):
     """A worker reports an exception of its own; its exit follows."""

@@ -189,7 +189,10 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
 
     def text(self, worker: Worker) -> str:
         """In their notation."""
-        return self.patterns[self.numbers[worker.stage][worker.replica]].replace(OWN, str(worker.replica))
+        return self.pattern(worker).replace(OWN, str(worker.replica))
+
+    def pattern(self, worker: Worker) -> str:
+        return self.patterns[self.numbers[worker.stage][worker.replica]]
 
     def __contains__(self, worker: object) -> bool:
         if not isinstance(worker, Worker) or not 0 <= worker.stage < len(self.numbers):

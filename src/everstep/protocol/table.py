@@ -15,9 +15,12 @@ To add a message: its row, its sender, its handler.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cache
+from string import Formatter
 from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, get_args, get_type_hints
 
@@ -64,8 +67,15 @@ class Row:
     fleeting: bool  # of no use later: not kept while the line is cut
 
     def sentence(self, message: object, **around: object) -> str:
-        known = {each.name: getattr(message, each.name) for each in fields(self.kind)}
+        known = {name: getattr(message, name) for name in _named_in(self.says, self.kind)}
         return self.says.format(**around | known)
+
+
+@cache
+def _named_in(says: str, kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a message that its sentence names: it is said of thousands of orders at once."""
+    wanted = {re.split(r"[.[]", name)[0] for _, name, _, _ in Formatter().parse(says) if name}
+    return tuple(each.name for each in fields(kind) if each.name in wanted)
 
 
 TABLE: dict[type[Any], Row] = {}

@@ -22,6 +22,7 @@ from typing import BinaryIO
 import psutil
 from aiohttp import web
 
+from everstep.errors import UserError
 from everstep.net.seal import CHUNK_BYTES, Sealer, Suite, TamperedError, Unsealer, is_available, sealed_bytes
 from everstep.net.strangers import StrangerLimit
 from everstep.store import memory
@@ -61,13 +62,17 @@ class MemoryServer:
         self.store, self.host, self.port = store, host, 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
+        self._failed: str | None = None  # why it does not listen
         self._strangers = StrangerLimit()
         self._nonces: dict[bytes, None] = {}  # of requests, oldest first: each is taken once
         self._thread = threading.Thread(target=self._run, name="memory-server", daemon=True)
 
     def open(self) -> None:
+        """Returns when it listens; raises if it cannot."""
         self._thread.start()
         self._ready.wait()
+        if self._failed is not None:
+            raise UserError(f"the memory of this node cannot be served at {self.host}: {self._failed}.")
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -75,8 +80,13 @@ class MemoryServer:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._serve())
-        self._ready.set()
+        try:
+            runner = self._loop.run_until_complete(self._serve())
+        except OSError as error:
+            self._failed = error.strerror or str(error)
+            return
+        finally:
+            self._ready.set()
         assert runner.server is not None
         watching = self._loop.create_task(self._strangers.watch(runner.server))
         self._loop.run_forever()

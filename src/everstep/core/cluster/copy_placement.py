@@ -37,24 +37,35 @@ class Keepers:
         for worker, seat in task.seats.items():
             self._at[worker.stage].add(seat.node)
         self._without: dict[int, list[str]] = {}  # by stage: of the ring, the nodes without it
+        self._addresses: dict[str, MemoryAddress | None] = {}
 
     def of(self, worker: Worker) -> Node:
-        own = self._task.seats[worker].node
-        if worker.stage not in self._without:
-            there = self._at[worker.stage]
-            self._without[worker.stage] = [name for name in self._ring if name not in there]
-        for ring in (self._without[worker.stage], self._ring):
+        return self._nodes[self.after(self._task.seats[worker].node, worker.stage)]
+
+    def after(self, own: str, stage: int) -> str:
+        """The node that keeps the copy of a worker of this stage on node `own`."""
+        if stage not in self._without:
+            there = self._at[stage]
+            self._without[stage] = [name for name in self._ring if name not in there]
+        for ring in (self._without[stage], self._ring):
             following = ring[bisect_right(ring, own) % len(ring)] if ring else own
             if following != own:
-                return self._nodes[following]
-        return self._nodes[own]
+                return following
+        return own
+
+    def address(self, node: str) -> MemoryAddress | None:
+        if node not in self._addresses:
+            self._addresses[node] = self._nodes[node].memory
+        return self._addresses[node]
 
 
 def copied_at_end(here: Iterable[Worker]) -> set[Worker]:
     """Of a task's workers on a node, those that leave their state behind: one of each stage."""
     first: dict[int, Worker] = {}
     for worker in here:
-        first[worker.stage] = min(worker, first.get(worker.stage, worker))
+        known = first.setdefault(worker.stage, worker)
+        if worker < known:
+            first[worker.stage] = worker
     return set(first.values())
 
 

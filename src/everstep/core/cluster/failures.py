@@ -89,7 +89,7 @@ class Failures:
         because = f"worker {worker} ended before its first step: {event.reason}"
         if is_over or self._training.failed_update(task, because):
             self._roster.unseat(task, worker)
-            return self._staffing.gone(task, worker, seat, seat.leaving or event.reason, now)
+            return self._staffing.gone(task, [(worker, seat, seat.leaving or event.reason)], now)
         incident, judgement = self._judge_exit(task, event, now)
         incident.node = seat.node
         times, patience = task.failures.times, self._policy.patience
@@ -119,7 +119,7 @@ class Failures:
         because = "the slot is free again when the process ends; a reboot of the node ends it"
         self._incidents.treat(incident, "use other slots", because, now)
         self._roster.unseat(task, event.worker)
-        return self._staffing.gone(task, event.worker, seat, event.reason, now)
+        return self._staffing.gone(task, [(event.worker, seat, event.reason)], now)
 
     def slot_freed(self, node: Node, slot: int, now: Moment) -> Actions:
         """The process that held it has ended after all."""

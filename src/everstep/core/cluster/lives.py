@@ -328,6 +328,8 @@ class Lives:
                 return self._granted(event, now)
             case ev.WorkerExited():
                 return [] if self.is_late(event) else self._keeper_gone(event, now)
+            case ev.WorkersExited(exits=exits):
+                return [action for one in exits for action in self.handle(one, now)]
             case ev.StopRequested():
                 return self._stop(event, now)
             case msg.TimePassed():

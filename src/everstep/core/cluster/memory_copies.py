@@ -92,23 +92,26 @@ class MemoryCopies:
         nodes = self._roster.nodes
         kept = task.copies.states.get(restore) if restore and restore == task.copies.newest else None
         keepers = placement.Keepers(self._roster, task)
-        actions: Actions = []
+        used: dict[str, Node] = {}
         found: dict[Worker, StateDirections] = {}
         for own, here in workers.items():
             copy_away = nodes[own].admin is not NodeAdmin.UP
             leaders = placement.copied_at_end(self._roster.seats_on(task, own))
             for worker in here:
-                keeper = keepers.of(worker)
+                keeper = keepers.after(own, worker.stage)
                 parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
                 found[worker] = StateDirections(
-                    copy_to=keeper.memory,
+                    copy_to=keepers.address(keeper),
                     copy_at_end=worker in leaders,
                     copy_away=copy_away,
-                    copies=tuple([holders[0] for holders in parts]),
-                    other_holders=tuple([holders[1:] for holders in parts]),
+                    copies=tuple([holders[0] for holders in parts]) if parts else (),
+                    other_holders=tuple([holders[1:] for holders in parts]) if parts else (),
                 )
-                if keeper.name != own:
-                    actions += self._open_memory(task, keeper, now)
+                if keeper != own:
+                    used[keeper] = nodes[keeper]
+        actions: Actions = []
+        for node in used.values():
+            actions += self._open_memory(task, node, now)
         return actions, found
 
     def fetched(self, task: Task, event: msg.StateFetched, now: Moment) -> None:

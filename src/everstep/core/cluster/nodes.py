@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from everstep.core.cluster.followups import FollowUps
@@ -267,11 +268,12 @@ class Nodes:
         """Give up those of these silent nodes that are not only behind a cut line."""
         actions: Actions = []
         silence = Silence(self._roster, self._policy.patience)
+        lost: list[_LostNode] = []
         for node in nodes:
             if because := silence.why_given_up(node, now.at):
-                actions += self._lost(node, NodeLiveness.GONE, because, now)
+                actions += self._empty(node, NodeLiveness.GONE, because, lost, now)
                 silence.given_up(node.name)
-        return actions
+        return actions + self._tell_tasks(lost, now)
 
     def left(self, node: Node, now: Moment) -> Actions:
         return self._lost(node, NodeLiveness.LEFT, "its agent ended in good order", now)
@@ -463,31 +465,50 @@ class Nodes:
 
     def _lost(self, node: Node, liveness: NodeLiveness, because: str, now: Moment) -> Actions:
         """A node is gone, and with it every worker on it and every copy in its memory."""
+        lost: list[_LostNode] = []
+        return self._empty(node, liveness, because, lost, now) + self._tell_tasks(lost, now)
+
+    def _empty(
+        self, node: Node, liveness: NodeLiveness, because: str, lost: list[_LostNode], now: Moment
+    ) -> Actions:
+        """Take its seats and its copies away; the tasks are told by `_tell_tasks`."""
         if not node.reachable:
             return []
-        name = node.name
         actions = self._set_liveness(node, liveness, because, now)
         node.pending.clear()
-        self._tasks.answers_lost(name, now)
-        losers = self._copies.node_gone(name)
+        self._tasks.answers_lost(node.name, now)
+        losers = self._copies.node_gone(node.name)
         for task in losers:
             actions += self._training.count_copies(task, now)
-        taken: dict[str, list[tuple[Worker, Seat]]] = {}
-        for task, worker in self._roster.on_node(name):
-            taken.setdefault(task.name, []).append((worker, self._roster.unseat(task, worker)))
-        for task_name, seats in taken.items():
-            task = self._roster.tasks[task_name]
+        seats: dict[str, list[tuple[Worker, Seat]]] = {}
+        for task, worker in self._roster.on_node(node.name):
+            task.failures.overdue.drop(worker)
+            seats.setdefault(task.name, []).append((worker, self._roster.unseat(task, worker)))
+        lost.append(_LostNode(node, because, seats, losers))
+        return actions
+
+    def _tell_tasks(self, lost: list[_LostNode], now: Moment) -> Actions:
+        """All workers of a task that are gone at once are one change of its membership: its other workers,
+        which may be thousands, are interrupted once.
+        """
+        actions: Actions = []
+        for name in dict.fromkeys(name for one in lost for name in one.seats):
+            task = self._roster.tasks[name]
             self._tasks.give_up_search(task)
             actions += self._staffing.grant(task, now)
-            if liveness is NodeLiveness.GONE and task.state is TaskState.RUNNING:
-                self._blame(task, node, [worker for worker, seat in seats if seat.incarnation], now)
-            for worker, seat in seats:
-                reason = f"node {name} is gone: {because}"
-                actions += self._staffing.gone(task, worker, seat, reason, now)
-        for task in losers:
-            lost = ev.CopiesLost(because=f"node {name}, which kept copies of its state in memory, is gone")
-            actions += self._training.inform(task, lost, now)
-        self._later.slots_changed(f"node {name} is gone")
+            gone: list[tuple[Worker, Seat, str]] = []
+            for one in lost:
+                seats = one.seats.get(name, ())
+                if one.node.liveness is NodeLiveness.GONE and task.state is TaskState.RUNNING:
+                    self._blame(task, one.node, [worker for worker, seat in seats if seat.incarnation], now)
+                reason = f"node {one.node.name} is gone: {one.because}"
+                gone += [(worker, seat, reason) for worker, seat in seats]
+            actions += self._staffing.gone(task, gone, now)
+        for one in lost:
+            because = f"node {one.node.name}, which kept copies of its state in memory, is gone"
+            for task in one.losers:
+                actions += self._training.inform(task, ev.CopiesLost(because=because), now)
+            self._later.slots_changed(f"node {one.node.name} is gone")
         return actions
 
     def _blame(self, task: Task, node: Node, workers: list[Worker], now: Moment) -> None:
@@ -511,3 +532,13 @@ class Nodes:
                 continue
             actions += self._staffing.ask_to_go(task, worker, f"node {node.name}: {because}", now)
         return actions
+
+
+@dataclass(frozen=True, slots=True)
+class _LostNode:
+    """A node that is gone, and what went with it."""
+
+    node: Node
+    because: str
+    seats: Mapping[str, Sequence[tuple[Worker, Seat]]]  # by task
+    losers: Sequence[Task]  # of copies in its memory

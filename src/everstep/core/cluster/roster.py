@@ -180,7 +180,8 @@ class Roster:
         ]
         heapify(stages)
         found: list[Worker] = []
-        while stages and len(task.seats) < task.wanted():
+        missing = task.wanted() - len(task.seats)
+        while stages and len(found) < missing:
             _, replica, stage = stages[0]
             worker = Worker(replica, stage)
             node = choice.best_for(worker)
@@ -218,8 +219,8 @@ class Roster:
         there[task.name] = there.get(task.name, 0) + 1
         free = self._free.get(seat.node)
         if free is not None:
-            before = len(free)
-            free[:] = [slot for slot in free if slot not in seat.slots]
+            before, slots = len(free), seat.slots
+            free[:] = [slot for slot in free if slot not in slots]
             self._num_free -= before - len(free)
             if not free:
                 del self._free[seat.node]
@@ -325,25 +326,28 @@ class _NodeChoice:
         self._shards = task.shape.shards
         self._nodes = roster._nodes_with_room(self._shards)
         self._heaps: dict[int, list[tuple[int, float, int, str]]] = {}
-        self._of_replica: dict[int, set[str]] = {}
+        self._of_replica: dict[int, dict[str, int]] = {}  # its workers by node
+        self._of_stage: dict[int, dict[str, int]] = {}
         self._kept: dict[int, dict[str, float]] = {}
 
     def best_for(self, worker: Worker) -> str | None:
         top = self._top(worker.stage)
         if top is None:
             return None
-        near = (n for n in self._where(worker.replica) if self._roster.has_room(n, self._shards))
+        near = [n for n in self._where(worker.replica) if self._roster.has_room(n, self._shards)]
+        if not near or near == [top]:
+            return top
         return min((top, *near), key=lambda node: self._unease(worker, node))
 
     def seated(self, worker: Worker, node: str) -> None:
-        self._where(worker.replica).add(node)
+        for counts in (self._where(worker.replica), self._where_stage(worker.stage)):
+            counts[node] = counts.get(node, 0) + 1
 
     def _unease(self, worker: Worker, node: str) -> tuple[int, float, int, int]:
-        there = self._roster.seats_on(self._task, node)
         return (
-            sum(w.stage == worker.stage for w in there),
+            self._where_stage(worker.stage).get(node, 0),
             -self._state_there(worker.stage).get(node, 0.0),
-            -sum(w.replica == worker.replica for w in there),
+            -self._where(worker.replica).get(node, 0),
             self._roster._order[node],
         )
 
@@ -351,30 +355,36 @@ class _NodeChoice:
         if stage not in self._heaps:
             self._heaps[stage] = [self._entry(stage, node) for node in self._nodes]
             heapify(self._heaps[stage])
-        heap = self._heaps[stage]
+        heap, free, there = self._heaps[stage], self._roster._free, self._where_stage(stage)
         while heap:
-            node = heap[0][-1]
-            if not self._roster.has_room(node, self._shards):
+            replicas, _, _, node = heap[0]
+            if len(free.get(node, ())) < self._shards:
                 heappop(heap)
-                continue
-            entry = self._entry(stage, node)
-            if entry == heap[0]:
+            elif there.get(node, 0) == replicas:
                 return node
-            heapreplace(heap, entry)
+            else:
+                heapreplace(heap, self._entry(stage, node))
         return None
 
     def _entry(self, stage: int, node: str) -> tuple[int, float, int, str]:
-        there = self._roster.seats_on(self._task, node)
-        replicas = sum(w.stage == stage for w in there) if there else 0
+        replicas = self._where_stage(stage).get(node, 0)
         return replicas, -self._state_there(stage).get(node, 0.0), self._roster._order[node], node
 
-    def _where(self, replica: int) -> set[str]:
-        """The nodes where this replica is."""
-        if replica not in self._of_replica:
-            workers = (Worker(replica, stage) for stage in range(self._task.shape.stages))
+    def _where(self, replica: int) -> dict[str, int]:
+        """The nodes where this replica is, with the number of its workers."""
+        found = self._of_replica.get(replica)
+        if found is None:
+            workers = [Worker(replica, stage) for stage in range(self._task.shape.stages)]
             seats = self._task.seats
-            self._of_replica[replica] = {seats[w].node for w in workers if w in seats}
-        return self._of_replica[replica]
+            found = self._of_replica[replica] = dict(Counter(seats[w].node for w in workers if w in seats))
+        return found
+
+    def _where_stage(self, stage: int) -> dict[str, int]:
+        found = self._of_stage.get(stage)
+        if found is None:
+            seats = self._task.seats.items()
+            found = self._of_stage[stage] = dict(Counter(seat.node for w, seat in seats if w.stage == stage))
+        return found
 
     def _state_there(self, stage: int) -> dict[str, float]:
         """How much of a stage's state is in each node's memory, as a part of the model: stages are cut

@@ -1,7 +1,8 @@
 """Steps without an update: the gradient was not finite, so the step was skipped.
 
-One skipped step is part of training in low precision. Many in a row are an incident, and a run of which every
-step was skipped has trained nothing: it fails, with the reason.
+One skipped step is part of training in low precision. Many in a row are an incident. A run of which every
+step was skipped has trained nothing, and one that ends with many in a row nothing more: it fails, with the
+reason.
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ class SkippedSteps:
         return []
 
     def why_failed(self, task: Task, now: Moment) -> str:
-        """At the end of a run: empty, if at least one step was updated."""
+        """At the end of a run: empty, if its last steps were updated, but for a few."""
         skips = task.progress.skips
-        if not skips.recorded or skips.total < skips.recorded:
+        all_skipped = bool(skips.recorded) and skips.total >= skips.recorded
+        if not all_skipped and skips.in_a_row < MOST_IN_A_ROW:
             return ""
         if self._incidents.named(task, NOT_FINITE) is None:
             self._tell(task, task.steps, now)
-        return f"all {skips.recorded} steps were skipped, their gradients were not finite: nothing is trained"
+        why = "were skipped, their gradients were not finite: nothing is trained"
+        if all_skipped:
+            return f"all {skips.recorded} steps {why}"
+        return (
+            f"the last {skips.in_a_row} of {task.steps} steps {why} after step {task.steps - skips.in_a_row}"
+        )
 
     def _tell(self, task: Task, step: int, now: Moment) -> None:
         incident = self._incidents.new(task=task, what=NOT_FINITE, now=now, step=step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
 from everstep.core.cluster.followups import FollowUps
@@ -100,19 +101,29 @@ class Staffing:
         order = msg.KillProcess(task=task.name, worker=worker, incarnation=seat.incarnation)
         return self._orders.send(seat.node, order, because, now)
 
-    def gone(self, task: Task, worker: Worker, seat: Seat, reason: str, now: Moment) -> Actions:
-        """A worker that will not come back where it was: its node is gone, or it was asked to go."""
-        task.starts.waiting.pop(worker, None)
-        task.starts.forget(worker)
-        task.failures.overdue.drop(worker)
-        if task.recovery is None or task.state is not TaskState.RUNNING:
+    def gone(self, task: Task, workers: Iterable[tuple[Worker, Seat, str]], now: Moment) -> Actions:
+        """Workers that will not come back where they were, with the reason: their node is gone, or they were
+        asked to go.
+        """
+        runs = task.recovery is not None and task.state is TaskState.RUNNING
+        exits: list[ev.WorkerExited] = []
+        for worker, seat, reason in workers:
+            task.starts.waiting.pop(worker, None)
+            task.starts.forget(worker)
+            task.failures.overdue.drop(worker)
+            if task.recovery is None or not runs:
+                continue
+            incarnation = seat.incarnation or getattr(task.recovery.places[worker], "incarnation", 0)
+            exits.append(
+                ev.WorkerExited(
+                    worker=worker, incarnation=incarnation, reason=reason, planned=bool(seat.leaving)
+                )
+            )
+        if not runs:
             self._later.vacated.append(task)
             return []
         actions = self.grant(task, now)
-        place = task.recovery.places[worker]
-        incarnation = seat.incarnation or getattr(place, "incarnation", 0)
-        exited = ev.WorkerExited(
-            worker=worker, incarnation=incarnation, reason=reason, planned=bool(seat.leaving)
-        )
-        self._later.slots_changed(f"worker {worker} of {task.name} is gone")
+        for gone in exits[-1:]:
+            self._later.slots_changed(f"worker {gone.worker} of {task.name} is gone")
+        exited = exits[0] if len(exits) == 1 else ev.WorkersExited(exits=tuple(exits))
         return actions + self._training.inform(task, exited, now)

@@ -97,8 +97,10 @@ class Training:
         if planned is not None and progress.question is not None and planned.epoch == progress.question.epoch:
             progress.question = None
         actions: Actions = []
-        if isinstance(event, ev.WorkerExited):
-            actions += self._slowness.ended(task, event.worker, "its process is gone", now)
+        exits = event.exits if isinstance(event, ev.WorkersExited) else (event,)
+        for one in exits:
+            if isinstance(one, ev.WorkerExited):
+                actions += self._slowness.ended(task, one.worker, "its process is gone", now)
         try:
             if isinstance(recovery, Lives):
                 wishes = recovery.handle(event, now.at)

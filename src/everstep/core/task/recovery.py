@@ -16,6 +16,7 @@ and is let in at a step that no worker has entered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -263,19 +264,35 @@ class Recovery:
 
     @on
     def _exited(self, event: ev.WorkerExited, now: float) -> list[Action]:
-        worker, place = event.worker, self.places[event.worker]
-        self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
+        return self._gone([event], now)
+
+    @on
+    def _exited_at_once(self, event: ev.WorkersExited, now: float) -> list[Action]:
+        exits = [one for one in event.exits if not self.is_late(one)]
+        return self._gone(exits, now) if exits else []
+
+    def _gone(self, exits: Sequence[ev.WorkerExited], now: float) -> list[Action]:
+        """One epoch for all of them."""
         actions: list[Action] = []
-        if isinstance(place, Fed):
-            because = f"worker {worker} died while joining"
-            actions.append(act.StopFeeding(source=place.source, joiner=worker, because=because))
+        members: list[ev.WorkerExited] = []
+        for event in exits:
+            worker, place = event.worker, self.places[event.worker]
+            self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
+            if isinstance(place, Fed):
+                because = f"worker {worker} died while joining"
+                actions.append(act.StopFeeding(source=place.source, joiner=worker, because=because))
+            if isinstance(place, Member | Entering):
+                members.append(event)
         if isinstance(self.phase, Restoring):
             return actions + self._phases.assemble()  # no worker has begun yet
-        if isinstance(place, Member | Entering):
+        for event in members:
             if not event.planned:
-                incident = self.log.open(worker, event.reason, self.recorded + 1, now, event.done_ops)
+                incident = self.log.open(event.worker, event.reason, self.recorded + 1, now, event.done_ops)
                 incident.killed_at = incident.killed_at or event.killed_at
-            actions += self._phases.interrupt(f"worker {worker} is gone: {event.reason}")
+        if members:
+            first, more = members[0], len(members) - 1
+            who = f"worker {first.worker} is gone" + (f", and {more} more" if more else "")
+            actions += self._phases.interrupt(f"{who}: {first.reason}")
             if isinstance(self.phase, Over):
                 return actions
         elif isinstance(self.phase, Running):

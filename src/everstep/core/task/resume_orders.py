@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from everstep.core.task.groups import Groups
 from everstep.core.task.owed import Owed
@@ -11,8 +12,10 @@ from everstep.core.task.states import Planning, Restoring
 from everstep.core.task.step_book import StepBook
 from everstep.protocol.actions import ResumeWorkers
 from everstep.protocol.events import PlanComputed
-from everstep.protocol.ops import Kind, Microbatch, Op, Worker
+from everstep.protocol.ops import OWN, Kind, Microbatch, Op, Worker
 from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
+
+NONE: frozenset[Any] = frozenset()
 
 
 def restore_orders(
@@ -54,22 +57,22 @@ def resume_orders(
         votes_from=_votes_from(phase, book) if book.votes else None,
         suspect=book.suspect,
     )
-    feeds, fills = places.feeds(), _fills(phase, groups)
+    feeds, fills, give = places.feeds(), _fills(phase, groups), phase.owed.give
     awaited = {} if groups.shape.chunks else _awaited(phase.owed, rewind)
+    lists = _Lists(plan, phase, steps=book.steps)
     orders: dict[Worker, OwnOrders] = {}
-    for worker in sorted({*phase.ledgers, *entering}):
+    for worker in sorted({*phase.ledgers, *entering}):  # thousands, with little of their own
         ledger = phase.ledgers.get(worker)
         at = entering[worker] if ledger is None else ledger.step
         if rewind is not None and ledger is not None:
             at = min(at, rewind)
-        steady = plan.steady.text(worker)
         orders[worker] = OwnOrders(
             step=at,
-            lists=_lists(plan, phase, worker, at=at, steps=book.steps, steady=steady),
-            steady=steady,
-            ghosts=_ghosts(phase, worker),
-            give=_up_to(rewind, phase.owed.give.get(worker, {})),
-            awaits=frozenset(awaited.get(worker, ())),
+            lists=lists.of(worker, at),
+            steady=plan.steady.text(worker),
+            ghosts=_ghosts(phase, worker) if phase.owed.ghosts else NONE,
+            give=_up_to(rewind, give[worker]) if worker in give else {},
+            awaits=frozenset(awaited[worker]) if worker in awaited else NONE,
             fills=fills.get(worker, ()),
             feeds=feeds.get(worker, {}),
         )
@@ -82,34 +85,45 @@ def _votes_from(phase: Planning, book: StepBook) -> int:
     return phase.owed.high + 1 if phase.rewind is None or not is_replay else phase.rewind + 1
 
 
-def _lists(
-    plan: PlanComputed, phase: Planning, worker: Worker, *, at: int, steps: int, steady: str
-) -> dict[int, str]:
-    """The worker's ops in every broken step from `at` on, where they are not the steady ones."""
-    ledger, rewind = phase.ledgers.get(worker), phase.rewind
-    counts_up_to = steps if rewind is None else rewind  # nothing done after this step counts
-    lists: dict[int, str] = {}
-    for step, broken in plan.lists.items():
-        if step < at or worker not in broken:
-            continue
-        ops = broken.text(worker)
-        if ledger is not None and step <= counts_up_to:
-            ops = _without_reduce(ops, ledger, step, worker.stage, phase.owed.settled.get(worker.stage))
-        if ops != steady:
-            lists[step] = ops
-    if rewind is not None and rewind < phase.owed.low:
-        lists[rewind] = str(Op(Kind.U, None, worker.stage))
-    return lists
+class _Lists:
+    """A worker's ops in every broken step, where they are not the steady ones. Found by pattern: most workers
+    of a stage have the same.
+    """
 
+    def __init__(self, plan: PlanComputed, phase: Planning, *, steps: int) -> None:
+        self._plan, self._phase = plan, phase
+        self._counts_up_to = steps if phase.rewind is None else phase.rewind  # later work does not count
+        self._reduced: dict[tuple[str, int], str] = {}  # by pattern and stage: without its reduce
 
-def _without_reduce(ops: str, ledger: Ledger, step: int, stage: int, settled: int | None) -> str:
-    """A worker that holds a step's sum has no reduce left in it; sharded: if its peers hold theirs, too."""
-    if settled is not None and step > settled:
-        return ops
-    if ledger.step > step or (ledger.step == step and ledger.has_sum):
-        reduce = str(Op(Kind.R, None, stage))
-        return " ".join(op for op in ops.split() if op != reduce)
-    return ops
+    def of(self, worker: Worker, at: int) -> dict[int, str]:
+        """From step `at` on."""
+        phase, stage = self._phase, worker.stage
+        ledger, steady = phase.ledgers.get(worker), self._plan.steady.pattern(worker)
+        lists: dict[int, str] = {}
+        for step, broken in self._plan.lists.items():
+            if step < at or worker not in broken:
+                continue
+            ops = broken.pattern(worker)
+            if ledger is not None and step <= self._counts_up_to and self._has_sum(ledger, step, stage):
+                ops = self._without_reduce(ops, stage)
+            if ops != steady:
+                lists[step] = ops.replace(OWN, str(worker.replica))
+        if phase.rewind is not None and phase.rewind < phase.owed.low:
+            lists[phase.rewind] = str(Op(Kind.U, None, stage))
+        return lists
+
+    def _has_sum(self, ledger: Ledger, step: int, stage: int) -> bool:
+        """A worker that holds a step's sum has no reduce left in it; sharded: if its peers do, too."""
+        settled = self._phase.owed.settled.get(stage)
+        if settled is not None and step > settled:
+            return False
+        return ledger.step > step or (ledger.step == step and ledger.has_sum)
+
+    def _without_reduce(self, pattern: str, stage: int) -> str:
+        if (pattern, stage) not in self._reduced:
+            reduce = str(Op(Kind.R, None, stage))
+            self._reduced[pattern, stage] = " ".join(op for op in pattern.split() if op != reduce)
+        return self._reduced[pattern, stage]
 
 
 def _ghosts(phase: Planning, worker: Worker) -> frozenset[tuple[int, Microbatch]]:

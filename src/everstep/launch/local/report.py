@@ -78,6 +78,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "ended": outcome.ended,
         "saved": not outcome.unsaved,
         "losses": {str(step): loss for step, loss in losses.items()},
+        "skipped": sum(not math.isfinite(row.grad_norm) for row in outcome.by_step().values()),
         "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
         "healthy_step_ms": round(healthy * 1e3, 3),
@@ -172,8 +173,11 @@ def summary_line(run: Mapping[str, Any]) -> str:
     healed = " healed" if count and not unsaved else ""
     batches = run["microbatches"]
     stopped = f"; {run['stopped']}" if run.get("stopped") and int(step) < run["steps"] else ""
+    skipped = {0: "", 1: ", 1 step skipped (its gradient was not finite)"}.get(
+        run.get("skipped", 0), f", {run.get('skipped')} steps skipped (their gradients were not finite)"
+    )
     return (
-        f"{step} of {run['steps']} steps, loss {loss:.6f}, {incidents}{healed}; "
+        f"{step} of {run['steps']} steps, loss {loss:.6f}{skipped}, {incidents}{healed}; "
         f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
         f"{stopped}{'; ' * bool(unsaved)}{unsaved}"
     )
