@@ -57,9 +57,16 @@ def test_a_dead_worker_comes_back_on_its_node_and_the_incident_closes() -> None:
     assert [r.what for r in incident.remedies] == ["restart the worker"]
 
 
-def test_a_grave_error_isolates_the_node_and_its_workers_move() -> None:
+def accused_by_another_task(cluster: FakeCluster) -> None:
+    """The program of another task has spoken of broken hardware on every node."""
+    for node in cluster.coordinator.nodes.values():
+        node.accused["another"] = cluster.now
+
+
+def test_a_grave_error_that_two_tasks_report_isolates_the_node_and_its_workers_move() -> None:
     cluster = running(nodes={"a": 2, "b": 2, "c": 2})
     node = node_of(cluster, W01)
+    accused_by_another_task(cluster)
     cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
     coordinator = cluster.coordinator
     assert coordinator.nodes[node].state is NodeState.ISOLATED
@@ -94,7 +101,50 @@ def test_without_another_node_a_grave_error_is_tried_in_place() -> None:
     assert cluster.coordinator.nodes["a"].state is NodeState.UP
     assert cluster.coordinator.tasks["t"].seats[W01].incarnation == 2
     (incident,) = cluster.coordinator.log.incidents
-    assert "no other node" in incident.remedies[0].because
+    assert "no other slot" in incident.remedies[0].because
+
+
+def test_words_of_one_task_alone_isolate_no_node() -> None:
+    """11 exceptions of one user's task had made lemons of three of four nodes."""
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2, "d": 2})
+    for _ in range(6):
+        worker = next(w for w in (W01, W11, W00, W10) if ("t", w) in cluster.actors)
+        cluster.raises(worker, "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+        cluster.wait(700)
+        cluster.seal()
+    coordinator = cluster.coordinator
+    assert {node.state for node in coordinator.nodes.values()} == {NodeState.UP}
+    assert not any(node.isolated_slots for node in coordinator.nodes.values())
+    assert len(cluster.actors) == 4
+
+
+def test_a_worker_that_speaks_of_broken_hardware_goes_to_another_slot_and_its_node_is_checked() -> None:
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    seat = cluster.coordinator.tasks["t"].seats[W01]
+    cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")
+    coordinator = cluster.coordinator
+    after = coordinator.tasks["t"].seats[W01]
+    assert (after.node, after.slot) != (seat.node, seat.slot)
+    assert coordinator.nodes[seat.node].state is NodeState.UP
+    assert list(coordinator.nodes[seat.node].isolated_slots) == [seat.slot]
+    checks = [
+        action.node
+        for action in cluster.actions
+        if isinstance(action, msg.Dispatch) and isinstance(action.order, msg.CheckNode)
+    ]
+    assert checks == [seat.node]
+    (incident,) = coordinator.log.incidents
+    assert [r.what for r in incident.remedies] == ["leave the slot"]
+
+
+def test_a_program_that_raises_again_and_again_takes_no_node_from_others() -> None:
+    """Three exceptions of a kind that says nothing of the machine isolated its node."""
+    cluster = running(nodes={"a": 2, "b": 2, "c": 2})
+    for number in range(3):
+        cluster.raises(W01, f"ValueError: {number}")
+        cluster.wait(30)
+        cluster.seal()
+    assert {node.state for node in cluster.coordinator.nodes.values()} == {NodeState.UP}
 
 
 def test_restarts_that_do_not_help_escalate_to_isolation_and_back_off_before() -> None:
@@ -123,6 +173,7 @@ def test_a_node_isolated_twice_is_a_lemon_until_somebody_readmits_it() -> None:
     ecc = "CUDA error: uncorrectable ECC error encountered"
     for _ in range(2):
         worker = next(w for w, s in cluster.coordinator.tasks["t"].seats.items() if s.node == "a")
+        accused_by_another_task(cluster)
         cluster.raises(worker, ecc + f" {cluster.now}")
         cluster.wait(601)
         if cluster.coordinator.nodes["a"].state is NodeState.UP:
@@ -585,6 +636,7 @@ def test_a_snapshot_at_any_moment_changes_nothing_that_follows(at: int) -> None:
         cluster.submit()
         cluster.seal()
         cluster.exits(W01, "killed by SIGKILL")
+        accused_by_another_task(cluster)
         cluster.raises(W10, "CUDA error: uncorrectable ECC error encountered")
         cluster.overdue(W00, stopped=True)
         cluster.seal()

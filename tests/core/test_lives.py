@@ -297,14 +297,19 @@ def test_a_script_that_needs_more_ranks_than_the_least_is_told_so() -> None:
     assert cluster.task.because.endswith("or it needs more than the 2 ranks it had; MIN is 1.")
 
 
-def test_a_broken_gpu_isolates_its_node_and_a_bug_of_the_script_does_not() -> None:
+def test_a_gpu_that_two_tasks_call_broken_isolates_its_node_and_the_words_of_one_script_do_not() -> None:
     cluster = Cluster(3)
     cluster.submit(least=1, max_restarts=9)
     for _ in range(4):
         cluster.fail(2, "OSError: no disk", source="exception")
         cluster.wait(60.0)
+    broken = "Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
+    cluster.fail(2, broken)
+    cluster.wait(60.0)
     assert {node.admin for node in cluster.machine.nodes.values()} == {"up"}
-    cluster.fail(2, "Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus")
+    assert [order for order in cluster.sent if isinstance(order, msg.CheckNode)], "the node is checked"
+    cluster.machine.nodes["n1"].accused["another"] = cluster.now
+    cluster.fail(2, broken)
     cluster.wait(60.0)
     isolated = [node.name for node in cluster.machine.nodes.values() if node.admin == "isolated"]
     assert isolated == ["n1"]

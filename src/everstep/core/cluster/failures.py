@@ -17,7 +17,7 @@ from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import BadLink, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
-from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT
+from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT, OF_HARDWARE
 from everstep.core.faults.reachability import Pair, cut_off, pair_of
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
@@ -90,8 +90,10 @@ class Failures:
         if is_over or self._training.failed_update(task, because):
             self._roster.unseat(task, worker)
             return self._staffing.gone(task, [(worker, seat, seat.leaving or event.reason)], now)
+        said = task.failures.raised.get(worker, (0, ""))[0] == event.incarnation
         incident, judgement = self._judge_exit(task, event, now)
         incident.node = seat.node
+        only_words = said and not self._is_confirmed(task, self._roster.nodes[seat.node], judgement, now)
         times, patience = task.failures.times, self._policy.patience
         times[worker] = remedies.recent(times.get(worker, []), now.at, patience)
         # Where all were ended, no place is known to be at fault: it says nothing about this one's node.
@@ -103,6 +105,9 @@ class Failures:
         actions = self._staffing.grant(task, now, clean=frozenset({worker})) if first else []
         seat.incarnation, seat.address = 0, None
         situation = self._situation(task, worker, judgement, failures=max(1, len(times[worker])))
+        if only_words:
+            has_spare = self._roster.has_spare(len(seat.slots))  # else it is better off where it is
+            situation = replace(situation, only_words=True, slots=seat.slots, can_leave_slots=has_spare)
         actions += self._treat(task, worker, incident, situation, now)
         actions += self._training.inform(task, event, now)
         return actions + (self.noted(self._roster.nodes[seat.node], gray.DEATH, now) if noted else [])
@@ -146,6 +151,19 @@ class Failures:
         elif self._was_ended_for(incident, worker):
             judgement = known(ErrorKind(verdict.kind), verdict.because)
         return incident, judgement
+
+    def _is_confirmed(self, task: Task, node: Node, judgement: Judgement, now: Moment) -> bool:
+        """A program speaks of broken hardware. Its words alone must not take a node from others: one bad job
+        could take all of them. Two tasks that say so of one node are believed; so are the kernel and checks,
+        which are reported on their own.
+        """
+        if judgement.kind not in OF_HARDWARE:
+            return False
+        accused, patience = node.accused, self._policy.patience
+        for other in [name for name, at in accused.items() if not remedies.recent([at], now.at, patience)]:
+            del accused[other]
+        accused[task.name] = now.at
+        return len(accused) > 1
 
     def _was_ended_for(self, incident: Incident, worker: Worker) -> bool:
         """Was this process ended to cure the incident? Not one that came after its node was lost."""
@@ -512,14 +530,17 @@ class Failures:
         incident.node = seat.node
         times, patience = task.failures.times, self._policy.patience
         times[worker] = [*remedies.recent(times.get(worker, []), now.at, patience), now.at]
-        situation = self._situation(task, worker, judgement, failures=len(times[worker]))
+        node = self._roster.nodes[seat.node]
+        confirmed = self._is_confirmed(task, node, judgement, now)
+        situation = self._situation(
+            task, worker, judgement, failures=len(times[worker]), only_words=not confirmed
+        )
         choice = remedies.choose(situation, patience)
-        # The words of a script alone isolate no node, however often it says them.
-        if choice.effect is Effect.ISOLATE and judgement.kind in NEVER_OF_THE_INPUT:
+        if choice.effect is Effect.ISOLATE:
             self._incidents.treat(incident, choice.what, choice.because, now)
-            return self._nodes.isolate(self._roster.nodes[seat.node], judgement.because, now)
+            return self._nodes.isolate(node, judgement.because, now)
         self._incidents.treat(incident, failed.remedy, "the ranks of a script begin together", now)
-        return []
+        return self._nodes.ask_check(node, judgement.because, now) if judgement.kind in OF_HARDWARE else []
 
     # -------------------------------------------------------------- links and nodes
 
@@ -791,8 +812,12 @@ class Failures:
             actions += self._staffing.grant(task, now)
         because = "; ".join(filter(None, (situation.judgement.because, choice.refusals)))
         if choice.effect is Effect.ISOLATE_SLOT:
-            node = self._roster.nodes[situation.node]
-            return actions + self._nodes.isolate_slots(node, situation.slots, because, now)
+            node, only_words = self._roster.nodes[situation.node], situation.only_words
+            if only_words:
+                actions += self._nodes.ask_check(node, because, now)
+            return actions + self._nodes.isolate_slots(
+                node, situation.slots, because, now, counts=not only_words
+            )
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)
 
 

@@ -37,6 +37,7 @@ class Node:
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot
+    accused: dict[str, float] = field(default_factory=dict)  # by task: when its program last blamed hardware
     memory_port: int = 0
     protocol: int = PROTOCOL  # the version that its agent speaks
     unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports of kinds that are not known

@@ -157,6 +157,8 @@ class Nodes:
         return self._incidents.close(incident, outcome, now)
 
     def ask_check(self, node: Node, because: str, now: Moment) -> Actions:
+        if node.protocol < CHECKED_SINCE:
+            return []
         return self._orders.send(node.name, msg.CheckNode(because=because), because, now)
 
     def _back(self, node: Node, because: str, now: Moment) -> Actions:
@@ -321,12 +323,17 @@ class Nodes:
             return []
         return self._isolate(node, "it fails more often than its peers", lemon, now)
 
-    def isolate_slots(self, node: Node, slots: tuple[int, ...], because: str, now: Moment) -> Actions:
-        """These slots get no workers for a time, and those that they have move; the others keep working."""
+    def isolate_slots(
+        self, node: Node, slots: tuple[int, ...], because: str, now: Moment, *, counts: bool = True
+    ) -> Actions:
+        """These slots get no workers for a time, and those that they have move; the others keep working. If
+        it `counts`, one that is isolated again and again waits for an operator.
+        """
         patience = self._policy.patience
         for slot in slots:
-            times = remedies.recent(node.slot_isolations.get(slot, []), now.at, patience)
-            node.slot_isolations[slot] = [*times, now.at]
+            if counts:
+                times = remedies.recent(node.slot_isolations.get(slot, []), now.at, patience)
+                node.slot_isolations[slot] = [*times, now.at]
             node.isolated_slots[slot] = now.at
         self._roster.node_changed(node)
         self._later.slots_changed(f"slot {', '.join(map(str, slots))} of node {node.name} is isolated")

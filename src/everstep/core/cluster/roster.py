@@ -246,6 +246,10 @@ class Roster:
     def has_room(self, node: str, slots: int) -> bool:
         return len(self._free.get(node, ())) >= slots
 
+    def has_spare(self, slots: int) -> bool:
+        """Could a worker be moved now, without taking another one's place?"""
+        return any(len(free) >= slots for free in self._free.values())
+
     def validate(self) -> None:
         owned: dict[str, set[int]] = {}
         for task in self.tasks.values():

@@ -152,4 +152,16 @@ NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK
 DEATHS_OF_NODES = frozenset(
     {E.ECC_CONTAINED, E.ILLEGAL_MEMORY_ACCESS, E.CUDA, E.NCCL_INTERNAL, E.XID, E.TASK_HANG, E.CRASH}
 )
+# What a program that raises it says of the machine it runs on.
+OF_HARDWARE = DEATHS_OF_NODES - {E.TASK_HANG} | {
+    E.ECC,
+    E.NVLINK,
+    E.DMA_MAPPING,
+    E.GPU_DRIVER,
+    E.GPU_LOST,
+    E.HOST_HARDWARE,
+    E.KERNEL,
+    E.NIC,
+    E.STORAGE,
+}
 CORRECTED = frozenset({E.ECC_CORRECTED, E.NVLINK_NONFATAL, E.LINK_FLAPPING})

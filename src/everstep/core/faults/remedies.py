@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from everstep.core.faults.kinds import SEV1, SEV2, SEV3, ErrorKind, Severity
+from everstep.core.faults.kinds import OF_HARDWARE, SEV1, SEV2, SEV3, ErrorKind, Severity
 from everstep.core.faults.severity import Judgement
 from everstep.errors import InternalError
 from everstep.protocol.messages import Patience
@@ -48,6 +48,7 @@ class Situation:
     slots: tuple[int, ...] = ()  # of the node, that the evidence names
     can_leave_slots: bool = False  # other slots can take what runs on these
     alone: str = ""  # why no other worker can run its microbatches; empty: one can
+    only_words: bool = False  # of one task's own program: nothing else speaks against the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class RemedyRule:
     refuses: Callable[[Situation, Patience], str]  # why it cannot help; empty: it may
     helps: str  # why it is tried first
     pause_s: float = 0.0  # before a restart, at least
+    for_words: bool = False  # only where nothing but the task's own words speaks against the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ def _restart_all(at: Situation, patience: Patience) -> str:
 
 
 def _isolate(at: Situation, patience: Patience) -> str:
+    if at.only_words:
+        return f"only the task's own words speak against {at.node}"
     return "" if at.can_leave_node else "no other node can take its workers"
 
 
@@ -110,6 +114,7 @@ _GONE = frozenset({ErrorKind.LOST_CONNECTION})
 _USED_UP = frozenset({ErrorKind.HOST_OUT_OF_MEMORY, ErrorKind.RESOURCE_LIMIT, ErrorKind.DISK_FULL})
 _CODE = frozenset({ErrorKind.NOT_DETERMINISTIC})
 _OF_SLOT = frozenset({ErrorKind.WRONG_NUMBERS, ErrorKind.ECC, ErrorKind.GPU_LOST})
+_OF_MACHINE = OF_HARDWARE | _USED_UP
 _FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE - _CODE
 
 REMEDIES = (
@@ -163,6 +168,15 @@ REMEDIES = (
         helps="the evidence names it: the other slots of the node keep working",
     ),
     RemedyRule(
+        name="leave the slot",
+        severity=SEV1,
+        kinds=_OF_MACHINE,
+        effect=Effect.ISOLATE_SLOT,
+        refuses=_isolate_slot,
+        helps="only the task's own words speak against the node: it is checked, and keeps its other workers",
+        for_words=True,
+    ),
+    RemedyRule(
         name="isolate the node",
         severity=SEV1,
         kinds=_FAULTS,
@@ -211,7 +225,7 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
     for rule in REMEDIES:
         if at.judgement.kind not in rule.kinds or rule.severity > at.judgement.severity:
             continue
-        if rule.effect is Effect.ISOLATE_SLOT and not at.slots:
+        if rule.effect is Effect.ISOLATE_SLOT and (not at.slots or rule.for_words != at.only_words):
             continue
         refusal = rule.refuses(at, patience)
         if refusal:
