@@ -24,11 +24,11 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.delenv(name, raising=False)
     found: dict[str, Any] = {}
 
-    def here(run: scripts.ScriptRun, **given: Any) -> int:
+    def here(run: scripts.ScriptCommand, **given: Any) -> int:
         found.update(run=run, **given)
         return 0
 
-    def on_nodes(run: scripts.ScriptRun, at: scripts.Rendezvous, **given: Any) -> int:
+    def on_nodes(run: scripts.ScriptCommand, at: scripts.Rendezvous, **given: Any) -> int:
         found.update(run=run, at=at, **given)
         return 0
 
@@ -77,6 +77,33 @@ def test_a_static_rendezvous_is_at_the_master(ran: Any) -> None:
     assert (found["run"].least, found["run"].most) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "ranks", "script"),
+    [
+        # Megatron-LM's examples
+        (
+            "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000 train.py",
+            8,
+            [],
+        ),
+        # torchtitan's run_train.sh
+        (
+            "--nproc_per_node=8 --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-ranks-filter 0 "
+            "--role rank --tee 3 train.py --job.config_file x.toml",
+            8,
+            ["--job.config_file", "x.toml"],
+        ),
+        # transformers' and accelerate's examples
+        ("--nproc_per_node 4 train.py --bf16 --nnodes 3", 4, ["--bf16", "--nnodes", "3"]),
+        ("--standalone --nnodes=1 --nproc-per-node=2 --redirects 3 -t 0:1,1:2 --log-dir l train.py", 2, []),
+    ],
+)
+def test_command_lines_as_they_are_found(ran: Any, line: str, ranks: int, script: list[str]) -> None:
+    found = ran(*line.split())
+    assert found["run"].ranks == ranks
+    assert found["run"].command[1:] == script
+
+
 def test_an_elastic_rendezvous_is_at_the_endpoint(ran: Any) -> None:
     found = ran(
         *("--nnodes=2:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head", "--rdzv_id=job7"),
@@ -115,6 +142,8 @@ def test_launchers_say_which_node_this_is(ran: Any, variables: dict[str, str]) -
         ),
         (["--nnodes", "2", "--rdzv-backend", "etcd", "train.py"], "--rdzv-backend is 'etcd'; give c10d"),
         (["absent.py"], "script 'absent.py' is not a file."),
+        (["--nope", "3", "train.py"], "unrecognized arguments: --nope"),
+        (["--standalone"], "the following arguments are required: training_script"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node is '0'; give a number from 1, gpu or cpu."),
         (["--max-restarts", "-1", "train.py"], "--max-restarts is '-1'; give a whole number."),
         (["-m", "--no-python", "train.py"], "--module and --no-python contradict each other; remove one."),

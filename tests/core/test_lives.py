@@ -190,6 +190,16 @@ def test_hearsay_alone_names_the_one_that_spoke_first() -> None:
     assert len(cluster.begun) == 4
 
 
+def test_a_rank_that_left_early_is_the_cause_of_closed_connections() -> None:
+    """Its data ended before that of the others; they were named until now."""
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.fail(3, CONNECTION, source="exception", finished=(2,))
+    cluster.wait(1.0)
+    assert cluster.incident.what.startswith("rank 2 ended with code 0 while others still communicate: rank 3")
+    assert cluster.incident.rank == 2
+
+
 def test_a_lost_node_is_replaced_by_a_spare_and_costs_no_restart() -> None:
     cluster = Cluster(3)
     cluster.submit()

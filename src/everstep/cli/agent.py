@@ -106,6 +106,16 @@ def agent_command(
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
     ] = 0.25,
+    probe_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Answer GET /startup (it has joined once), /ready (it is connected) and /live on this port "
+            "of --host, for the probes of Kubernetes.",
+            show_default="none",
+        ),
+    ] = 0,
     check: Annotated[
         bool | None,
         typer.Option(
@@ -167,6 +177,7 @@ def agent_command(
         grace_s=grace,
         notice=notice_file,
         cloud=cloud,
+        probe_port=probe_port,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
     settings.token(), settings.tls()  # report unreadable files now

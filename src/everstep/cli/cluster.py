@@ -158,15 +158,12 @@ def submit_command(
     if script:
         if kill:
             raise UserError("--kill is for jobs of Everstep's own engine; remove it or --script.")
-        scripts.at_least("--max-restarts", max_restarts, 0)
-        scripts.at_least("--hang-after", hang_after, 1)
-        scripts.at_least("--grace", grace, 0)
         least, most = scripts.nodes_range(nodes, "--nodes")
         if not module and not Path(script).is_file():
             raise UserError(f"script {script!r} is not a file.")
         body["name"] = name or re.sub(r"[^A-Za-z0-9._-]", "-", script if module else Path(script).stem)
-        body["ranks"] = scripts.table(
-            [*(["-m", script] if module else [script]), *(given or [])],
+        body["ranks"] = scripts.ScriptCommand(
+            command=[*(["-m", script] if module else [script]), *(given or [])],
             ranks=scripts.count(nproc, "--nproc-per-node"),
             least=least,
             most=most,
@@ -174,10 +171,10 @@ def submit_command(
             hang_after_s=hang_after,
             grace_s=grace,
             preload=preload,
-            logs=None if log_dir is None else str(log_dir.resolve()),
-            snapshots=None if snapshot_dir is None else str(snapshot_dir.resolve()),
+            log_dir=log_dir,
+            snapshot_dir=snapshot_dir,
             environment=scripts.environment(env or []),
-        )
+        ).table()
     else:
         from everstep.job.job import load_job
 
@@ -185,7 +182,7 @@ def submit_command(
             raise UserError("give one job file, or --script and its arguments after --.")
         job_file = Path(given[0])
         job = load_job(job_file)
-        body |= {"name": name or job_file.stem, "job": (_packed(job) if pack else job).to_dict()}
+        body |= {"name": name or job_file.stem, "job": (packed(job) if pack else job).to_dict()}
     if kill:
         body["faults"] = kill
     answer = client.post("/v1/tasks", body)
@@ -198,7 +195,7 @@ def submit_command(
     return 1 if answer["state"] in ("failed", "cancelled") else 0
 
 
-def _packed(job: Job) -> Job:
+def packed(job: Job) -> Job:
     """With its own code packed, where it has some."""
     from everstep.job import code
 
@@ -434,7 +431,7 @@ def update_command(
     from everstep.job.job import load_job
 
     job = load_job(job_file)
-    told = (_packed(job) if pack else job).to_dict()
+    told = (packed(job) if pack else job).to_dict()
     body = {"job": told, "steps": steps, "loss_band": loss_band, "pace_band": pace_band}
     row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/update", body)
     will = f"task {task} takes the new job after the step it is in, on trial for {steps} steps"

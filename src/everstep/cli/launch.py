@@ -187,15 +187,15 @@ def ray_command(
         raise UserError(f"{given[0]!r} is not a file; give a job file or a script.")
     task: dict[str, Any] = {"name": name or re.sub(r"[^A-Za-z0-9._-]", "-", file.stem)}
     if file.suffix == ".toml":
+        from everstep.cli.cluster import packed
         from everstep.job.job import load_job
 
         if arguments:
             raise UserError(f"{arguments[0]!r} follows a job file, which takes no arguments; remove it.")
-        task["job"] = load_job(file).to_dict()
+        task["job"] = packed(load_job(file)).to_dict()
     else:
-        scripts.at_least("--hang-after", hang_after, 1)
-        task["ranks"] = scripts.table(
-            [str(file), *arguments],
+        task["ranks"] = scripts.ScriptCommand(
+            command=[str(file), *arguments],
             ranks=slots,
             least=least,
             most=most,
@@ -203,8 +203,8 @@ def ray_command(
             hang_after_s=hang_after,
             grace_s=grace,
             preload=preload,
-            logs=None if log_dir is None else str(log_dir.resolve()),
-        )
+            log_dir=log_dir,
+        ).table()
     launch = RayLaunch(
         task=task,
         least=least,

@@ -217,9 +217,6 @@ def run_command(
             raise UserError(f"{name} is for scripts that call everstep.train; remove it or --nproc.")
     if not module and not script.is_file():
         raise UserError(f"script {str(script)!r} is not a file.")
-    scripts.at_least("--max-restarts", max_restarts, 0)
-    scripts.at_least("--hang-after", hang_after, 1)
-    scripts.at_least("--grace", grace, 0)
     if not 0 <= rdzv_port < 2**16:
         raise UserError(f"--rdzv-port is {rdzv_port}; give a port from 1 to 65535, or 0 for a free one.")
     command = ["-m", str(script), *(arguments or [])] if module else [str(script), *(arguments or [])]
@@ -232,7 +229,7 @@ def run_command(
         max_restarts=max_restarts,
         hang_after_s=hang_after,
         grace_s=5.0 if grace is None else grace,
-        preload=preload or ["auto"],
+        preload=preload,
         log_dir=log_dir or Path("runs"),
         snapshot_dir=snapshot_dir,
     )

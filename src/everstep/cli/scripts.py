@@ -40,11 +40,6 @@ def count(text: str, option: str) -> int:
     return int(text)
 
 
-def at_least(option: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
-        raise UserError(f"{option} is {value:g}; give at least {least:g}.")
-
-
 def environment(pairs: Sequence[str]) -> dict[str, str]:
     found = {}
     for pair in pairs:
@@ -55,16 +50,9 @@ def environment(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def table(command: Sequence[str], **given: Any) -> dict[str, Any]:
-    """The table of a script task, as the API takes it; what is None is left to its default."""
-    return {"command": list(command), "folder": str(Path.cwd())} | {
-        name: value for name, value in given.items() if value is not None
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
-    """A script as `everstep run --nproc` or torchrun's command line describes it."""
+    """A script as a command line describes it: `run --nproc`, torchrun's, `submit --script`, `launch ray`."""
 
     command: list[str]
     ranks: int  # per node
@@ -74,10 +62,37 @@ class ScriptCommand:
     max_restarts: int = 3
     hang_after_s: float | None = None
     grace_s: float = 5.0
-    preload: list[str] = field(default_factory=lambda: ["auto"])
-    log_dir: Path = Path("runs")
+    preload: list[str] | None = None
+    log_dir: Path | None = None
     snapshot_dir: Path | None = None
     role: str = "default"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = (("--max-restarts", self.max_restarts, 0), ("--grace", self.grace_s, 0))
+        for option, value, least in (*limits, ("--hang-after", self.hang_after_s, 1)):
+            if value is not None and not value >= least:
+                raise UserError(f"{option} is {value:g}; give at least {least:g}.")
+
+    def table(self, **more: Any) -> dict[str, Any]:
+        """Of a script task, as the API takes it; what is None is left to its default."""
+        given = {
+            "ranks": self.ranks,
+            "least": self.least,
+            "most": self.most,
+            "is_program": self.is_program,
+            "max_restarts": self.max_restarts,
+            "hang_after_s": self.hang_after_s,
+            "grace_s": self.grace_s,
+            "preload": self.preload,
+            "logs": None if self.log_dir is None else str(self.log_dir.resolve()),
+            "role": self.role,
+            "snapshots": None if self.snapshot_dir is None else str(self.snapshot_dir.resolve()),
+            "environment": self.environment,
+            **more,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {"command": list(self.command), "folder": str(Path.cwd()), **chosen}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +136,11 @@ def run_here(run: ScriptCommand, *, port: int, as_json: bool) -> int:
     refuse_folders(run)
     from everstep.cli import render
     from everstep.launch.local import script_run
+    from everstep.protocol.codec import decode
     from everstep.protocol.messages import RankRules
 
-    rules = RankRules(
-        command=tuple(run.command),
-        run_id=script_run.run_id(),
-        folder=str(Path.cwd()),
-        ranks=run.ranks,
-        is_program=run.is_program,
-        max_restarts=run.max_restarts,
-        hang_after_s=run.hang_after_s,
-        grace_s=run.grace_s,
-        preload=tuple(run.preload),
-        port=port,
-        logs=str(run.log_dir.resolve()),
-        role=run.role,
-        snapshots="" if run.snapshot_dir is None else str(run.snapshot_dir.resolve()),
-    )
+    table = run.table(run_id=script_run.run_id(), port=port)
+    rules: RankRules = decode(RankRules, {"is": "RankRules", **table})
     output = sys.stderr.buffer if as_json else sys.stdout.buffer
     launch = script_run.ScriptLaunch(rules=rules, output=output)
     ran = script_run.ScriptRun(launch, render.note).run()
@@ -159,21 +162,6 @@ def run_on_nodes(run: ScriptCommand, at: Rendezvous, *, as_json: bool) -> int:
         is_endpoint = at.node_rank == 0
     elif is_endpoint is None and not script_nodes.is_here(at.endpoint[0]):
         is_endpoint = False
-    ranks = table(
-        run.command,
-        ranks=run.ranks,
-        least=run.least,
-        most=run.most,
-        is_program=run.is_program,
-        max_restarts=run.max_restarts,
-        hang_after_s=run.hang_after_s,
-        grace_s=run.grace_s,
-        preload=run.preload,
-        logs=str(run.log_dir.resolve()),
-        role=run.role,
-        snapshots=None if run.snapshot_dir is None else str(run.snapshot_dir.resolve()),
-        join_s=at.last_call_s,
-    )
     here = script_nodes.RunOnNodes(
         script_nodes.NodeRun(
             run_id=at.run_id,
@@ -182,7 +170,7 @@ def run_on_nodes(run: ScriptCommand, at: Rendezvous, *, as_json: bool) -> int:
             order=at.node_rank,
             host=at.local_address,
             token=coordinator_token.found("", None) or script_nodes.shared_token(at.run_id, at.endpoint),
-            ranks=ranks,
+            ranks=run.table(join_s=at.last_call_s),
             output=sys.stderr.buffer if as_json else sys.stdout.buffer,
             grace_s=run.grace_s + 5.0,
             join_timeout_s=at.join_timeout_s,

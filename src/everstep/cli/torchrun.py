@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from everstep import log
 from everstep.cli import scripts
@@ -55,8 +55,13 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists all options.")
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="python -m everstep.run",
         allow_abbrev=False,
         description="Run a torchrun-style script with torchrun's command line. Its ranks are supervised, "
@@ -113,9 +118,8 @@ def _flag(made: Any, name: str, *, help: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     log.start()
-    given = parser().parse_args(list(arguments))
     try:
-        return run(given)
+        return run(parser().parse_args(list(arguments)))
     except UserError as error:
         log.say(f"everstep: {error}")
         return 2

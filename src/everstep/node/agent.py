@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from everstep.core.agent.agent import (
     AgentEvent,
@@ -68,6 +69,7 @@ RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 ALONE_S = 3.0  # without a coordinator an agent that was told to end waits no longer than this
 QUIET_S = 0.2  # after the last of its workers has gone: a commit of their state may be ordered here
 MAX_MESSAGE = 64 << 20
+STUCK_S = 10.0  # without a look at its workers, after which the agent is not alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,22 @@ class AgentSettings:
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
     check_commands: tuple[str, ...] = ()  # checks of its own, for later ones
+    probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
+
+
+def probed(path: str, *, has_joined: bool, is_joined: bool, looked_s: float) -> tuple[int, str]:
+    """Kubernetes' three questions, as HTTP status and sentence. An agent without a coordinator lives: its
+    workers keep training, and a restart would end them.
+    """
+    if path == "/live":
+        if looked_s > STUCK_S:
+            return 503, f"the agent has not looked at its workers for {looked_s:.0f} s"
+        return 200, "alive"
+    if path == "/startup":
+        return (200, "started") if has_joined else (503, "it has not joined a coordinator yet")
+    if path == "/ready":
+        return (200, "joined") if is_joined else (503, "it is not connected to a coordinator")
+    return 404, "ask for /startup, /ready or /live"
 
 
 class Agent:
@@ -113,6 +131,8 @@ class Agent:
         self._told_to_end = asyncio.Event()
         self._leaves_because = ""
         self._noticed = False
+        self._has_joined = False
+        self._looked_at = time.monotonic()
 
     async def run(self) -> None:
         """Until cancelled, or until it has left. Workers end with the agent."""
@@ -132,6 +152,7 @@ class Agent:
             self._report(msg.LeaveNoticed(leaves_in_s=leaves_in_s, by=by), None)
 
     async def _run(self, folder: Path) -> None:
+        probes = await self._answer_probes() if self.settings.probe_port else None
         node = NodeSettings(
             folder=folder,
             node=self.settings.node,
@@ -176,6 +197,8 @@ class Agent:
             self._next_look.cancel()
             for task in (*ends, *self._beside):
                 task.cancel()
+            if probes is not None:
+                await probes.cleanup()
             self._door.close()
             self.workers.close()
             if kernel.fd is not None:
@@ -212,9 +235,32 @@ class Agent:
     def _look(self) -> None:
         """And again later, by a timer: a task that sleeps takes two turns of the loop for each look."""
         try:
-            self.workers.tick(time.monotonic())
+            self._looked_at = time.monotonic()
+            self.workers.tick(self._looked_at)
         finally:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    async def _answer_probes(self) -> web.AppRunner:
+        async def answer(request: web.Request) -> web.Response:
+            status, text = probed(
+                request.path,
+                has_joined=self._has_joined,
+                is_joined=self._line is not None,
+                looked_s=time.monotonic() - self._looked_at,
+            )
+            return web.Response(status=status, text=f"{text}\n")
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        host, port = self.settings.host, self.settings.probe_port
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise UserError(f"--probe-port {port} on {host} cannot be used: {error.strerror}.") from None
+        return runner
 
     async def _look_for_notice(self, notice: LeaveNotice | CloudNotice, every_s: float) -> None:
         """In a thread: a file system or a metadata service may hang."""
@@ -352,7 +398,7 @@ class Agent:
             raise PeerError(welcome["refused"])
         journal = str(welcome.get("journal", ""))
         self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"], journal))
-        self._welcomed = True
+        self._welcomed = self._has_joined = True
         self._troubles.clear()
         self._line = line
         self.say(f"node {self.settings.node} is connected to {address}")

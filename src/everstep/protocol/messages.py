@@ -500,6 +500,7 @@ class RankFailed(RankReport, WorkerReport):
     traceback: str = ""
     program_error: str = ""  # by which Python says that the program is wrong; empty: it does not
     lost_snapshot: int | None = None  # the state of this step could not be read
+    finished: tuple[int, ...] = ()  # ranks of this node that had ended with code 0 by then
 
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make no progress for {still_s:.1f} s")

@@ -349,7 +349,8 @@ class Keeper:
         """Once for each rank, and not for what follows from our own signals."""
         if rank not in life.failed and life.kill_at is None:
             life.failed.add(rank)
-            self._say(msg.RankFailed, rank=rank, **fields)
+            finished = tuple(sorted(each for each, code in life.codes.items() if code == 0))
+            self._say(msg.RankFailed, rank=rank, finished=finished, **fields)
 
     def _is_over(self, life: _Life) -> None:
         if not self._group.ranks and len(life.codes) == len(life.ranks):

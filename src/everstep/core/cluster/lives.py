@@ -519,6 +519,7 @@ class Lives:
             self._book.snapshots.pop(event.lost_snapshot, None)
             if self._book.on_disk is not None and self._book.on_disk[0] == event.lost_snapshot:
                 self._book.on_disk = None
+        self._book.codes.update(dict.fromkeys(event.finished, 0))
         witness = testimony.of_report(event, now)
         if isinstance(phase, Settling):
             phase.witnesses.append(witness)
@@ -531,10 +532,13 @@ class Lives:
     def _conclude(self, witnesses: list[Witness], now: float) -> list[Action]:
         """Name the cause, and end the life: is another one useful?"""
         book = self._book
-        cause = testimony.cause_of(witnesses)
-        others = [each for each in witnesses if each is not cause]
         life = self._living()
         assert life is not None
+        cause = testimony.cause_of(witnesses)
+        others = [each for each in witnesses if each is not cause]
+        early = tuple(sorted(rank for rank, code in book.codes.items() if code == 0))
+        if cause.is_hearsay and early:
+            cause = testimony.left_early(cause, early, life.members[early[0] // book.rules.ranks])
         before, book.program_error = book.program_error, cause.program_error
         refusal = ""
         if cause.program_error and cause.program_error == before:

@@ -80,6 +80,16 @@ def cause_of(witnesses: Sequence[Witness]) -> Witness:
     return next((witness for witness in witnesses if not witness.is_hearsay), witnesses[0])
 
 
+def left_early(cause: Witness, early: tuple[int, ...], worker: Worker) -> Witness:
+    """A connection is closed because a rank has ended, with code 0: it had fewer batches, or left a loop."""
+    return replace(
+        cause,
+        rank=early[0] if len(early) == 1 else None,
+        worker=worker,
+        what=f"{names(early)} ended with code 0 while others still communicate: {cause.what}",
+    )
+
+
 def names(ranks: tuple[int, ...]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
