@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.core.faults.severity import ErrorKind, Judgement, Source, judge
 from everstep.protocol.messages import RankFailed, RankPosition
