@@ -5,7 +5,7 @@ RUNS := .venv/.runs
 # Tests and benches start Python hundreds of times: what is compiled once is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types unit docs sweep storms all-storms fresh mutants cluster slurm machines fabric-test release clean
+.PHONY: demo test lint types unit docs plots figures sweep storms all-storms fresh mutants cluster slurm machines fabric-test release clean
 
 demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -25,6 +25,12 @@ unit: $(STAMP)
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs
+
+plots: $(STAMP)          ## the pictures of costs and recoveries, from the figures of bench/figures.json
+	$(PY) -m tools.plots docs/plots
+
+figures: $(STAMP)        ## those figures taken again, on a quiet machine, and the pictures (about half an hour)
+	$(PY) -m tools.plots --measure
 
 sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes (minutes)
 	$(PY) -m bench.sweep
