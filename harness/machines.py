@@ -1,6 +1,7 @@
 """Several machines on one host, so that nothing but the network and one declared folder is common.
 
-Each machine is a set of namespaces: network (its own address on a switch, see switch.py), uts (its own
+Each machine is a set of namespaces: network (its own address on a switch, see switch.py; with `data` another
+one on a second switch, as where tensors have a network of their own), uts (its own
 hostname), pid (its own process table; its first process is the machine: kill that and all of it is off), ipc,
 and mounts: its own /tmp, /dev/shm, /run, home and names of hosts. Software is read where it is, also if that
 is below /tmp; `shared` is the one other folder that all see, so the testbed itself must not be below /tmp.
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from harness.switch import UserSwitch
 
-NETWORK = "10.77.0"
+NETWORK, DATA_NETWORK = "10.77.0", "10.78.0"
 HOST = f"{NETWORK}.254"
 MTU = 9000
 DISK = "256m"
@@ -86,7 +87,8 @@ class Machine:
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.number, self.folder = name, number, folder
         self.address = f"{NETWORK}.{number + 1}"
-        self.mac = bytes([2, 0, 0, 0, 0, number + 1])
+        self.data_address = f"{DATA_NETWORK}.{number + 1}"
+        self.mac, self.data_mac = bytes([2, 0, 0, 0, 0, number + 1]), bytes([2, 0, 0, 0, 1, number + 1])
         self.processes: list[subprocess.Popen[bytes]] = []
         self._shell: subprocess.Popen[bytes] | None = None
         self.pid = 0
@@ -150,13 +152,14 @@ class Machine:
 
 
 class Machines:
-    """A number of them on one switch; `with` makes and removes them."""
+    """A number of them on one switch, or on two; `with` makes and removes them."""
 
-    def __init__(self, folder: Path, names: Sequence[str], seed: int = 0) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], seed: int = 0, *, data: bool = False) -> None:
         if folder.is_relative_to("/tmp"):
             raise ValueError(f"{folder} is below /tmp, of which every machine has its own; use /var/tmp")
         self.folder, self.shared = folder, folder / "shared"
         self.switch = UserSwitch(seed)
+        self.data = UserSwitch(seed + 1) if data else None
         self.all = {name: Machine(name, number, folder / name) for number, name in enumerate(names)}
 
     def __enter__(self) -> Machines:
@@ -164,6 +167,8 @@ class Machines:
         self.switch.plug_in("host", bytes([2, 0, 0, 0, 0, 254]), None, "ev-host")
         _configure([], "ev-host", HOST, bytes([2, 0, 0, 0, 0, 254]))
         self.switch.start()
+        if self.data is not None:
+            self.data.start()
         for name in self.all:
             self.switch_on(name)
         return self
@@ -172,6 +177,8 @@ class Machines:
         for machine in self.all.values():
             machine.switch_off()
         self.switch.close()
+        if self.data is not None:
+            self.data.close()
 
     def __getitem__(self, name: str) -> Machine:
         return self.all[name]
@@ -185,9 +192,14 @@ class Machines:
         machine.switch_on(self.hosts())
         self.switch.plug_in(name, machine.mac, machine.pid, "eth0")
         _configure(machine._enter(), "eth0", machine.address, machine.mac)
+        if self.data is not None:
+            self.data.plug_in(name, machine.data_mac, machine.pid, "eth1")
+            _configure(machine._enter(), "eth1", machine.data_address, machine.data_mac)
 
     def switch_off(self, name: str) -> None:
         self.switch.unplug(name)
+        if self.data is not None:
+            self.data.unplug(name)
         self.all[name].switch_off()
 
 

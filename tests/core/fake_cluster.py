@@ -52,6 +52,8 @@ class FakeCluster:
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
+        # What a node measures of the network to another one.
+        self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
@@ -264,6 +266,8 @@ class FakeCluster:
                         self._ends(name, worker, "killed by SIGKILL")
             case msg.CheckNode():
                 self._later(node, msg.NodeChecked(results=self.checks.get(node, ()), because=order.because))
+            case msg.MeasurePair() if self.pairs is not None and (pair := self.pairs(node, order)):
+                self._later(node, pair)
             case msg.FindCheckpoint(live=True) if not self.looks:
                 pass
             case msg.FindCheckpoint(live=True):

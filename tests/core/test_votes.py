@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import Members, Resume, SuspectedStep
+from everstep.protocol.work import Members, Resume, SuspectedStep, mean_loss
 from tests.core.fake_cluster import FakeCluster
 
 HOST, CHECKER, THIRD = Worker(0, 1), Worker(1, 1), Worker(2, 1)
@@ -345,3 +346,32 @@ def test_a_job_that_goes_back_or_pauses_needs_a_checkpoint() -> None:
         verify = VerifySpec(**{name: "back"})  # type: ignore[arg-type]
         with pytest.raises(UserError, match=rf"verify\.{name}"):
             Job(model=ModelSpec(preset="gpt-tiny"), verify=verify).refuse_contradictions()
+
+
+def test_all_who_judge_a_step_get_the_same_mean_in_any_order_of_its_losses() -> None:
+    """A plain sum gives other bits in another order, and from Python 3.12 on also in the same."""
+    losses = [(Microbatch(k, m), 0.1 * (7 * k + m) + 1e-3 / (1 + m)) for k in range(4) for m in range(6)]
+    orders = [losses, losses[::-1], losses[5:] + losses[:5], sorted(losses, key=lambda one: -one[1])]
+    assert len({sum(loss for _, loss in order) for order in orders}) > 1 or sys.version_info >= (3, 12)
+    assert len({mean_loss(order) for order in orders}) == 1
+    assert mean_loss([]) is None
+    for odd in (math.nan, math.inf, -math.inf):
+        assert math.isnan(mean_loss([*losses, (Microbatch(9, 0), odd), (Microbatch(9, 1), math.inf)]) or 0.0)
+    assert math.isnan(mean_loss([(Microbatch(0, m), 1e308) for m in range(4)]) or 0.0)
+
+
+def test_a_replay_whose_losses_come_in_another_order_is_the_same_replay() -> None:
+    losses = tuple((Microbatch(k, m), 0.1 * (7 * k + m) + 1e-3 / (1 + m)) for k in range(4) for m in range(6))
+    suspect = SuspectedStep(step=7, loss=mean_loss(losses) or 0.0, losses=losses)
+    record = act.RecordStep(
+        step=7,
+        attempt=1,
+        epoch=1,
+        microbatches_committed=24,
+        replayed_elsewhere=0,
+        losses=losses[::-1],
+        norm=1.0,
+        suspect=suspect,
+        because="",
+    )
+    assert judge_replay(record)[0] is Replay.SAME

@@ -112,6 +112,7 @@ HELLOS: list[dict[str, Any]] = [
     {"boot": "b" * 100_000},
     {"memory_port": -1},
     {"memory_port": 65_536},
+    {"pair_port": -1},
     {"slots": 0},
     {"slots": 10**9},
 ]

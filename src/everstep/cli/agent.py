@@ -120,8 +120,8 @@ def agent_command(
         bool | None,
         typer.Option(
             "--check/--no-check",
-            help="Run `everstep check` first (at most 20 s), and do not join if a check fails; or check "
-            "nothing at all.",
+            help="Run `everstep check` first (at most 20 s), and do not join if a check fails; then other "
+            "nodes measure the network to this one before it gets workers. Or check nothing at all.",
             show_default="limits, clock and hardware errors, which takes no time",
         ),
     ] = None,
@@ -188,7 +188,9 @@ def agent_command(
     check_host(host, settings.coordinators)
     if check is not False:
         found = _checked(check_command or []) if check else _checked_quickly()
-        settings = replace(settings, checks=found, check_commands=tuple(check_command or ()))
+        settings = replace(
+            settings, checks=found, check_commands=tuple(check_command or ()), checks_network=bool(check)
+        )
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
 

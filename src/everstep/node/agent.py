@@ -90,6 +90,7 @@ class AgentSettings:
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
     check_commands: tuple[str, ...] = ()  # checks of its own, for later ones
+    checks_network: bool = False  # it gets no workers before its network is checked
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
 
 
@@ -174,6 +175,7 @@ class Agent:
             devices=self.devices,
         )
         self.workers.open()
+        self.workers.pairs.open()
         # Now: when a GPU breaks, its slots must be known, and nvidia-smi may no longer answer.
         self._do_beside(self.devices.find, lambda found: None)
         self._door = MemoryServer(self.workers.memory, self.settings.host)
@@ -387,6 +389,8 @@ class Agent:
             "memory_port": self._door.port,
             "protocol": PROTOCOL,
             "checks": [encode(one) for one in self.settings.checks],
+            "pair_port": self.workers.pairs.port,
+            "checks_network": self.settings.checks_network,
             "journal": self.state.journal,
             "runs": encode(self.state.processes.runs()),
         }

@@ -35,6 +35,7 @@ from everstep.node.disk_orders import commit_whole, failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
 from everstep.node.lifeline import Bell, Lifeline
+from everstep.node.pair_check import PairServer, measured
 from everstep.node.process_facts import active_s, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
@@ -133,6 +134,7 @@ class WorkerProcesses:
         self.settings, self.machine, self.report = settings, machine, report
         self.devices = devices or NodeDevices()
         self.memory = MemoryStore()
+        self.pairs = PairServer(settings.host)  # an agent opens it
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server, self._beside = loop, fork_server, beside
         self._decide: Decide = decide or machine.handle
@@ -165,6 +167,7 @@ class WorkerProcesses:
         self._lines.close()
         self._bell.close()
         self.memory.close()
+        self.pairs.close()
 
     def tick(self, now: float) -> None:
         """Some times per second: has everybody moved, and do those who were asked to end, end?"""
@@ -266,6 +269,10 @@ class WorkerProcesses:
                         None,
                     ),
                 )
+            case ag.CheckPair(order=msg.AnswerPair(key=key)):
+                self.pairs.expect(key)
+            case ag.CheckPair(order=msg.MeasurePair() as pair):
+                self._beside(lambda: measured(pair), lambda found: self._measured(pair, found))
             case ag.WorkOnDisk(order=given):
                 self._num_on_disk += 1
                 if isinstance(given, ag.CommitWhole):
@@ -274,6 +281,11 @@ class WorkerProcesses:
                     self._beside(partial(self._work_on_disk, given), partial(self._worked, given))
             case ag.ProbeFromHere(order=wanted):
                 self._beside(lambda: probed(wanted), lambda found: self.report(found, None))
+
+    def _measured(self, order: msg.MeasurePair, found: Any) -> None:
+        if isinstance(found, Exception):
+            found = msg.PairMeasured(peer=order.peer, key=order.key, error=str(found)[:200])
+        self.report(found, None)
 
     def _use_memory(self, order: msg.OpenTask | msg.OpenMemory | msg.DropCopies) -> None:
         if isinstance(order, msg.DropCopies):

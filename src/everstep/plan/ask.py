@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from everstep.core.cluster.network_checks import MOST_S
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.task import OVER, TaskState
@@ -173,6 +174,8 @@ def _node(view: ClusterView, node: Node, now: float, measured: Measurements, uni
     back_at = node.back_at
     if back_at is None and node.admin is NodeAdmin.ISOLATED and node.reachable:
         back_at = node.admin_since + view.patience.isolation_s
+    elif back_at is None and node.admin is NodeAdmin.CHECKING and node.reachable:
+        back_at = node.admin_since + MOST_S
     back_in_s = None if back_at is None else max(1.0, back_at - now)
     if back_in_s is None and not node.reachable and (usual := measured.usual_absence_s()) is not None:
         left = usual - measured.away_for_s(node.name, now)

@@ -371,6 +371,20 @@ class NodeChecked(OwnReport):
     because: str  # why it was checked
 
 
+@message(by=AGENT, since=4, says="node {node} has measured the network between it and {peer}")
+class PairMeasured(NodeReport):
+    """The answer to `MeasurePair`, as seen from the node that measured."""
+
+    peer: str
+    key: str
+    out_mb_s: float = 0.0
+    in_mb_s: float = 0.0
+    answer_ms: float = 0.0  # the median time until an answer
+    clock_off_s: float = 0.0  # by so much its clock is ahead of the peer's
+    resent: float = 0.0  # the share of packets that were sent again
+    error: str = ""  # why there are no figures
+
+
 @message(by=AGENT, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
 class LeaveNoticed(OwnReport):
     """The node will be taken away, as spot instances are, or its agent was told to end. `at_once`: its
@@ -835,6 +849,24 @@ class CheckNode(NodeOrder):
     because: str
 
 
+@message(since=4, says="measure the network between {node} and {peer}")
+class MeasurePair(Order):
+    """Measure the network to this node, which was sent `AnswerPair` with the same key."""
+
+    peer: str
+    host: str
+    port: int
+    key: str
+
+
+@message(since=4, says="let {peer} measure the network to {node}")
+class AnswerPair(Order):
+    """Answer the node that brings this key, once."""
+
+    peer: str
+    key: str
+
+
 @message(says="probe links of {task} from {node}")
 class ProbeLinks(NodeOrder):
     """Two other nodes cannot reach each other: which of them can this one reach? By node: an address."""
@@ -932,6 +964,8 @@ class NodeJoined(OtherEvent):
     memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
     protocol: int = PROTOCOL  # the version that its agent speaks
     checks: tuple[CheckResult, ...] = ()  # that its agent has run before it joined
+    pair_port: int = 0  # where other nodes measure the network to it; 0: nowhere
+    checks_network: bool = False  # it is to get no workers before its network is checked
     journal: str = ""  # the id of the journal whose orders it has carried out; empty: of none, or not said
     done: int = 0  # the last of those orders
     runs: tuple[tuple[str, Worker, int], ...] = ()  # its processes: task, worker, incarnation

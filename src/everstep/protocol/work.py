@@ -12,7 +12,7 @@ A new epoch is told in two parts, because a task may have thousands of workers a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -69,6 +69,19 @@ def _kinds(ops: tuple[Op, ...]) -> dict[Place, str]:
 
 
 QUIET_STEPS = 20  # after one that came from data or model no step is held back
+
+
+def mean_loss(losses: Iterable[tuple[Microbatch, float]]) -> float | None:
+    """Of a step; None: no loss is known. All who judge a step must get the same bits, in any order of the
+    losses and on any Python (`sum` is another one from 3.12 on), so the sum is exact.
+    """
+    found = [loss for _, loss in losses]
+    if not found:
+        return None
+    try:
+        return math.fsum(found) / len(found) if all(map(math.isfinite, found)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,8 +254,9 @@ def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
     hello = decode(msg.NodeJoined, {"protocol": PROTOCOL_WITHOUT_A_NUMBER, **message["hello"], **told})
     if not 1 <= hello.slots <= MAX_SLOTS:
         raise PeerError(f"{hello.slots} slots; a node has 1 to {MAX_SLOTS}")
-    if not 0 <= hello.memory_port <= MAX_PORT:
-        raise PeerError(f"memory_port is {hello.memory_port}, which is not a port")
+    for what, port in (("memory_port", hello.memory_port), ("pair_port", hello.pair_port)):
+        if not 0 <= port <= MAX_PORT:
+            raise PeerError(f"{what} is {port}, which is not a port")
     for what, text, most in (("node", hello.node, 64), ("host", hello.host, 255), ("boot", hello.boot, 128)):
         if not 1 <= len(text) <= most or not text.isprintable() or text != text.strip():
             raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")

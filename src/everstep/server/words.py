@@ -19,6 +19,7 @@ MOST_TEXT = 300  # characters of an event
 NODE_STATES: Mapping[str, Mapping[str, Any]] = {
     NodeState.UP: {"mark": "✓", "colour": "--up", "good": True},
     NodeState.SILENT: {"mark": "?", "colour": "--silent"},
+    NodeState.CHECKING: {"mark": "…", "colour": "--silent"},
     NodeState.DRAINING: {"mark": "↓", "colour": "--draining"},
     NodeState.ISOLATED: {"mark": "!", "colour": "--isolated"},
     NodeState.LEMON: {"mark": "L", "colour": "--lemon"},
@@ -31,6 +32,7 @@ MOST_SEVERE_FIRST = (
     NodeState.GONE,
     NodeState.SILENT,
     NodeState.DRAINING,
+    NodeState.CHECKING,
 )
 OPS: Mapping[str, Mapping[str, str]] = {
     Kind.F: {"words": "forward", "colour": "#0072b2"},

@@ -266,6 +266,12 @@ class VirtualAgent:
             case ag.RunChecks(order=wanted):
                 found = msg.NodeChecked(results=(), because=wanted.because)
                 self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(found), self.boot)
+            case ag.CheckPair(order=msg.MeasurePair() as pair):
+                figures = {"out_mb_s": 1e3, "in_mb_s": 1e3, "answer_ms": 0.1}
+                told = msg.PairMeasured(peer=pair.peer, key=pair.key, **figures)
+                self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(told), self.boot)
+            case ag.CheckPair():
+                pass
             case ag.WorkOnDisk(order=ag.CommitWhole() as ours):  # orders to commit are never lost here
                 self.happens(ag.PartialsLooked(ours.task))
             case ag.WorkOnDisk(order=asked):

@@ -109,6 +109,8 @@ def _of_node(coordinator: Coordinator, node: Node) -> Iterator[Clock]:
     for slot, since in node.isolated_slots.items():
         if len(node.slot_isolations.get(slot, ())) < patience.isolations_before_lemon:
             yield f"isolated slot {slot} of {node.name}", since + patience.isolation_s
+    if node.admin is NodeAdmin.CHECKING:
+        yield f"network check of {node.name}", node.pairs_at
     if node.back_at is not None:
         yield f"promised node {node.name}", node.back_at
     if node.drain_at is not None:

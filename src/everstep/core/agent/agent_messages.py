@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from everstep.core.faults.detector import Glance
 from everstep.protocol.messages import (
+    AnswerPair,
     CheckNode,
     CommitCheckpoint,
     DiscardPartial,
     DropCopies,
     FindCheckpoint,
+    MeasurePair,
     NodeReport,
     OpenMemory,
     OpenTask,
@@ -191,6 +193,13 @@ class RunChecks:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckPair:
+    """Measure the network to another node, beside the loop, or let it be measured."""
+
+    order: MeasurePair | AnswerPair
+
+
+@dataclass(frozen=True, slots=True)
 class WorkOnDisk:
     """May take long, so beside the loop; what it answers is reported."""
 
@@ -204,4 +213,6 @@ class ProbeFromHere:
     order: ProbeLinks
 
 
-AgentAction = Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | WorkOnDisk | ProbeFromHere
+AgentAction = (
+    Spawn | Kill | PassOn | SendToCoordinator | UseMemory | RunChecks | CheckPair | WorkOnDisk | ProbeFromHere
+)

@@ -21,6 +21,7 @@ from typing import ClassVar, assert_never
 
 from everstep.core.agent.agent_messages import (
     AgentAction,
+    CheckPair,
     CommitWhole,
     Glanced,
     Kill,
@@ -176,6 +177,10 @@ class NodeProcesses:
     @on_order
     def _check(self, order: msg.CheckNode, now: float) -> Actions:
         return [RunChecks(order)]
+
+    @on_order
+    def _check_pair(self, order: msg.MeasurePair | msg.AnswerPair, now: float) -> Actions:
+        return [CheckPair(order)]
 
     @on_order
     def _probe(self, order: msg.ProbeLinks, now: float) -> Actions:

@@ -437,6 +437,10 @@ class Coordinator:
         return self._nodes.checked(node, report.results, report.because, now)
 
     @on_report
+    def _pair_measured(self, node: Node, report: msg.PairMeasured, now: Moment) -> Actions:
+        return self._nodes.pair_measured(node, report, now)
+
+    @on_report
     def _kernel_spoke(self, node: Node, report: msg.KernelSpoke, now: Moment) -> Actions:
         return self._failures.kernel_spoke(node, report.text, report.slots, now)
 

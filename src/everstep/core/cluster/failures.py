@@ -31,7 +31,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident, WorkerWaits, usual_sender
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.work import QUIET_STEPS
+from everstep.protocol.work import QUIET_STEPS, mean_loss
 
 SHOWN_WITNESSES = 8
 MOST_BAD_LINKS = 4096  # of a task; what is beyond says nothing new
@@ -427,7 +427,7 @@ class Failures:
         rule = task.request.on_nan if suspect.is_nan else task.request.on_spike
         name = "verify.nan" if suspect.is_nan else "verify.spike"
         said = f'{name} = "{rule}"'
-        if not suspect.is_nan and rule == "skip" and not suspect.is_again(_mean(record)):
+        if not suspect.is_nan and rule == "skip" and not suspect.is_again(mean_loss(record.losses) or 0.0):
             rule, said = "tell", f"{said}, but its bits are not quite the same again"
         what, outcome = AFTER_REPLAY.get(rule, AFTER_REPLAY["skip"])
         self._incidents.treat(incident, what, said, now)
@@ -819,11 +819,6 @@ class Failures:
                 node, situation.slots, because, now, counts=not only_words
             )
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)
-
-
-def _mean(record: act.RecordStep) -> float:
-    losses = [loss for _, loss in record.losses]
-    return sum(losses) / len(losses) if losses else 0.0
 
 
 def _listed(names: list[str]) -> str:

@@ -8,8 +8,20 @@ from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLi
 from everstep.core.faults.fitness import CheckRun
 from everstep.core.faults.gray import ISOLATION, GrayRecord
 from everstep.protocol.lifecycle import move
-from everstep.protocol.messages import Dispatch, MemoryAddress
+from everstep.protocol.messages import Dispatch, MemoryAddress, PairMeasured
 from everstep.protocol.table import PROTOCOL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePair:
+    """The network between a node and a peer; both keep it until they are judged."""
+
+    peer: str
+    key: str
+    asked_at: float
+    measures: bool  # this one, else the peer
+    beside_workers: bool  # one of them has workers
+    found: PairMeasured | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +46,9 @@ class Node:
     gray: GrayRecord = field(default_factory=lambda: GrayRecord(since=0.0))  # over weeks, bounded
     checked: list[CheckRun] = field(default_factory=list)  # the last one of each week
     check_asked_at: float | None = None  # before it is readmitted
+    pair_port: int = 0  # where peers measure the network to it
+    pairs: list[NodePair] = field(default_factory=list)  # since its network is checked; bounded
+    pairs_at: float | None = None  # when they are looked at next
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot

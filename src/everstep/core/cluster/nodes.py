@@ -9,6 +9,7 @@ from math import inf
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.memory_copies import MemoryCopies
+from everstep.core.cluster.network_checks import NetworkChecks, NetworkFound
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
 from everstep.core.cluster.orders import Actions, Orders
@@ -21,7 +22,7 @@ from everstep.core.cluster.task import Ending, Seat, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
 from everstep.core.cluster.training import Training
 from everstep.core.faults import gray, remedies
-from everstep.core.faults.fitness import Fitness, judge_checks, kept_with, run_of
+from everstep.core.faults.fitness import CheckRun, Fitness, judge_checks, kept_with, run_of
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Lived
 from everstep.protocol import events as ev
@@ -33,6 +34,7 @@ DRAINED_BY = "drained by "  # a person, who is named
 CHECK_WAIT_S = 120.0  # for the answer of a node that is checked before it is readmitted
 CHECKED_SINCE = 4  # the protocol that knows such an order
 SHOWN_CHECKS = 8
+MEASURED = "its network is measured before it gets workers: "
 LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice
 
 
@@ -55,6 +57,7 @@ class Nodes:
         self._roster, self._orders, self._incidents = roster, orders, incidents
         self._copies, self._training, self._staffing, self._tasks = copies, training, staffing, tasks
         self._policy, self._later = policy, later
+        self._network = NetworkChecks(roster=roster, orders=orders, policy=policy)
 
     def joined(self, event: msg.NodeJoined, now: Moment) -> Actions:
         node = self._roster.nodes.get(event.node)
@@ -90,7 +93,7 @@ class Nodes:
             )
             self._roster.add_node(node)
             is_new = True
-        node.protocol = event.protocol
+        node.protocol, node.pair_port = event.protocol, event.pair_port
         strange = self._strange_tasks(event)
         if because := self._why_records_disagree(node, event):
             actions += self._reconcile(node, event, strange, because, now)
@@ -112,6 +115,8 @@ class Nodes:
             actions += self._copies.node_back(node, now)
         if is_new and event.checks:
             actions += self.checked(node, event.checks, "it joins", now)
+        if is_new and event.checks_network and node.admin in (NodeAdmin.UP, NodeAdmin.CHECKING):
+            actions += self._check_network(node, "it joins", now)
         self._later.slots_changed(f"node {node.name} joined")
         return actions
 
@@ -132,15 +137,46 @@ class Nodes:
         is_over = node.admin is NodeAdmin.ISOLATED and was_asked
         if not found.unfit:
             passes = "passes its checks" if results else "could not be checked"
-            return actions + (
-                self._back(node, f"its time of isolation is over and it {passes}", now) if is_over else []
-            )
+            why = f"its time of isolation is over and it {passes}"
+            return actions + (self._check_network(node, why, now) if is_over else [])
         why = f"it fails its checks: {found.unfit[0]}"
         if is_over:  # for as long again
             node.admin_since, node.admin_because = now.at, why
             self._roster.node_changed(node)
             return actions + self._changed(node, why, now)
         return actions + (self.isolate(node, why, now) if node.admin is NodeAdmin.UP else [])
+
+    def _check_network(self, node: Node, because: str, now: Moment) -> Actions:
+        """It gets workers once that is done; at once where it cannot be done."""
+        if not self._network.is_possible(node):
+            return [] if node.admin is NodeAdmin.UP else self._back(node, because, now)
+        node.check_asked_at = None
+        actions = self._set_admin(node, NodeAdmin.CHECKING, f"{MEASURED}{because}", now)
+        self._network.begin(node, now)
+        return actions + self._network_settled(now)
+
+    def pair_measured(self, node: Node, report: msg.PairMeasured, now: Moment) -> Actions:
+        self._network.measured(node, report)
+        return self._network_settled(now)
+
+    def _network_settled(self, now: Moment) -> Actions:
+        actions, judged = self._network.settle(now)
+        return [*actions, *(action for found in judged for action in self._network_found(found, now))]
+
+    def _network_found(self, found: NetworkFound, now: Moment) -> Actions:
+        node, fitness = found.node, found.fitness
+        actions: Actions = []
+        if fitness.unfit or fitness.marked:
+            actions += self._tell_checks(node, fitness, "its network was measured", now)
+        if fitness.unfit and node.admin in (NodeAdmin.UP, NodeAdmin.CHECKING):
+            return actions + self.isolate(node, f"it fails its checks: {fitness.unfit[0]}", now)
+        if found.figures and not fitness.unfit:
+            node.checked = kept_with(node.checked, CheckRun(at=now.at, figures=found.figures))
+        if node.admin is not NodeAdmin.CHECKING:
+            return actions
+        network = "; ".join(found.pairs) or "no other node is there to measure its network with"
+        why = node.admin_because.removeprefix(MEASURED)
+        return actions + self._back(node, f"{why}; {network}", now)
 
     def _tell_checks(self, node: Node, found: Fitness, because: str, now: Moment) -> Actions:
         what = f"node {node.name} {'fails its checks' if found.unfit else 'is marked by its checks'}"
@@ -163,7 +199,7 @@ class Nodes:
 
     def _back(self, node: Node, because: str, now: Moment) -> Actions:
         node.check_asked_at = None
-        self._later.slots_changed(f"node {node.name} is back from isolation")
+        self._later.slots_changed(f"node {node.name} may get workers")
         return self._set_admin(node, NodeAdmin.UP, because, now)
 
     def _isolation_over(self, node: Node, now: Moment) -> Actions:
@@ -364,7 +400,8 @@ class Nodes:
         meanwhile; where not, they train on and go shortly before the node does, with their state safe.
         `at_once`: no workers may stay longer than that takes.
         """
-        if node.state is not NodeState.UP or (node.leaves_at is not None and not at_once):
+        may_leave = node.state in (NodeState.UP, NodeState.CHECKING)
+        if not may_leave or (node.leaves_at is not None and not at_once):
             return []
         early_s = min(LEAVE_EARLY_S, leaves_in_s / 2)
         node.leaves_at, node.drain_at = now.at + leaves_in_s, now.at + leaves_in_s - early_s
@@ -429,7 +466,7 @@ class Nodes:
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
                 actions += self._isolation_over(node, now)
-        return actions + self._confirm_silence(now, self._silent())
+        return actions + self._network_settled(now) + self._confirm_silence(now, self._silent())
 
     def timers(self) -> dict[str, list[float]]:
         """When something is to be decided about a node, if nothing happens before."""
@@ -449,6 +486,7 @@ class Nodes:
                 for n in nodes
                 if n.admin is NodeAdmin.ISOLATED and n.check_asked_at is not None
             ],
+            "network check": [node.pairs_at for node in nodes if node.pairs_at is not None],
             "isolated slot": [at for at in slots if at < inf],
             "promised node": [node.back_at for node in nodes if node.back_at is not None],
             "leaving node": [node.drain_at for node in nodes if node.drain_at is not None],

@@ -426,6 +426,7 @@ def _is_timed(node: Node) -> bool:
         or bool(node.isolated_slots)
         or node.back_at is not None
         or node.drain_at is not None
+        or node.pairs_at is not None
     )
 
 

@@ -15,6 +15,7 @@ from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.moment import Moment
+from everstep.protocol.work import mean_loss
 
 MOST_IN_A_ROW = 10
 NOT_FINITE = "its steps are skipped"  # what an incident says
@@ -29,8 +30,7 @@ class SkippedSteps:
 
     def recorded(self, task: Task, record: RecordStep, now: Moment) -> Actions:
         skips, losses = task.progress.skips, task.progress.losses
-        found = [loss for _, loss in record.losses]
-        if found and math.isfinite(mean := sum(found) / len(found)):
+        if (mean := mean_loss(record.losses)) is not None and math.isfinite(mean):
             losses[record.step] = mean
         while len(losses) > KEPT_LOSSES:
             del losses[min(losses)]

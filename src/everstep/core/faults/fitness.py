@@ -42,9 +42,12 @@ def run_of(results: Sequence[CheckResult], now: float) -> CheckRun:
 
 
 def kept_with(runs: Sequence[CheckRun], new: CheckRun) -> list[CheckRun]:
-    """The last one takes the place of another of the same week."""
-    older = [run for run in runs if int(run.at // WEEK_S) != int(new.at // WEEK_S)]
-    return [*older, new][-KEPT_RUNS:]
+    """The last one takes the place of another of the same week; what it has not measured is kept."""
+    this_week = int(new.at // WEEK_S)
+    older = [run for run in runs if int(run.at // WEEK_S) != this_week]
+    before = [run.figures for run in runs if int(run.at // WEEK_S) == this_week]
+    figures = {name: value for known in (*before, new.figures) for name, value in known.items()}
+    return [*older, CheckRun(at=new.at, figures=figures)][-KEPT_RUNS:]
 
 
 def judge_checks(

@@ -19,6 +19,7 @@ from enum import StrEnum
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.events import VoteDiffered, VoteRun
 from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.work import mean_loss
 
 STATE = "state"
 
@@ -142,8 +143,8 @@ def judge_replay(record: RecordStep) -> tuple[Replay, list[Microbatch]]:
     changed = [m for m, loss in suspect.losses if not _is_same(after.get(m, loss), loss)]
     if suspect.stage >= 0:
         return (Replay.OTHER if math.isfinite(record.norm) else Replay.SAME), changed
-    losses = [loss for _, loss in record.losses]
-    loss = sum(losses) / len(losses) if losses else suspect.loss  # all who knew them may be dead
+    found = mean_loss(record.losses)
+    loss = suspect.loss if found is None else found  # all who knew them may be dead
     if suspect.is_again(loss):
         return Replay.SAME, changed
     if math.isfinite(suspect.loss) and abs(loss - suspect.loss) <= NEARLY * abs(suspect.loss):

@@ -24,7 +24,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
 from everstep.protocol.events import StepSuspected
 from everstep.protocol.ops import Microbatch
-from everstep.protocol.work import QUIET_STEPS, SuspectedStep, Wait
+from everstep.protocol.work import QUIET_STEPS, SuspectedStep, Wait, mean_loss
 
 BAND = 32  # steps
 LEAST = 12  # of them must be known
@@ -81,7 +81,6 @@ class Suspicion:
             return None
         assert state.everyone is not None
         worst = sorted(state.everyone.losses, key=_size, reverse=True)[:MOST_SHOWN]
-        loss = loss if math.isfinite(loss) else math.nan
         self._hold(SuspectedStep(step=state.step, loss=loss, losses=tuple(worst)), because)
         return Wait(f"the replay of step {state.step}")
 
@@ -124,11 +123,8 @@ class Suspicion:
         )
 
     def _loss(self, state: StepState) -> float | None:
-        """The mean of the step, as it is recorded; None at a stage that has no losses."""
-        if state.everyone is None or not state.everyone.losses:
-            return None
-        found = [loss for _, loss in state.everyone.losses]
-        return sum(found) / len(found)
+        """None at a stage that has no losses."""
+        return None if state.everyone is None else mean_loss(state.everyone.losses)
 
     def _hold(self, found: SuspectedStep, because: str) -> None:
         self._held = found
