@@ -246,3 +246,70 @@ def test_a_slow_worker_stays_where_a_move_does_not_pay() -> None:
         task = cluster.coordinator.tasks["t"]
         assert not task.seats[SLOW].leaving
         assert SLOW in task.speeds.slow  # its peers run some of its work
+
+
+def slow_link(cluster: FakeCluster, worker: Worker, peer: Worker) -> None:
+    because = f"what worker {worker} sends to worker {peer} goes at 1 MB/s, usual are 10 MB/s"
+    cluster.hear(msg.SlowLinkFound(task="t", worker=worker, peer=peer, because=because))
+
+
+def links_slow_in(nodes: str, now_s: float, *, steps: int = 100_000, slots: int = 1) -> FakeCluster:
+    """Three replicas on nodes of one slot each; the links of one of them are slow."""
+    cluster = FakeCluster(nodes=dict.fromkeys(nodes, slots), planned=True)
+    cluster.submit(shape=Shape(3, 1, 2), steps=steps)
+    cluster.seal()
+    known = cluster.thinking.measured.of("t")
+    known.last = (3, 1, 3)
+    known.steps = {known.last: deque([0.5, 0.5, 0.5, 0.5, 0.5, now_s, now_s, now_s])}
+    slow_link(cluster, Worker(1, 0), Worker(0, 0))
+    assert not any(node.state == "isolated" for node in cluster.coordinator.nodes.values()), (
+        "one has two ends"
+    )
+    slow_link(cluster, Worker(2, 0), Worker(1, 0))
+    return cluster
+
+
+def test_the_workers_of_the_node_that_all_slow_links_share_move_where_that_pays() -> None:
+    cluster = links_slow_in("abcd", 2.0)
+    isolated = [node for node in cluster.coordinator.nodes.values() if node.state == "isolated"]
+    assert [node.name for node in isolated] == ["b"]
+    task = cluster.coordinator.tasks["t"]
+    assert {seat.node for seat in task.seats.values() if not seat.leaving} == {"a", "c", "d"}
+    remedies = {i.remedies[-1].what for i in cluster.coordinator.log.incidents if "link" in i.what}
+    assert remedies == {"move the workers of node b"}
+    because = cluster.coordinator.log.incidents[0].remedies[-1].because
+    assert "steps take 2 s since the link of node b is slow, before 0.5 s" in because
+    assert "300% faster" in because
+    cluster.coordinator.validate()
+
+
+def test_the_workers_of_a_slow_link_stay_where_a_move_does_not_pay() -> None:
+    """No free slot; steps are hardly longer; the task ends first."""
+    for cluster in (
+        links_slow_in("abc", 2.0),
+        links_slow_in("abcd", 0.5),
+        links_slow_in("abcd", 2.0, steps=4),
+    ):
+        assert not any(node.state == "isolated" for node in cluster.coordinator.nodes.values())
+        assert not any(seat.leaving for seat in cluster.coordinator.tasks["t"].seats.values())
+
+
+def test_a_slow_link_of_one_task_takes_no_slot_from_another() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 2), planned=True)
+    cluster.submit(shape=Shape(3, 1, 2), steps=100_000)
+    cluster.submit("u", shape=Shape(1, 1, 2), steps=100_000)
+    cluster.seal()
+    tasks = cluster.coordinator.tasks
+    other = tasks["u"].seats[Worker(0, 0)]
+    slow = next(w for w, seat in tasks["t"].seats.items() if seat.node == other.node)
+    known = cluster.thinking.measured.of("t")
+    known.last, steps = (3, 1, 3), deque([0.5] * 5 + [2.0] * 3)
+    known.steps = {known.last: steps}
+    for peer in set(tasks["t"].seats) - {slow}:
+        slow_link(cluster, slow, peer)
+    node = cluster.coordinator.nodes[other.node]
+    if len({seat.node for seat in tasks["t"].seats.values()}) == 3:
+        assert node.state == "up"
+        assert set(range(2)) - set(node.isolated_slots) == set(other.slots)
+    assert tasks["u"].seats[Worker(0, 0)] == other
+    cluster.coordinator.validate()

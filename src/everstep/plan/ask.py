@@ -25,6 +25,7 @@ import numpy as np
 from everstep.core.cluster.network_checks import MOST_S
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeState
+from everstep.core.cluster.slowness import node_of_slow_links, slow_links
 from everstep.core.cluster.task import OVER, TaskState
 from everstep.core.cluster.task import Task as RunningTask
 from everstep.core.cluster.wishes import circumstances
@@ -33,7 +34,7 @@ from everstep.plan.change_times import START_S, change_times
 from everstep.plan.cluster import DAY_S, FAILURES_PER_1000_NODE_DAYS, Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import from_table
 from everstep.plan.holes import num_moving
-from everstep.plan.measured import Measurements
+from everstep.plan.measured import Measurements, TaskMeasurements
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.options import Options
 from everstep.plan.reroute import live_per_stage
@@ -301,9 +302,9 @@ def _spread_pays_s(decision: Decision) -> float | None:
 
 
 def _moved(view: ClusterView, decision: Decision, measured: Measurements) -> dict[str, MovedWorker]:
-    """Slow workers for which a free slot on another node pays: what it gains until the next event, or the
-    end of the task, against what is missed while another process starts and copies the state. Until then its
-    peers run some of its microbatches.
+    """Slow workers, and nodes with a slow link, for which free slots on other nodes pay: what is gained until
+    the next event, or the end of the task, against what is missed while other processes start and copy the
+    state. Until then a slow worker's peers run some of its microbatches.
     """
     seats = [seat for task in view.tasks.values() for seat in task.seats.values()]
     taken = Counter(seat.node for seat in seats for _ in seat.slots)
@@ -319,14 +320,19 @@ def _moved(view: ClusterView, decision: Decision, measured: Measurements) -> dic
     found: dict[str, MovedWorker] = {}
     for name, choice in decision.choices.items():
         task, shards = view.tasks[name], view.tasks[name].shape.shards
-        is_kept = choice.kind in (OptionKind.KEEP, OptionKind.REROUTE)
-        move = _best_move(task, decision.options[name], measured) if is_kept and room >= shards else None
-        if move is None or not any(
-            slots >= shards for node, slots in free.items() if node != task.seats[move.worker].node
-        ):
+        if choice.kind not in (OptionKind.KEEP, OptionKind.REROUTE) or room < shards:
             continue
-        room -= shards
-        found[name] = move
+        move = _best_move(task, decision.options[name], measured) or _best_move_off_link(
+            view, task, decision.options[name], measured
+        )
+        if move is None:
+            continue
+        here = task.seats[move.worker].node
+        needed = sum(seat.node == here for seat in task.seats.values()) if move.node else 1
+        places = sum(max(0, slots) // shards for node, slots in free.items() if node != here)
+        if places >= needed and room >= needed * shards:
+            room -= needed * shards
+            found[name] = move
     return found
 
 
@@ -344,6 +350,51 @@ def _best_move(task: RunningTask, given: Options, measured: Measurements) -> Mov
     today = throughput_now(task.shape, dead, known, slow)
     after = throughput_now(task.shape, dead, known, rest)
     meanwhile = throughput_now(task.shape, dead | {worker}, known, rest)
+    pays = _why_it_pays(task, given, known, today=today, after=after, meanwhile=meanwhile)
+    what = f"worker {worker} takes {slow[worker]:.2f} times as long; in another slot"
+    return MovedWorker(worker=worker, because=f"{what} {pays}") if pays else None
+
+
+def _best_move_off_link(
+    view: ClusterView, task: RunningTask, given: Options, measured: Measurements
+) -> MovedWorker | None:
+    """All workers of the node that the slow links have in common. What is gained, steps say: op times do not
+    know of a link.
+    """
+    times, known = given.task.times, measured.of(task.name)
+    node = node_of_slow_links(slow_links(view.log, task), task.seats)
+    slowed = known.slowed()
+    if node is None or times is None or slowed is None or task.state is not TaskState.RUNNING:
+        return None
+    seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
+    there = sorted(worker for worker, seat in seats.items() if seat.node == node)
+    elsewhere = {worker.stage for worker, seat in seats.items() if seat.node != node}
+    if not there or not {worker.stage for worker in there} <= elsewhere:
+        return None  # their state would go with them
+    dead = frozenset(one for one in task.shape.workers() if one not in seats)
+    before_s, now_s = slowed
+    faster = now_s / before_s
+    today = throughput_now(task.shape, dead, known, task.speeds.slow)
+    without = throughput_now(task.shape, dead.union(there), known, task.speeds.slow)
+    pays = _why_it_pays(task, given, known, today=today, after=today * faster, meanwhile=without * faster)
+    what = (
+        f"steps take {now_s:.3g} s since the link of node {node} is slow, before {before_s:.3g} s; elsewhere"
+    )
+    return MovedWorker(worker=there[0], because=f"{what} {pays}", node=node) if pays else None
+
+
+def _why_it_pays(
+    task: RunningTask,
+    given: Options,
+    known: TaskMeasurements,
+    *,
+    today: float,
+    after: float,
+    meanwhile: float,  # until the new process has the state
+) -> str:
+    """Empty: it does not."""
+    times = given.task.times
+    assert times is not None
     step_s = known.step_s(known.last) if known.last is not None else None
     left_s = math.inf if step_s is None else step_s * max(0, task.steps - task.next_step + 1)
     running_s = min(given.horizon.running_s, left_s)
@@ -351,12 +402,9 @@ def _best_move(task: RunningTask, given: Options, measured: Measurements) -> Mov
     gain = (after - today) * max(0.0, running_s - coming_s)
     cost = today * 2 * times.agree_s + max(0.0, today - meanwhile) * coming_s
     if today <= 0 or gain <= cost:
-        return None
-    because = (
-        f"worker {worker} takes {slow[worker]:.2f} times as long; in another slot the task is "
-        f"{after / today - 1:.0%} faster, which pays after {(cost / (after - today)) + coming_s:.0f} s"
-    )
-    return MovedWorker(worker=worker, because=because)
+        return ""
+    pays_s = cost / (after - today) + coming_s
+    return f"the task is {after / today - 1:.0%} faster, which pays after {pays_s:.0f} s"
 
 
 def _is_uneven(today: TaskSituation, choice: TaskOption) -> bool:

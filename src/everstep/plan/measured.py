@@ -45,6 +45,15 @@ class TaskMeasurements:
         known = self.steps.get(placed, ())
         return median(known) if len(known) >= LEAST_STEPS else None
 
+    def slowed(self) -> tuple[float, float] | None:
+        """A step's seconds before something became slow, and now. What has become slow is found within a few
+        steps, so of those that are kept the shortest are from before.
+        """
+        steps = sorted(recent := list(self.steps.get(self.last, ()) if self.last is not None else ()))
+        if len(steps) < 2 * LEAST_STEPS:
+            return None
+        return steps[len(steps) // 4], median(recent[-LEAST_STEPS:])
+
     def spread(self) -> float:
         """How far a step usually lies from the median of its shape, as a share of it; where it is most."""
         found = 0.0

@@ -1177,8 +1177,11 @@ class ChosenShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedWorker:
+    """A worker that shall leave its slot; with `node` all workers of it, whose link is slow."""
+
     worker: Worker
     because: str
+    node: str = ""
 
 
 @message(says="the planner allocates the slots")
@@ -1189,7 +1192,7 @@ class AssignmentChosen(OtherEvent):
     once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
     staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
     `spread`: tasks whose stages have lost unevenly, and of whom live workers shall change their stage.
-    `moved`: tasks of which a slow worker shall leave its slot for a free one.
+    `moved`: tasks of which a slow worker, or all workers of a node with a slow link, shall go to free slots.
     """
 
     version: int

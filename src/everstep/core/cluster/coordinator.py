@@ -259,10 +259,14 @@ class Coordinator:
         for name, moved in event.moved.items() if is_current else ():
             task = self.tasks.get(name)
             seat = None if task is None else task.seats.get(moved.worker)
-            if task is None or seat is None or seat.leaving or moved.worker not in task.speeds.slow:
+            if task is None or seat is None or seat.leaving:
                 continue
-            self._slowness.moved(task, moved, now)
-            actions += self._nodes.isolate_slots(self.nodes[seat.node], seat.slots, moved.because, now)
+            if moved.node == seat.node:
+                actions += self._slowness.moved(task, moved, now)
+                actions += self._nodes.leave_link(self.nodes[seat.node], task, moved.because, now)
+            elif moved.worker in task.speeds.slow:
+                actions += self._slowness.moved(task, moved, now)
+                actions += self._nodes.isolate_slots(self.nodes[seat.node], seat.slots, moved.because, now)
         return actions
 
     @on
@@ -413,8 +417,11 @@ class Coordinator:
     @on
     def _slow_link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
         is_known = isinstance(event, msg.SlowLinkEnded) or {event.worker, event.peer} <= task.seats.keys()
-        running = task.state is TaskState.RUNNING
-        return self._slowness.link(task, event, now) if running and is_known else []
+        if task.state is not TaskState.RUNNING or not is_known:
+            return []
+        if isinstance(event, msg.SlowLinkFound):
+            self._later.slots_changed(f"the link from {event.worker} to {event.peer} of {task.name} is slow")
+        return self._slowness.link(task, event, now)
 
     # -------------------------------------------------------------- reports of nodes
 

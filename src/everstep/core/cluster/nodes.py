@@ -379,6 +379,16 @@ class Nodes:
                 actions += self._staffing.ask_to_go(task, worker, f"its slot is isolated: {because}", now)
         return actions
 
+    def leave_link(self, node: Node, task: Task, because: str, now: Moment) -> Actions:
+        """Its link is slow for this task. Where no other task is there, the node is checked before it gets
+        workers again; else the others keep their slots.
+        """
+        if self._roster.tasks_on_node(node.name) == [task]:
+            return self.isolate(node, because, now)
+        others = [s for t, w in self._roster.on_node(node.name) if t is not task for s in t.seats[w].slots]
+        slots = set(range(node.slots)) - set(others) - node.unusable
+        return self.isolate_slots(node, tuple(sorted(slots)), because, now)
+
     def _slots_back(self, node: Node, now: Moment) -> None:
         """Those whose time is over; one that was isolated again and again waits for an operator."""
         patience = self._policy.patience

@@ -6,18 +6,20 @@ worker's peers of its stage take over some of its microbatches. Where it has no 
 that is said.
 
 A worker is slow until it is reported fast again, or until its process is gone: a new one starts even.
-A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow.
+A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow. Where all
+slow links have one node in common, its workers move to free slots of other nodes if that pays (`plan.ask`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
-from everstep.core.cluster.task import Task
+from everstep.core.cluster.task import Seat, Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
@@ -37,6 +39,15 @@ def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
         for incident in log.open_ones()
         if incident.task == task.name and incident.workers and incident.what in receivers
     ]
+
+
+def node_of_slow_links(links: Sequence[tuple[Worker, Worker]], seats: Mapping[Worker, Seat]) -> str | None:
+    """The one node that all of them have in common. A single link has two ends, and says nothing of either;
+    a link between two workers of one node is no network.
+    """
+    ends = [{seats[worker].node for worker in link} for link in links if set(link) <= seats.keys()]
+    common = set.intersection(*ends) if ends else set()
+    return common.pop() if len(common) == 1 and all(len(pair) == 2 for pair in ends) else None
 
 
 def _at_link(receiver: Worker) -> str:
@@ -74,14 +85,25 @@ class Slowness:
             return []
         return self._incidents.close(incident, because, now)
 
-    def moved(self, task: Task, moved: msg.MovedWorker, now: Moment) -> None:
-        """Its process ends, another one begins in a free slot; the incident closes with the process."""
-        incident = self._incidents.of_worker(task, moved.worker, SLOW)
-        if incident is not None:
-            self._incidents.treat(incident, "move it to a free slot", moved.because, now)
+    def moved(self, task: Task, moved: msg.MovedWorker, now: Moment) -> Actions:
+        """Its process ends, another one begins in a free slot. The incident of a worker closes with the
+        process; that of a link now: there are other links then.
+        """
+        if not moved.node:
+            incident = self._incidents.of_worker(task, moved.worker, SLOW)
+            if incident is not None:
+                self._incidents.treat(incident, "move it to a free slot", moved.because, now)
+            return []
+        actions: Actions = []
+        for sender, receiver in slow_links(self._incidents.log, task):
+            incident = self._incidents.of_worker(task, sender, _at_link(receiver))
+            assert incident is not None
+            self._incidents.treat(incident, f"move the workers of node {moved.node}", moved.because, now)
+            actions += self._incidents.close(incident, f"the task leaves node {moved.node}", now)
+        return actions
 
     def link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
-        """Written down, and no more: no worker is the reason, so none gets less work."""
+        """Written down: no worker is the reason, so none gets less work. The planner may move workers."""
         what = _at_link(event.peer)
         incident = self._incidents.of_worker(task, event.worker, what)
         if isinstance(event, msg.SlowLinkEnded):
