@@ -6,7 +6,8 @@
 
 Three machines of one slot each on one host (`harness/machines.py`; needs root), a task of 3 x 1 workers,
 every cable with 12.5 MB/s. At a step the cable of one machine, both directions, gets 10 % of that, and later
-all of it again (with --spare it stays slow). What the coordinator says meanwhile (`diagnose.link_watch`), and what a step takes.
+all of it again (with --spare it stays slow). What the coordinator says meanwhile (`diagnose.link_watch`), and
+what a step takes.
 """
 
 from __future__ import annotations
