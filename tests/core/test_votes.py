@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from everstep.core.faults.votes import Replay, VoteEnd, judge_replay, judge_votes
+from everstep.core.task.step_book import StepBook
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.suspicion import BAND, LEAST, why_spike
@@ -375,3 +376,29 @@ def test_a_replay_whose_losses_come_in_another_order_is_the_same_replay() -> Non
         because="",
     )
     assert judge_replay(record)[0] is Replay.SAME
+
+
+def test_the_state_of_a_step_without_votes_counts_once_a_later_one_was_voted_on() -> None:
+    """It was written before a wrong machine could be found, and the task would go back to it."""
+    book = StepBook(shape=Shape(2, 1, 1), steps=500, recorded=0, closes=False, verified=0, is_voting=True)
+
+    def seal(step: int, *, voted: bool) -> None:
+        sealed = ev.StepSealed(step=step, stage=0, attempt=1, microbatches=2, executed=6, voted=voted)
+        book.seal(sealed, epoch=1, attempt=1)
+
+    seal(1, voted=True)
+    assert not book.is_state_verified(1), "states are compared in the next step"
+    seal(2, voted=False)
+    assert book.is_state_verified(1)
+    seal(3, voted=False)
+    assert not book.is_state_verified(2), "a new epoch broke it: nobody computed anything of it again"
+    seal(4, voted=True)
+    assert book.is_state_verified(2)
+    assert book.is_state_verified(3)
+    assert not book.is_state_verified(4)
+    for step in range(5, 105):
+        seal(step, voted=False)
+    assert book.is_state_verified(4)
+    assert not book.is_state_verified(5)
+    seal(105, voted=False)
+    assert book.is_state_verified(5), "a task must not lose everything because no vote is complete"

@@ -282,6 +282,14 @@ def test_steps_with_a_nan_are_computed_again_and_nothing_breaks() -> None:
     assert len(found) == 4
 
 
+def test_a_machine_that_computes_wrong_numbers_is_named_and_what_it_spoiled_is_done_again() -> None:
+    """While workers die and links break, and with votes on some steps only."""
+    in_a_broken_step = 15  # its checkpoint was committed, and the task went back to it
+    for seed in (*range(6), in_a_broken_step):
+        violation = run_storm(draw_storm(seed, "corruption"), cluster=True).violation
+        assert violation is None, f"everstep sim storm --corruption --seeds {seed}: {violation}"
+
+
 def test_without_votes_wrong_numbers_are_used() -> None:
     """The checkers see what votes prevent."""
     spec = draw_storm(0, "flips")

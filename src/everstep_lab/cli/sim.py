@@ -53,6 +53,12 @@ def storm_command(
     flips: Annotated[
         bool, typer.Option("--flips", help="No other faults: one worker computes or holds a wrong number.")
     ] = False,
+    corruption: Annotated[
+        bool,
+        typer.Option(
+            "--corruption", help="As --cluster, with votes and a machine that computes wrong numbers."
+        ),
+    ] = False,
     spikes: Annotated[
         bool, typer.Option("--spikes", help="As --cluster; steps with a NaN are computed again.")
     ] = False,
@@ -93,6 +99,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --flips
 
+        everstep sim storm --seeds 0:500 --corruption
+
         everstep sim storm --seeds 0:500 --hangs
 
         everstep sim storm --seeds 0:500 --cuts
@@ -107,7 +115,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    alone = [groups, votes, flips, spikes, hangs, cuts, plans]
+    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans]
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -210,9 +218,10 @@ def _replay(seed: int, kind: StormKind, few: tuple[int, ...] | None = None) -> s
 def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> StormKind:
     """`alone`: groups, votes and so on, each of which draws its storm by itself."""
     if any(alone):
-        chosen: StormKind = ("groups", "votes", "flips", "spikes", "hangs", "cuts", "plans")[
-            alone.index(True)
-        ]
+        kinds: tuple[StormKind, ...] = (
+            *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans"),
+        )
+        chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:
             raise UserError(
                 f"--{chosen} draws sharded states and copies by itself: leave out --moves, --sharded and the "

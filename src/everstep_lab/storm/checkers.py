@@ -12,6 +12,8 @@ no leak          what a worker keeps is bounded by the steps that can be open; o
 incidents close  once a worker runs an op of an epoch, the incidents before it are over
 no false alarm   without a fault there is no incident and no restart; epochs begin with an update undone, or
                  with a worker whose node has joined late
+no wrong sum     a wrong contribution is sealed only until the next step on which its machine was voted; then
+                 the machine is named, no other is, and the steps since are done again
 journal          replayed, it gives the state that the crash destroyed
 """
 
@@ -25,6 +27,7 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Resume
+from everstep_lab.storm.spec import Flip
 from everstep_lab.storm.truth import Bag, Truth, VirtualState
 
 MOST_STEPS_OF_THREE = 2
@@ -46,10 +49,22 @@ class Checkers:
         self._third_holders: dict[tuple[int, int, int], int] = {}  # epoch, stage, chunk -> recorded steps
         self.resumed_in_epoch = 0  # the last epoch in which a worker is known to have run an op
         total = rules.total_microbatches
+        self.bad: Flip | None = None  # a machine that computes wrong numbers
+        self.bad_at: tuple[int, frozenset[int]] | None = None  # its node and slots
+        self.bad_ended = False  # its process is gone
+        self.was_alone = False  # a stage had one worker: its steps could not be voted on, nor their states
+        self.spoiled: set[int] = set()  # steps that were sealed with a wrong contribution, as they are now
         self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
 
     def sum_used(self, worker: Worker, step: int, bag: Bag) -> None:
         self.num_sums += 1
+        if self.bad is not None:
+            self.sum_is_whole(worker, step, bag)
+            if bag != self.truth.whole_sum:
+                self.spoiled.add(step)
+            else:
+                self.spoiled.discard(step)
+            return
         if bag != self.truth.whole_sum:
             raise Violation(
                 f"exactly once: the sum of step {step} at {worker} holds {_count(bag)}, "
@@ -87,11 +102,11 @@ class Checkers:
             raise Violation(f"exactly once: two owners of step {step} at {worker} summed different things")
 
     def state_saved(self, worker: Worker, step: int, state: VirtualState) -> None:
-        if state != self.truth.states[step]:
+        if self.bad is None and state != self.truth.states[step]:
             raise Violation(f"the right state: {worker} saves another state of step {step}")
 
     def state_restored(self, worker: Worker, step: int, state: VirtualState | None) -> None:
-        if state != self.truth.states[step]:
+        if self.bad is None and state != self.truth.states[step]:
             raise Violation(f"the right state: {worker} restores a checkpoint of step {step} that is not it")
 
     def ordered(self, worker: Worker, resume: Resume) -> None:
@@ -124,6 +139,10 @@ class Checkers:
             raise Violation(f"in order: step {action.step} is recorded after step {self.recorded}")
         self.recorded, self.last_attempt = action.step, action.attempt
 
+    def voters_counted(self, recovery: Recovery) -> None:
+        """At a recorded step."""
+        self.was_alone |= bool(recovery.members) and min(map(len, recovery.members[-1].live)) < 2
+
     def chunks_held(self, recovery: Recovery, workers: Mapping[Worker, WorkerState]) -> None:
         """At a recorded step. Letting a third holder go takes a report and a new epoch."""
         for stage, rows in enumerate(recovery.members[-1].holders if recovery.members else ()):
@@ -147,6 +166,8 @@ class Checkers:
         steps = self.rules.steps
         if self.recorded != steps:
             raise Violation(f"in order: the task ends with step {self.recorded} on record, not {steps}")
+        if self.bad is not None:
+            self._was_noticed(recovery, self.bad)
         for worker, (worker_state, state) in workers.items():
             at_the_end = not worker_state.joining and worker_state.now.step == steps + 1
             if at_the_end and state != self.truth.states[steps]:
@@ -160,6 +181,26 @@ class Checkers:
         if self.calm and recovery.epoch != 1 + len(explained):
             raise Violation(
                 f"no false alarm: epoch {recovery.epoch}, of which {len(explained)} are explained"
+            )
+
+    def _was_noticed(self, recovery: Recovery, bad: Flip) -> None:
+        """Was the bad machine named, and are the steps that it had spoiled done again? If it was not named:
+        it spoiled nothing, its process ended before a vote on it was complete, or none was since. Where a
+        stage had one worker, states were kept that no peer could check.
+        """
+        named = [i for i in recovery.incidents if any(e.source == "votes" for e in i.evidence)]
+        for incident in named:
+            if len(incident.workers) == 1 and incident.workers != [bad.worker]:
+                raise Violation(f"the right machine: {incident.workers[0]} is named, {bad.worker} is wrong")
+        told = any(len(incident.workers) > 1 for incident in named)  # two replicas are left: it is undecided
+        if told or not self.spoiled or self.was_alone:
+            return
+        first = min(self.spoiled)
+        if named:
+            raise Violation(f"no wrong sum: {bad.worker} was named, and step {first} holds what it made")
+        if not self.bad_ended and recovery.verified > first:
+            raise Violation(
+                f"no wrong sum: {bad.worker} has spoiled step {first}, and {recovery.verified} is verified"
             )
 
 

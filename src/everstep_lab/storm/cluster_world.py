@@ -112,6 +112,7 @@ class ClusterWorld:
             steps=rules.steps,
             secret="",
             has_checkpoints=bool(rules.checkpoint_every),
+            votes=bool(rules.vote_every),
         )
         self.head.hear(submitted)
         for at_us, span_us in self.spec.pauses:
@@ -154,6 +155,10 @@ class ClusterWorld:
         if self.spec.flip is None and self.spec.spike is None and isolated:
             raise Violation(f"no false alarm: {isolated[0]} is isolated, and no number was wrong")
         is_one_wrong = self.spec.flip is not None or self.spec.spike is not None
+        if (place := self.scene.checkers.bad_at) is not None:
+            bad = {f"slot {slot} of n{place[0]}" for slot in place[1]}
+            if healthy := sorted(set(isolated) - bad):
+                raise Violation(f"no healthy slot is isolated: {healthy[0]} is, {', '.join(bad)} is wrong")
         if is_one_wrong and self.spec.faults == () and len(isolated) > 1:
             raise Violation(f"no healthy slot is isolated: {', '.join(isolated)} are, for one wrong number")
         again = self.head.replayed(self.head.acted)
@@ -200,6 +205,7 @@ class ClusterWorld:
             match action:
                 case msg.RecordRow():
                     self.scene.checkers.step_recorded(action.record)
+                    self.scene.checkers.voters_counted(self.recovery)
                     if self.spec.rules.chunks:
                         states = {
                             w: process.worker_state for w, process in self.workers.items() if process.alive

@@ -31,6 +31,7 @@ class Scene:
         self.truth = Truth(spec.seed, rules)
         calm = not (spec.faults or spec.moves or spec.flip or spec.planned or spec.rules.replays)
         self.checkers = Checkers(self.truth, rules, calm=calm)
+        self.checkers.bad = spec.flip if spec.flip is not None and spec.flip.lasting else None
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()
         self.stuck_disks: set[int] = set()  # nodes on which nothing that is begun on a disk ends

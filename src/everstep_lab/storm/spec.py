@@ -35,6 +35,7 @@ StormKind = Literal[
     "groups",
     "votes",
     "flips",
+    "corruption",
     "spikes",
     "hangs",
     "cuts",
@@ -72,13 +73,19 @@ class Weather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A worker's machine flips a bit: in what it makes of a microbatch, or in its state (None)."""
+    """A worker's machine flips a bit: in what it makes of a microbatch, or in its state (None). `lasting`: in
+    all it computes from this step on, until its process is gone; `steady`: the same bits each time.
+    """
 
     worker: Worker
     step: int
     microbatch: Microbatch | None
+    lasting: bool = False
+    steady: bool = True
 
     def strikes(self, step: int, microbatch: Microbatch | None, incarnation: int) -> bool:
+        if self.lasting:
+            return incarnation == 1 and microbatch is not None and step >= self.step
         return incarnation == 1 and (step, microbatch) == (self.step, self.microbatch)
 
 
@@ -278,6 +285,29 @@ def with_flip(spec: Spec) -> Spec:
     return replace(spec, rules=rules, faults=(), flip=flip)
 
 
+def with_corruption(spec: Spec) -> Spec:
+    """The same storm for a task with votes, one of whose machines computes wrong numbers from a step on.
+    Where these are the same bits each time, a third replica is needed to tell who is wrong.
+    """
+    draw = Draw(spec.seed, "corruption")
+    steady = draw.chance(0.5)
+    rules = replace(
+        spec.rules,
+        replicas=max(3 if steady else 2, spec.rules.replicas),
+        steps=draw.between(6, 9),
+        vote_every=draw.choice((1, 1, 2, 3)),
+        votes=draw.between(1, spec.rules.microbatches),
+        checkpoint_every=draw.choice((1, 2)),
+        copy_every=draw.choice((0, 1, 2)),
+        clip=None,  # an update that is undone breaks a step, in which nothing is checked
+        tied=None,
+    )
+    worker = Worker(draw.below(rules.replicas), draw.below(rules.stages))
+    first = draw.between(2, rules.steps - 2)
+    flip = Flip(worker=worker, step=first, microbatch=None, lasting=True, steady=steady)
+    return replace(spec, rules=rules, flip=flip)
+
+
 def with_spikes(spec: Spec) -> Spec:
     """The same storm, in which steps with a NaN are computed again: the data's, which come again, and in half
     of the seeds one that a machine has made. In one of two seeds replicas check each other.
@@ -365,6 +395,7 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "groups": with_groups,
     "votes": with_votes,
     "flips": with_flip,
+    "corruption": with_corruption,
     "spikes": with_spikes,
     "hangs": with_hangs,
     "cuts": with_cuts,

@@ -64,10 +64,21 @@ class Strikes:
             if worker is not None:
                 self._strike_worker(fault, worker)
         else:
-            self._strike_node(fault, fault.target % len(self.world.nodes))
+            number = fault.target % len(self.world.nodes)
+            bad = {process.node for process in self.world.workers.values() if self._is_bad(process)}
+            if not bad.intersection(self._rack(number)):
+                self._strike_node(fault, number)
+
+    def _is_bad(self, process: VirtualWorker) -> bool:
+        """A machine that computes wrong numbers must live, or no vote could find it."""
+        return self.scene.checkers.bad is not None and process.is_flipped and process.incarnation == 1
 
     def _worker(self, target: int, here: Worker | None) -> Worker | None:
-        living = sorted(worker for worker, process in self.world.workers.items() if process.alive)
+        living = sorted(
+            worker
+            for worker, process in self.world.workers.items()
+            if process.alive and not self._is_bad(process)
+        )
         if target == HERE:
             return here if here in living else None
         return living[target % len(living)] if living else None

@@ -45,6 +45,11 @@ def applied(state: VirtualState, step: int, scale: float | None) -> VirtualState
     return VirtualState(step, ((state.chain ^ (step * 1_000_003 + mark)) * 0x9E3779B97F4A7C15 + 1) & _MASK)
 
 
+def spoiled(state: VirtualState, step: int) -> VirtualState:
+    """The same with a wrong contribution in it, on every replica that has used the sum."""
+    return VirtualState(state.step, (state.chain * 31 + step) & _MASK)
+
+
 def weight(step: int, microbatch: Microbatch) -> float:
     """What a microbatch counts: of no two steps alike, often 0, in tenths that no order of summing hides."""
     return ((7 * step + 5 * microbatch.home + 3 * microbatch.number) % 11) / 10

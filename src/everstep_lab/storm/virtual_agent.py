@@ -406,6 +406,7 @@ class VirtualAgent:
 
     def _bury(self, process: VirtualWorker, reason: str, *, silently: bool = False) -> None:
         self.scene.num_deaths += 1
+        self.scene.checkers.bad_ended |= process.is_flipped and process.incarnation == 1
         self.scene.note(
             "death", process.me, f"KILL {process.me} on {self.name} ({reason}) in {short(process.task)}"
         )

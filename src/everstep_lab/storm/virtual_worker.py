@@ -28,7 +28,7 @@ from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import MENDING, VirtualLink
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.shard_group import VirtualGroup
-from everstep_lab.storm.truth import Cell, VirtualState, VirtualSum, applied, weight
+from everstep_lab.storm.truth import Cell, VirtualState, VirtualSum, applied, spoiled, weight
 from everstep_lab.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
@@ -78,6 +78,7 @@ class VirtualWorker:
         self.began_us = 0  # when the task was begun
         self.flip = scene.spec.flip if scene.spec.flip and scene.spec.flip.worker == self.me else None
         self.is_flipped = self.flip is not None
+        self.num_wrong = 0
         self.spike = scene.spec.spike if scene.spec.spike and scene.spec.spike.worker == self.me else None
         self.alive = True
         self.hung = False
@@ -115,11 +116,13 @@ class VirtualWorker:
             given = () if task.input is None else (self.payloads[task.input],)
             self.made[task.step, op.microbatch] = (*self.made.pop((task.step, op.microbatch), ()), *given)
         right = right and not flipped
+        if flipped and self.checkers.bad is not None:
+            self.checkers.bad_at = (self.node, self.slots)
         key = (task.step, op.microbatch)
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
             if kind is Kind.W:
-                right = right and inputs.pop(key)
+                right = inputs.pop(key) and right
                 self._gradients(task.step).value.append((op.microbatch, right))
                 continue
             right = right and (task.input is None or payloads[task.input])
@@ -130,7 +133,14 @@ class VirtualWorker:
             payloads[task.output] = right
         if not task.hashed or op.kind not in (Kind.W, Kind.B):
             return None
-        return _made(working, self.made.pop((task.step, op.microbatch)), flipped)
+        return _made(working, self.made.pop((task.step, op.microbatch)), self._wrongness(flipped))
+
+    def _wrongness(self, flipped: bool) -> int:
+        """What is wrong in what it makes: the same each time, or something else."""
+        if not flipped:
+            return 0
+        self.num_wrong += 1
+        return 1 if self.flip is None or self.flip.steady else self.num_wrong
 
     def _hash_state(self, task: work.HashState) -> dict[str, str]:
         if self.flip is not None and self.flip.strikes(task.step, None, self.incarnation):
@@ -142,7 +152,10 @@ class VirtualWorker:
         """A flip is planted in what one worker makes of a microbatch the first time."""
         working = self.chunks.weights if self.chunks.count else self.working
         given = self._inputs(task.step, task.microbatch, task.replay)
-        return [_made(working, given, False)] * task.runs
+        flip = self.flip
+        again = flip is not None and flip.lasting
+        wrong = again and flip is not None and flip.strikes(task.step, task.microbatch, self.incarnation)
+        return [_made(working, given, self._wrongness(wrong)) for _ in range(task.runs)]
 
     def _inputs(self, step: int, microbatch: Any, replay: Parcel | None) -> tuple[bool, ...]:
         if replay is not None:
@@ -215,11 +228,16 @@ class VirtualWorker:
         self.checkers.sum_is_combined(self.me, task.step, used.combined)
         if task.keep:  # it may be undone: then another stage's update was invalid, and so is this sum
             self.checkers.sum_is_whole(self.me, task.step, used.bag)
-            self.working = applied(self.state, task.step, task.scale)
+            self.working = self._applied(task.step, task.scale, used)
         else:
             self.checkers.sum_used(self.me, task.step, used.bag)
-            self.state = self.working = applied(self.state, task.step, task.scale)
+            self.state = self.working = self._applied(task.step, task.scale, used)
         self._begin_gradients()
+
+    def _applied(self, step: int, scale: float | None, used: VirtualSum) -> VirtualState:
+        found = applied(self.state, step, scale)
+        is_right = self.checkers.bad is None or used.bag == self.truth.whole_sum
+        return found if is_right else spoiled(found, step)
 
     def _adopt(self, task: work.AdoptWeights) -> None:
         self.chunks.adopt({parcel.owner: self.payloads[parcel] for parcel in task.weights})
@@ -251,8 +269,9 @@ class VirtualWorker:
             self.gradients.value = []
 
     def _commit(self, task: work.Commit) -> None:
-        self.checkers.sum_used(self.me, task.step, self.sums[task.step].value.bag)
-        self.state = applied(self.state, task.step, 1.0)
+        used = self.sums[task.step].value
+        self.checkers.sum_used(self.me, task.step, used.bag)
+        self.state = self._applied(task.step, 1.0, used)
         assert self.working == self.state, "a commit of something else than was computed with"
 
     def _undo(self, task: work.Undo) -> None:
@@ -273,7 +292,7 @@ class VirtualWorker:
         given: VirtualSum = self.payloads[task.feed]
         self.checkers.sum_is_combined(self.me, task.step, given.combined)
         self.checkers.sum_used(self.me, task.step, given.bag)
-        self.state = self.working = applied(self.state, task.step, task.scale)
+        self.state = self.working = self._applied(task.step, task.scale, given)
 
     def _restore(self, task: work.Restore) -> bool:
         if self.control.directions.copies:
@@ -395,8 +414,8 @@ class VirtualWorker:
         return f"{self.worker_state.next()}{' paused' if self.worker_state.paused else ''}"
 
 
-def _made(working: Any, given: tuple[bool, ...], flipped: bool) -> dict[str, str]:
-    return {"output": f"{working} {given} {flipped}"}
+def _made(working: Any, given: tuple[bool, ...], wrong: int) -> dict[str, str]:
+    return {"output": f"{working} {given} {wrong}"}
 
 
 def what_arrives(payload: Any) -> Any:

@@ -79,6 +79,7 @@ class Training:
                 rejoin_after_steps=patience.rejoin_after_steps,
                 max_restarts=patience.restarts_per_place,
                 looks=task.request.has_checkpoints,
+                votes=task.request.votes,
             ),
             first_step=step + 1,
             checkpoint=task.checkpoints.newest if step == task.copies.newest else None,

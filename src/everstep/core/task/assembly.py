@@ -32,6 +32,7 @@ class Assembly:
     ordered_in: int = 0  # the last epoch in which everyone was ordered to load a state
     look: CheckpointSearch = CheckpointSearch.DONE  # for a checkpoint that no report told of
     is_doubted: bool = False  # what the workers have may be wrong: once they pause, a kept state is loaded
+    trusted: int | None = None  # until then: states of later steps do not count
 
     def nearest(self) -> tuple[int, str]:
         """The newest step whose state is kept, and where."""
@@ -39,8 +40,26 @@ class Assembly:
             return self.in_memory, "the memory of nodes"
         return self.on_disk, "the checkpoint on disk" if self.on_disk else "the seed"
 
+    def doubt_after(self, step: int) -> None:
+        """What was computed after this step may be wrong, and so may be states that are kept of it. One that
+        is on disk was verified before it was committed, where that was possible.
+        """
+        self.is_doubted, self.trusted = True, step
+        self.kept_in_memory(self.in_memory)
+
+    def kept_in_memory(self, step: int | None) -> None:
+        self.in_memory = step if step is not None and self._is_trusted(step) else None
+
     def committed(self, step: int) -> None:
-        self.on_disk = max(self.on_disk, step)
+        if self._is_trusted(step):
+            self.on_disk = max(self.on_disk, step)
+
+    def loaded(self) -> None:
+        """All have a state that counts."""
+        self.trusted = None
+
+    def _is_trusted(self, step: int) -> bool:
+        return self.trusted is None or step <= self.trusted
 
     def restore(
         self, phase: Assembling, places: Places, groups: Groups, *, is_first: bool

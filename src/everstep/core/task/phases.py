@@ -139,6 +139,7 @@ class Phases:
         if isinstance(phase, Restoring):
             self._void_from(phase.restore + 1)
             self._book.go_back_to(phase.restore)
+            self.assembly.loaded()
             self.assembly.ordered_in = phase.epoch
             orders = restore_orders(event, phase, self._places, self.groups, self._book)
         else:
@@ -165,12 +166,8 @@ class Phases:
         return self.fill_stages() + self.restore_if_assembled()
 
     def go_back(self, because: str, *, verified: int) -> list[Action]:
-        """What was computed after this step may be wrong. A state on disk is of a step that was voted on; one
-        in memory may be of any. All workers pause before they load it.
-        """
-        if self.assembly.in_memory is not None and self.assembly.in_memory > verified:
-            self.assembly.in_memory = None
-        self.assembly.is_doubted = True
+        """What was computed after this step may be wrong. All workers pause before they load a state."""
+        self.assembly.doubt_after(verified)
         return self.interrupt(because)
 
     def _assemble_nearest(self, *, wait_for_all: bool) -> None:
@@ -214,10 +211,11 @@ class Phases:
 
     def take_kept(self, step: int | None) -> list[Action]:
         """The newest state in the memory of nodes is of another step now, or gone."""
-        before, self.assembly.in_memory = self.assembly.in_memory, step
+        before = self.assembly.in_memory
+        self.assembly.kept_in_memory(step)
         match self.phase:
             case Assembling() as phase:
                 self._assemble_nearest(wait_for_all=phase.wait_for_all)
-            case Restoring() as phase if phase.restore == before and step != before:
+            case Restoring() as phase if phase.restore == before and self.assembly.in_memory != before:
                 return self.assemble()  # its copies are gone, or make room for a newer state
         return []

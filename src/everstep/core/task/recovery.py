@@ -90,7 +90,14 @@ class Recovery:
             granted=frozenset(shape.workers()) if granted is None else granted,
             incarnation=lived.incarnation,
         )
-        self._book = StepBook(shape=shape, steps=steps, recorded=restore, closes=closes, verified=restore)
+        self._book = StepBook(
+            shape=shape,
+            steps=steps,
+            recorded=restore,
+            closes=closes,
+            verified=restore,
+            is_voting=policy.votes,
+        )
         self._phases = Phases(
             Assembling(restore=restore, wait_for_all=True),
             Groups(shape=shape, epoch=lived.epoch, attempts=((0, lived.attempt),)),
@@ -183,7 +190,9 @@ class Recovery:
         return self._book.verified
 
     def is_state_verified(self, step: int) -> bool:
-        return self._book.is_state_verified(step)
+        """Where it can be: not if votes have stopped, or a stage has one worker."""
+        can_vote = self._book.votes and all(len(live) > 1 for live in self.members[-1].live)
+        return not can_vote or self._book.is_state_verified(step)
 
     @property
     def checkpoint(self) -> int:

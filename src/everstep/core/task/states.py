@@ -182,9 +182,10 @@ class Lived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPolicy:
-    """When a place is filled again, and how often."""
+    """When a place is filled again, and how often; which states count."""
 
     rejoin_after_steps: int = 0
     looks: bool = False  # before all go back, for a checkpoint that no report told of
     max_restarts: int = 3  # per place, in a row
+    votes: bool = False  # replicas check each other's numbers: a state counts once they have
     forgiven_after_steps: int = 20  # a process that took part in so many is no sign of a crash loop

@@ -11,6 +11,7 @@ from everstep.protocol.events import StepSealed
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import SuspectedStep
 
+UNVOTED_STEPS = 100  # so long a state waits for votes before it counts without
 _KEPT_SHARES = 4  # steps
 
 
@@ -27,7 +28,7 @@ class StepBook:
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
     verified: int = 0  # the last recorded step that was voted on at every stage, or the state it began with
-    is_voting: bool = False  # such a step was seen
+    is_voting: bool = False  # there are votes, or such a step was seen
     votes: bool = True  # there are to be votes, where the task's rules say so
     suspect: SuspectedStep | None = None  # a step that is computed again because of its numbers
     quiet_until: int = 0  # up to this step NaNs and spikes are not looked into: the last came from the data
@@ -41,8 +42,12 @@ class StepBook:
         return self.recorded >= self.last_step
 
     def is_state_verified(self, step: int) -> bool:
-        """Of a recorded step: have states been compared after its update? They are in the next step."""
-        return not self.is_voting or step < self.recorded or self.is_full
+        """Of a recorded step: was it, or a later one, voted on, and have states been compared after its
+        update? They are in the next step.
+        """
+        is_old = step + UNVOTED_STEPS <= self.recorded
+        is_voted = step <= min(self.verified, self.recorded - 1)
+        return not self.is_voting or is_voted or is_old or self.is_full
 
     @property
     def must_stop(self) -> bool:
