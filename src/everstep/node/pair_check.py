@@ -33,6 +33,7 @@ PINGS = 20
 SPAN_S = 0.3  # of a transfer
 FIRST_BYTES, MOST_BYTES, BLOCK = 1 << 18, 1 << 28, 1 << 18
 TRY_S = 5.0  # for all of it
+SERVE_S = 10.0
 MOST_CALLERS = 16
 _RESENT_AT, _SENT_AT = 100, 136  # in the kernel's tcp_info: tcpi_total_retrans, tcpi_segs_out
 _PATTERN = bytes(range(256)) * (BLOCK // 256)
@@ -79,7 +80,7 @@ class PairServer:
     def _answer(self, caller: socket.socket) -> None:
         try:
             with caller, contextlib.suppress(OSError):
-                caller.settimeout(TRY_S)
+                caller.settimeout(SERVE_S)
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 given, now = _read(caller, KEY_BYTES), time.monotonic()
                 known = [k for k, until in list(self._keys.items()) if until > now]
@@ -92,7 +93,7 @@ class PairServer:
             self._callers.release()
 
     def _serve(self, caller: socket.socket) -> None:
-        ends = time.monotonic() + TRY_S
+        ends = time.monotonic() + SERVE_S
         while time.monotonic() < ends:
             match _read(caller, 1):
                 case b"p":

@@ -372,7 +372,7 @@ class NodeChecked(OwnReport):
 
 
 @message(by=AGENT, since=4, says="node {node} has measured the network between it and {peer}")
-class PairMeasured(NodeReport):
+class PairMeasured(OwnReport):
     """The answer to `MeasurePair`, as seen from the node that measured."""
 
     peer: str
@@ -850,7 +850,7 @@ class CheckNode(NodeOrder):
 
 
 @message(since=4, says="measure the network between {node} and {peer}")
-class MeasurePair(Order):
+class MeasurePair(NodeOrder):
     """Measure the network to this node, which was sent `AnswerPair` with the same key."""
 
     peer: str
@@ -860,7 +860,7 @@ class MeasurePair(Order):
 
 
 @message(since=4, says="let {peer} measure the network to {node}")
-class AnswerPair(Order):
+class AnswerPair(NodeOrder):
     """Answer the node that brings this key, once."""
 
     peer: str
