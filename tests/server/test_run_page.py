@@ -25,6 +25,7 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
 from everstep.drive.driver import Handled
 from everstep.errors import EverstepError
+from everstep.launch.local import api
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.run import _Loop
@@ -271,3 +272,17 @@ def test_train_prints_the_address_of_its_page_where_the_run_is_shown_and_cancell
     finally:
         run.kill()
         run.communicate()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/job.toml", "job"),
+        ("my script (2).py", "my-script-2"),
+        ("train.v2.py", "train.v2"),
+        ("-.py", TASK),
+    ],
+)
+def test_a_local_run_is_called_as_its_script_or_job_file(path: str, name: str) -> None:
+    """Its page said "Task task", and its decisions "task task: ..."."""
+    assert api.task_name(path) == name

@@ -206,6 +206,7 @@ def _run_twice(
                 fork_server=fork_server,
                 patience=patience,
                 page=page,
+                name="demo",
             )
         )
     _say_done(console, healed)

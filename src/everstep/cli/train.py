@@ -118,6 +118,7 @@ def train_command(
             watch=watch_all,
             page=page,
             grace_s=grace,
+            name=str(job_file),
         )
     document = report.document(outcome, steps=job.steps)
     if as_json:

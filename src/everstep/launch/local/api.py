@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from everstep.engine.datasets.data import START, Dataset, dataset_of, of_job, trained_on
@@ -51,7 +52,7 @@ from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import LiveLine, PlainLines
 from everstep.launch.local.report import document, stopped_line
 from everstep.launch.local.resuming import first_row, refuse_another_model
-from everstep.launch.local.run import LocalTask, Watcher
+from everstep.launch.local.run import TASK, LocalTask, Watcher
 from everstep.log import say
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.messages import Patience
@@ -221,11 +222,13 @@ def run_job(
     fork_server: ForkServer | None = None,
     page: RunPage | None = None,
     grace_s: float = GRACE_S,
+    name: str = "",
 ) -> Outcome:
     """Start the workers, run the job to its end, and leave no process behind, however it ends.
 
     `fork_server`: the fork server to use, for several runs in a row. `page`: where people may watch it.
-    `grace_s`: after SIGTERM, until its state must be saved.
+    `grace_s`: after SIGTERM, until its state must be saved. `name`: what its page and its lines call it; the
+    script's, if not given.
     """
     home = (
         fork_servers.open_server(job.threads, _modules(job))
@@ -241,6 +244,7 @@ def run_job(
             watch=interrupts.watching(watch),
             script=script,
             page=page,
+            name=task_name(name or (script or [TASK])[0]),
         )
         try:
             outcome = task.run()
@@ -257,6 +261,11 @@ def run_job(
                 say(f"while it stopped: {outcome.failure}")
             raise interrupts.exception
         return outcome
+
+
+def task_name(path: str) -> str:
+    """Of a run of this script or job file."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-.")[:60] or TASK
 
 
 def _modules(job: Job) -> tuple[str, ...]:

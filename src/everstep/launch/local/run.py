@@ -78,7 +78,9 @@ class LocalTask:
         script: list[str] | None = None,
         page: RunPage | None = None,
         node: LocalNode | None = None,
+        name: str = TASK,
     ) -> None:
+        self.name = name
         self._node = node or LocalNode()
         self._slots = self._node.slots or job.replicas * job.stages * job.shards
         self.job, self.fork_server, self.faults, self.script = job, fork_server, faults, script
@@ -144,7 +146,7 @@ class LocalTask:
     @property
     def recovery(self) -> Recovery | None:
         """None until it is known from which step the task starts."""
-        task = self.coordinator.tasks.get(TASK)
+        task = self.coordinator.tasks.get(self.name)
         return None if task is None else task.managed
 
     @property
@@ -154,7 +156,7 @@ class LocalTask:
 
     @property
     def scheduler(self) -> TaskScheduler:
-        return self._thinking.scheduler(self.coordinator.tasks[TASK])
+        return self._thinking.scheduler(self.coordinator.tasks[self.name])
 
     @property
     def running(self) -> bool:
@@ -167,36 +169,36 @@ class LocalTask:
 
     def kill(self, worker: Worker) -> None:
         """SIGKILL, and remember when."""
-        self.workers.kill(TASK, worker)
+        self.workers.kill(self.name, worker)
 
     def slow(self, worker: Worker, factor: float) -> None:
         """From now on its ops take so many times as long; 1: as long as they did."""
         fault = f"stage={worker.stage},replica={worker.replica},step=1,how=slow,factor={factor:g}"
-        self.workers.plant(TASK, worker, (fault,) if factor != 1 else ())
+        self.workers.plant(self.name, worker, (fault,) if factor != 1 else ())
 
     def finish_early(self, because: str) -> None:
         """After the step it is in, whose state is saved."""
         self.outcome.stopped = because
-        self._driver.hear(msg.FinishRequested(task=TASK, because=because))
+        self._driver.hear(msg.FinishRequested(task=self.name, because=because))
 
     def finish(self, because: str) -> None:
         """End the task now, in good order, before its last step."""
         self.watch("action", act.FinishTask(because=because))
-        self._driver.hear(msg.CancelRequested(task=TASK))
+        self._driver.hear(msg.CancelRequested(task=self.name))
 
     def reshape(self, replicas: int, stages: int, shards: int | None = None) -> None:
         """Take another shape at the next step boundary; training goes on from where it is."""
         job = self.job.reshaped(replicas, stages, shards)
         shape = job.task_shape()
-        self._driver.hear(msg.ReshapeRequested(task=TASK, job=job.to_dict(), shape=shape))
+        self._driver.hear(msg.ReshapeRequested(task=self.name, job=job.to_dict(), shape=shape))
 
     def words(self, worker: Worker) -> Path:
         """The file with what a worker printed; kept where the job has a log folder."""
-        return self.workers.log_path(TASK, worker)
+        return self.workers.log_path(self.name, worker)
 
     def readings(self) -> dict[Worker, BeaconReading | None]:
         """What every live worker is doing right now."""
-        return self.workers.readings(TASK)
+        return self.workers.readings(self.name)
 
     def readings_document(self) -> list[dict[str, Any]]:
         """The same, as an agent reports it."""
@@ -222,7 +224,7 @@ class LocalTask:
         self._driver.hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
         self._driver.hear(
             msg.TaskSubmitted(
-                task=TASK,
+                task=self.name,
                 job=self.job.to_dict(),
                 shape=self.shape,
                 steps=self.job.steps,
@@ -240,7 +242,7 @@ class LocalTask:
 
     def _close(self) -> None:
         if not self._over:  # it ends early, by Ctrl-C: what stops now is no incident
-            self._driver.hear(msg.CancelRequested(task=TASK))
+            self._driver.hear(msg.CancelRequested(task=self.name))
             until = time.monotonic() + ENDING_S
             with contextlib.suppress(KeyboardInterrupt):
                 while not self._over and time.monotonic() < until:
@@ -260,7 +262,7 @@ class LocalTask:
             self._looked_at = now
             self.workers.tick(now)
         self._driver.look_at_clock()
-        task = self.coordinator.tasks.get(TASK)
+        task = self.coordinator.tasks.get(self.name)
         # By a rule of the job. There is no operator here who could resume it.
         if task is not None and task.state is TaskState.PAUSED:
             self.outcome.ended = self.outcome.failure = f"{task.because}; the next start continues"
@@ -314,7 +316,7 @@ class LocalTask:
                     self._over = True
                 case msg.TaskReshaped(shape=shape):
                     self.shape = shape
-                    self._thinking.forget(TASK)
+                    self._thinking.forget(self.name)
                 case _ if begins_training(action):
                     self.outcome.steps.begin(one.at)
 
@@ -391,7 +393,7 @@ class LocalTask:
         if self._log is not None:
             self._log.write(row)
         self.watch("step", row)
-        task = self.coordinator.tasks[TASK]
+        task = self.coordinator.tasks[self.name]
         wish = self._thinking.outdated(task, record.step, self.outcome.resumed_from + 1)
         if wish is not None:
             self._driver.hear(wish)

@@ -105,7 +105,8 @@ export class TaskView {
     const state = document.getElementById("task-state");
     write(state, task.state);
     state.className = `state ${tone(task.state)}`;
-    write(document.getElementById("task-because"), task.because);
+    const fewer = task.state === "running" && task.working < task.asked;
+    write(document.getElementById("task-because"), fewer ? `${task.because}; now ${task.working} of ${task.asked} workers train, and do the work of the others` : task.because);
     document.getElementById("cancel").hidden = !this.store.may.has("cancel");
     document.getElementById("cancel").disabled = OVER.includes(task.state);
     document.getElementById("hurt-bar").hidden = !this.store.may.has("kill") || OVER.includes(task.state);
@@ -113,10 +114,10 @@ export class TaskView {
     figures(document.getElementById("task-figures"), [
       [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
       [task.step_seconds ? duration(task.step_seconds) : "–", "per step"],
-      [`${OVER.includes(task.state) ? 0 : task.working} / ${task.asked}`, "workers", task.working < task.asked && !OVER.includes(task.state) ? "warn" : ""],
+      [`${OVER.includes(task.state) ? 0 : task.working} / ${task.asked}`, "workers", fewer ? "warn" : ""],
       [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
-      [task.saved.protected ? `step ${task.saved.protected}` : "–", "protected up to", task.saved.failing ? "warn" : ""],
+      [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : "nothing saved yet", task.saved.failing ? "warn" : ""],
       ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
         [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);
