@@ -14,7 +14,10 @@ import pytest
 from everstep.cli import cluster, main, worker_output
 from everstep.cli.client import Client
 from everstep.launch.local import script_run
+from everstep.launch.local.report import times
 from everstep.node.agent import _plain
+from everstep.protocol.incidents import Incident
+from everstep.protocol.ops import Worker
 
 TASK: dict[str, Any] = {
     "task": "three",
@@ -159,3 +162,14 @@ def test_the_last_line_of_a_script_counts_in_good_english() -> None:
         "everstep: 55.3 s, 1 restart, 1 incident; logs in runs/a",
         "everstep: 55.3 s, 2 restarts, 2 incidents; logs in runs/a",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"), [(0, "3 ops to replay"), (2, "3 ops to replay (2 of its outputs kept)")]
+)
+def test_what_is_done_again_is_the_last_part_of_a_recovery(kept: int, says: str) -> None:
+    """The live view takes the last part for its first line: it said "1 output of it kept" there."""
+    incident = Incident(number=1, workers=[Worker(0, 1)], what="killed by SIGKILL", step=2, evidence_at=1.0)
+    incident.planned_at, incident.resumed_at = 1.01, 1.02
+    incident.replayed_ops, incident.kept_outputs = 3, kept
+    assert times(incident)[-1] == says

@@ -122,7 +122,7 @@ def death(incident: Incident) -> str:
 
 
 def times(incident: Incident) -> list[str]:
-    """The duration of each part of the recovery, in words."""
+    """The duration of each part of the recovery, in words; last, what is done again."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
     parts = [
         f"replanned in {_shown(_ms(incident.planned_at, incident.evidence_at))}",
@@ -137,11 +137,9 @@ def times(incident: Incident) -> list[str]:
             else f"back at step {incident.restored_from}, from {incident.restored_where}"
         )
     else:
-        ops = incident.replayed_ops
-        parts.append("1 op to replay" if ops == 1 else f"{ops} ops to replay")
-        if incident.kept_outputs:
-            outputs = "1 output" if incident.kept_outputs == 1 else f"{incident.kept_outputs} outputs"
-            parts.append(f"{outputs} of it kept")
+        ops = "1 op" if incident.replayed_ops == 1 else f"{incident.replayed_ops} ops"
+        kept = f" ({incident.kept_outputs} of its outputs kept)" if incident.kept_outputs else ""
+        parts.append(f"{ops} to replay{kept}")
     return parts
 
 
