@@ -445,6 +445,27 @@ def test_what_a_script_imports_is_loaded_once_and_what_cannot_be_shared_is_left_
     assert told.file(0, 0, "stdout.log") == "[False, True, True]\nnot here\n"
 
 
+def test_a_run_can_be_stopped_while_it_loads_what_its_script_imports(tmp_path: Path) -> None:
+    """The order to begin came after the order to end, and was obeyed."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    mark = tmp_path / "loading"
+    (installed / "slow.py").write_text(f"import time\nopen({str(mark)!r}, 'w').close()\ntime.sleep(600)\n")
+    (tmp_path / "script.py").write_text("import slow\n")
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everstep.run", "--nproc-per-node", "1", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+    )
+    wait_until(mark.exists)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Stopped by SIGINT" in said
+
+
 def test_imports_are_read_up_to_where_the_script_changes_what_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

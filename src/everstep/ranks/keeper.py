@@ -190,7 +190,7 @@ class Keeper:
 
     def _obey(self, order: Any) -> None:
         match order:
-            case msg.BeginLife():
+            case msg.BeginLife() if not self._is_leaving:
                 self._begin(order)
             case msg.EndLife(life=number) if self._life is not None and number == self._life.number:
                 self._end(self._life, order.grace_s, f"{order.because}; all ranks end together")
@@ -535,6 +535,9 @@ def _starter(settings: KeeperSettings) -> RankStarter:
             warn(f"{error} Ranks are started without it.")
         starter.close()
         return PlainStarter()
+    except BaseException:  # the run is stopped meanwhile
+        starter.close()
+        raise
     return starter
 
 

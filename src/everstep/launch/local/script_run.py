@@ -63,6 +63,10 @@ class Ran:
     started: float  # on the monotonic clock, as the incidents' times
 
 
+class _StoppedEarlyError(Exception):
+    """A signal came before there was a keeper to end its ranks."""
+
+
 class ScriptRun:
     """One run, from its first life to its last. `run` may be called once."""
 
@@ -105,6 +109,8 @@ class ScriptRun:
                 while not self._keeper.is_done and not self._is_stuck:
                     self._keeper.turn(self.coordinator.due_at())
                     self._driver.look_at_clock()
+        except _StoppedEarlyError:
+            pass
         finally:
             if self._keeper is not None:
                 self._keeper.close()
@@ -118,16 +124,16 @@ class ScriptRun:
             seconds=time.monotonic() - self._started,
             incidents=list(self.coordinator.log.incidents),
             restarts=len(self._pids) - 1 if self._pids else 0,
-            exit_codes=dict(self._keeper.codes),
+            exit_codes={} if self._keeper is None else dict(self._keeper.codes),
             pids=self._pids,
             started=self._started,
         )
 
     def _outcome(self) -> tuple[int, str]:
-        lives = self._lives
-        assert lives is not None
         if self._signal is not None:
             return 128 + self._signal, f"Stopped by {self._signal.name}; every rank has ended."
+        lives = self._lives
+        assert lives is not None
         if self._is_stuck:
             return lives.exit_code or 1, "Not even SIGKILL ends every rank: one hangs in the kernel."
         assert self._end is not None, "the keeper has left, and the task has not ended"
@@ -140,6 +146,8 @@ class ScriptRun:
         """Once: SIGTERM and the grace. Twice: SIGKILL. In a signal handler."""
         self._inbox.put(msg.EndWorker(gently=self._signal is None))
         self._signal = self._signal or signal.Signals(number)
+        if self._keeper is None:  # it loads what the script imports, and that may take long
+            raise _StoppedEarlyError
 
     # -------------------------------------------------------------- what the keeper says
 
