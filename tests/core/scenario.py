@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from everstep.core.task.owed import Owed
-from everstep.core.task.recovery import Recovery
+from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import Over, Planning, RecoveryPolicy
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
@@ -86,7 +86,7 @@ class Scenario:
         self.rules = TaskRules(**rules)
         fixed = self.rules
         shape = Shape(fixed.replicas, fixed.stages, fixed.microbatches, fixed.chunks)
-        self.recovery = Recovery(shape, steps=self.rules.steps, policy=RecoveryPolicy())
+        self.recovery = Recovery(shape, Course(steps=self.rules.steps), policy=RecoveryPolicy())
         grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
         self.plans = PlanCache(
             Instance(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from everstep.core.task.recovery import Recovery
+from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import (
     Absent,
     Assembling,
@@ -36,7 +36,7 @@ class Task:
 
     def __init__(self, *, replicas: int = 2, max_restarts: int = 3) -> None:
         self.recovery = Recovery(
-            Shape(replicas, 2, 1), steps=9, policy=RecoveryPolicy(max_restarts=max_restarts)
+            Shape(replicas, 2, 1), Course(steps=9), policy=RecoveryPolicy(max_restarts=max_restarts)
         )
         self.recovery.begin()
         for worker in self.recovery.shape.workers():

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from everstep.core.task.recovery import Recovery
+from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.drive.driver import Driver, Handled, StateMachine
 from everstep.protocol import actions as act
@@ -160,7 +160,7 @@ class RecoveryMachine:
         rules = spec.rules
         policy = RecoveryPolicy(rejoin_after_steps=spec.rejoin_after_steps, max_restarts=spec.max_restarts)
         shape = Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks)
-        self.recovery = Recovery(shape, steps=rules.steps, policy=policy)
+        self.recovery = Recovery(shape, Course(steps=rules.steps), policy=policy)
         self.first = self.recovery.begin()
         self._question: act.ComputePlan | None = None
 

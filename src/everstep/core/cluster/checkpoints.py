@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.policy import CoordinatorPolicy
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task, WrittenParts
 from everstep.core.faults.severity import ErrorKind, judge, known
 from everstep.protocol import messages as msg
@@ -34,10 +32,9 @@ MOST_BROKEN = 64  # steps whose late parts are still recognised
 class Checkpoints:
     """Changes `task.checkpoints`, and nothing else of a task."""
 
-    def __init__(
-        self, *, orders: Orders, incidents: Incidents, policy: CoordinatorPolicy, later: FollowUps
-    ) -> None:
-        self._orders, self._incidents, self._policy, self._later = orders, incidents, policy, later
+    def __init__(self, context: ClusterContext) -> None:
+        self._orders, self._incidents = context.orders, context.incidents
+        self._policy, self._later = context.policy, context.later
 
     # -------------------------------------------------------------- where to start
 

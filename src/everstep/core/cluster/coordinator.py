@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from everstep.core.cluster import fences
 from everstep.core.cluster.checkpoints import Checkpoints
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.failures import Failures
 from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
@@ -83,64 +84,31 @@ class Coordinator:
         self._orders = Orders(self.roster.nodes)
         self._later = FollowUps()
         self._retention = Retention(roster=self.roster, log=self.incidents.log)
-        self._build(self.roster, self._orders, self.incidents, self.policy, self._later)
-
-    def _build(
-        self,
-        roster: Roster,
-        orders: Orders,
-        incidents: Incidents,
-        policy: CoordinatorPolicy,
-        later: FollowUps,
-    ) -> None:
-        """Each part gets those it asks or tells, and no others."""
-        self._checkpoints = checkpoints = Checkpoints(
-            orders=orders, incidents=incidents, policy=policy, later=later
+        context = ClusterContext(
+            roster=self.roster,
+            orders=self._orders,
+            incidents=self.incidents,
+            policy=self.policy,
+            later=self._later,
         )
-        self._slowness = slowness = Slowness(roster=roster, incidents=incidents, policy=policy)
-        self._copies = copies = MemoryCopies(roster=roster, orders=orders, incidents=incidents)
+        # Each part gets those it asks or tells, and no others.
+        self._checkpoints = checkpoints = Checkpoints(context)
+        self._slowness = slowness = Slowness(context)
+        self._copies = copies = MemoryCopies(context)
         self._training = training = Training(
-            roster=roster,
-            orders=orders,
-            incidents=incidents,
-            slowness=slowness,
-            checkpoints=checkpoints,
-            copies=copies,
-            policy=policy,
-            later=later,
+            context, slowness=slowness, checkpoints=checkpoints, copies=copies
         )
-        staffing = Staffing(roster=roster, orders=orders, training=training, later=later)
+        staffing = Staffing(context, training=training)
         self._tasks = tasks = Tasks(
-            roster=roster,
-            orders=orders,
-            incidents=incidents,
+            context,
             checkpoints=checkpoints,
             copies=copies,
             training=training,
             staffing=staffing,
-            policy=policy,
             question=self.question,
-            later=later,
         )
-        self._nodes = nodes = Nodes(
-            roster=roster,
-            orders=orders,
-            incidents=incidents,
-            copies=copies,
-            training=training,
-            staffing=staffing,
-            tasks=tasks,
-            policy=policy,
-            later=later,
-        )
-        self._failures = Failures(
-            roster=roster,
-            incidents=incidents,
-            training=training,
-            staffing=staffing,
-            nodes=nodes,
-            policy=policy,
-        )
+        self._nodes = nodes = Nodes(context, copies=copies, training=training, staffing=staffing, tasks=tasks)
+        self._failures = Failures(context, training=training, staffing=staffing, nodes=nodes)
 
     # -------------------------------------------------------------- what others read
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions
-from everstep.core.cluster.policy import CoordinatorPolicy
-from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import BadLink, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
@@ -51,18 +49,10 @@ class Failures:
     """Changes `task.failures`."""
 
     def __init__(
-        self,
-        *,
-        roster: Roster,
-        incidents: Incidents,
-        training: Training,
-        staffing: Staffing,
-        nodes: Nodes,
-        policy: CoordinatorPolicy,
+        self, context: ClusterContext, *, training: Training, staffing: Staffing, nodes: Nodes
     ) -> None:
-        self._roster, self._incidents = roster, incidents
+        self._roster, self._incidents, self._policy = context.roster, context.incidents, context.policy
         self._training, self._staffing, self._nodes = training, staffing, nodes
-        self._policy = policy
 
     # -------------------------------------------------------------- a process is gone
 

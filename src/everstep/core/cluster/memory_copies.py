@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.core.cluster import copy_placement as placement
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import OVER, Fetched, KeptState, Task
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -28,8 +27,8 @@ MOST_ATTEMPTS = 3  # to load a state of which a worker could not read a part, ea
 class MemoryCopies:
     """Changes `task.copies`, and `node.memory_open`."""
 
-    def __init__(self, *, roster: Roster, orders: Orders, incidents: Incidents) -> None:
-        self._roster, self._orders, self._incidents = roster, orders, incidents
+    def __init__(self, context: ClusterContext) -> None:
+        self._roster, self._orders, self._incidents = context.roster, context.orders, context.incidents
 
     def add(self, task: Task, event: msg.PartWritten, node: str) -> bool:
         """A copy of a stage's state is in a node's memory. Does it count?"""

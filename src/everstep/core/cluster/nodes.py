@@ -6,16 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.network_checks import NetworkChecks, NetworkFound
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.policy import CoordinatorPolicy
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.progress import costs_of_drain
-from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.silence import Silence
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Ending, Seat, Task, TaskState
@@ -43,21 +40,17 @@ class Nodes:
 
     def __init__(
         self,
+        context: ClusterContext,
         *,
-        roster: Roster,
-        orders: Orders,
-        incidents: Incidents,
         copies: MemoryCopies,
         training: Training,
         staffing: Staffing,
         tasks: Tasks,
-        policy: CoordinatorPolicy,
-        later: FollowUps,
     ) -> None:
-        self._roster, self._orders, self._incidents = roster, orders, incidents
+        self._roster, self._orders, self._incidents = context.roster, context.orders, context.incidents
+        self._policy, self._later = context.policy, context.later
         self._copies, self._training, self._staffing, self._tasks = copies, training, staffing, tasks
-        self._policy, self._later = policy, later
-        self._network = NetworkChecks(roster=roster, orders=orders, policy=policy)
+        self._network = NetworkChecks(roster=context.roster, orders=context.orders, policy=context.policy)
 
     def joined(self, event: msg.NodeJoined, now: Moment) -> Actions:
         node = self._roster.nodes.get(event.node)

@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.orders import Actions
-from everstep.core.cluster.policy import CoordinatorPolicy
-from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Seat, Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
@@ -57,8 +55,8 @@ def _at_link(receiver: Worker) -> str:
 class Slowness:
     """Changes `task.speeds`, and nothing else of a task."""
 
-    def __init__(self, *, roster: Roster, incidents: Incidents, policy: CoordinatorPolicy) -> None:
-        self._roster, self._incidents, self._policy = roster, incidents, policy
+    def __init__(self, context: ClusterContext) -> None:
+        self._roster, self._incidents, self._policy = context.roster, context.incidents, context.policy
 
     def found(self, task: Task, event: msg.SlownessFound, now: Moment) -> str:
         """Open or continue its incident. A sentence, if another schedule is wanted."""

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
-from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.context import ClusterContext
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.protocol import events as ev
@@ -20,8 +19,9 @@ from everstep.protocol.ops import Worker
 class Staffing:
     """Takes workers from their seats; `Roster.seat_workers` fills them."""
 
-    def __init__(self, *, roster: Roster, orders: Orders, training: Training, later: FollowUps) -> None:
-        self._roster, self._orders, self._training, self._later = roster, orders, training, later
+    def __init__(self, context: ClusterContext, *, training: Training) -> None:
+        self._roster, self._orders, self._later = context.roster, context.orders, context.later
+        self._training = training
 
     def grant(self, task: Task, now: Moment, clean: frozenset[Worker] = frozenset()) -> Actions:
         """Its recovery learns which places have a slot. `clean`: their earlier failures are forgotten."""

@@ -15,12 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from everstep.core.cluster.checkpoints import Checkpoints
-from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.memory_copies import MemoryCopies
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.policy import CoordinatorPolicy
-from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
@@ -48,22 +45,18 @@ class Tasks:
 
     def __init__(
         self,
+        context: ClusterContext,
         *,
-        roster: Roster,
-        orders: Orders,
-        incidents: Incidents,
         checkpoints: Checkpoints,
         copies: MemoryCopies,
         training: Training,
         staffing: Staffing,
-        policy: CoordinatorPolicy,
         question: PlannerQuestion,
-        later: FollowUps,
     ) -> None:
-        self._roster, self._orders, self._incidents = roster, orders, incidents
-        self._checkpoints, self._copies = checkpoints, copies
-        self._training, self._staffing = training, staffing
-        self._policy, self._question, self._later = policy, question, later
+        self._roster, self._orders, self._incidents = context.roster, context.orders, context.incidents
+        self._policy, self._later = context.policy, context.later
+        self._checkpoints, self._copies, self._training = checkpoints, copies, training
+        self._staffing, self._question = staffing, question
 
     # -------------------------------------------------------------- requests
 

@@ -11,18 +11,15 @@ from dataclasses import replace
 from typing import ClassVar
 
 from everstep.core.cluster.checkpoints import Checkpoints
-from everstep.core.cluster.followups import FollowUps
-from everstep.core.cluster.incidents import Incidents
+from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.memory_copies import MemoryCopies
-from everstep.core.cluster.orders import Actions, Orders
-from everstep.core.cluster.policy import CoordinatorPolicy
-from everstep.core.cluster.roster import Roster
+from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.skipped_steps import SkippedSteps
 from everstep.core.cluster.slowness import Slowness
 from everstep.core.cluster.task import Ending, NextShape, Task, TaskState
 from everstep.core.cluster.trial import Trial
-from everstep.core.task.recovery import Recovery
+from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import RecoveryPolicy
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
@@ -40,21 +37,12 @@ class Training:
     on_wish: ClassVar = Handlers[Actions](act.Action)
 
     def __init__(
-        self,
-        *,
-        roster: Roster,
-        orders: Orders,
-        incidents: Incidents,
-        slowness: Slowness,
-        checkpoints: Checkpoints,
-        copies: MemoryCopies,
-        policy: CoordinatorPolicy,
-        later: FollowUps,
+        self, context: ClusterContext, *, slowness: Slowness, checkpoints: Checkpoints, copies: MemoryCopies
     ) -> None:
-        self._roster, self._orders, self._incidents = roster, orders, incidents
+        self._roster, self._orders, self._incidents = context.roster, context.orders, context.incidents
+        self._policy, self._later = context.policy, context.later
         self._slowness, self._checkpoints, self._copies = slowness, checkpoints, copies
-        self._policy, self._later = policy, later
-        self._skips = SkippedSteps(incidents=incidents)
+        self._skips = SkippedSteps(incidents=context.incidents)
 
     def begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
@@ -73,16 +61,18 @@ class Training:
             return self._carry_out(task, progress.recovery.begin(), now)
         progress.recovery = Recovery(
             task.shape,
-            steps=task.steps + task.request.closes,
-            closes=task.request.closes,
+            Course(
+                steps=task.steps + task.request.closes,
+                first_step=step + 1,
+                checkpoint=task.checkpoints.newest if step == task.copies.newest else None,
+                closes=task.request.closes,
+            ),
             policy=RecoveryPolicy(
                 rejoin_after_steps=patience.rejoin_after_steps,
                 max_restarts=patience.restarts_per_place,
                 looks=task.request.has_checkpoints,
                 votes=task.request.votes,
             ),
-            first_step=step + 1,
-            checkpoint=task.checkpoints.newest if step == task.copies.newest else None,
             lived=progress.lived,
             granted=frozenset(task.seats),
             log=self._incidents.of_task(task.name),

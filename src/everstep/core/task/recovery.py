@@ -17,6 +17,7 @@ and is let in at a step that no worker has entered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -57,6 +58,18 @@ from everstep.protocol.table import TABLE, Fence, Handlers
 from everstep.protocol.work import Members
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The steps of a run of a task."""
+
+    steps: int  # of the whole task
+    first_step: int = 1
+    checkpoint: int | None = (
+        None  # the step on disk, where the first step continues from a newer state in memory
+    )
+    closes: bool = False  # the last step only evaluates
+
+
 class Recovery:
     """The state machine. `handle` is the only way it changes."""
 
@@ -65,23 +78,17 @@ class Recovery:
     def __init__(
         self,
         shape: Shape,
+        course: Course,
         *,
-        steps: int,
         policy: RecoveryPolicy,
-        first_step: int = 1,
-        checkpoint: int | None = None,
-        closes: bool = False,
         lived: Lived | None = None,
         granted: frozenset[Worker] | None = None,
         log: TaskIncidents | None = None,
     ) -> None:
-        """`granted`: the places that have a slot (None: all). `checkpoint`: the step on disk, where the first
-        step continues from a newer state in the memory of nodes. `closes`: the last of `steps`
-        only evaluates.
-        """
+        """`granted`: the places that have a slot (None: all)."""
         lived = lived or Lived()
-        restore = first_step - 1
-        self.shape, self.steps, self.policy = shape, steps, policy
+        restore = course.first_step - 1
+        self.shape, self.steps, self.policy = shape, course.steps, policy
         self.log = IncidentLog().of_task("") if log is None else log
         self._raises = Raises()
         self._places = Places.all_absent(
@@ -92,9 +99,9 @@ class Recovery:
         )
         self._book = StepBook(
             shape=shape,
-            steps=steps,
+            steps=course.steps,
             recorded=restore,
-            closes=closes,
+            closes=course.closes,
             verified=restore,
             is_voting=policy.votes,
         )
@@ -102,8 +109,8 @@ class Recovery:
             Assembling(restore=restore, wait_for_all=True),
             Groups(shape=shape, epoch=lived.epoch, attempts=((0, lived.attempt),)),
             Assembly(
-                on_disk=restore if checkpoint is None else checkpoint,
-                in_memory=None if checkpoint is None else restore,
+                on_disk=restore if course.checkpoint is None else course.checkpoint,
+                in_memory=None if course.checkpoint is None else restore,
             ),
             places=self._places,
             book=self._book,
@@ -237,7 +244,7 @@ class Recovery:
     def from_snapshot(cls, data: dict[str, Any], log: TaskIncidents) -> Recovery:
         places: Places = decode(Places, data["places"])
         book: StepBook = decode(StepBook, data["book"])
-        recovery = cls(book.shape, steps=book.steps, policy=places.policy, log=log)
+        recovery = cls(book.shape, Course(steps=book.steps), policy=places.policy, log=log)
         recovery._raises = decode(Raises, data["raises"])
         recovery._places, recovery._book = places, book
         recovery._phases = Phases(
