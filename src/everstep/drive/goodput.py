@@ -20,12 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any
 
 from everstep.core.cluster.lives import Living, Locating, Settling
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.task.states import Gathering, Member, Over, Planning, Running
 from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.table import Document, Json
 
 HOUR_S = 3600.0
 KEPT_HOURS = 24 * 35
@@ -163,7 +163,7 @@ class TaskAccount:
                     found[what] = found.get(what, 0.0) + amount
         return found
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         return {
             "since": self.since,
             "until": self.until,
@@ -184,7 +184,7 @@ class TaskAccount:
         }
 
 
-def account_from(document: Mapping[str, Any]) -> TaskAccount:
+def account_from(document: Mapping[str, Json]) -> TaskAccount:
     """What `document` has written."""
     apart = ("totals", "hours", "usual", "condition", "held_by")
     condition = document["condition"]

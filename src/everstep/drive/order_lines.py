@@ -11,10 +11,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
+from everstep.protocol.table import Json
 from everstep.protocol.work import EpochFacts, FactChanges
 
 _KEPT = 16  # encoded facts; of a task two are in use at a time
@@ -53,7 +53,7 @@ class OrderLine:
                 self._known.pop(task, None)
         return order
 
-    def text(self, action: msg.Dispatch, texts: FactTexts, **around: Any) -> str:
+    def text(self, action: msg.Dispatch, texts: FactTexts, **around: object) -> str:
         """As it is written, with `around` beside it."""
         said = {"number": action.number, "because": action.because, **around}
         order = self.shortened(action.order)
@@ -68,5 +68,5 @@ class OrderLine:
         return whole.replace(json.dumps(_FACTS), texts.of(facts), 1)
 
 
-def _json(value: Any) -> str:
+def _json(value: Json) -> str:
     return json.dumps(value, separators=(",", ":"))

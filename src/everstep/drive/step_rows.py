@@ -6,10 +6,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
+from everstep.protocol.table import Document, Json
 
 KEPT_ROWS = 2000  # of a task, for those who look
 KEPT_EVALUATIONS = 200
@@ -27,7 +27,7 @@ class StepRow:
     attempt: int
     at: float
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         return {
             "step": self.step,
             "loss": self.loss,
@@ -92,7 +92,7 @@ class StepRows:
         return row
 
 
-def metric_names(job: Mapping[str, Any]) -> tuple[str, ...]:
+def metric_names(job: Mapping[str, Json]) -> tuple[str, ...]:
     """What an evaluation finds, by the words of a job."""
     metrics = (job.get("evaluation") or {}).get("metrics") or ()
     return ("loss", *(str(name).rpartition(":")[2] for name in metrics))
@@ -115,7 +115,7 @@ def begins_training(action: msg.ClusterAction) -> bool:
     return isinstance(order, msg.ResumeTask)
 
 
-def rows_from(document: Mapping[str, Any]) -> StepRows:
+def rows_from(document: Mapping[str, Json]) -> StepRows:
     """What `rows_document` has written."""
     plain = {name: value for name, value in document.items() if name not in ("rows", "evaluations")}
     rows = StepRows(**plain)
@@ -124,7 +124,7 @@ def rows_from(document: Mapping[str, Any]) -> StepRows:
     return rows
 
 
-def rows_document(rows: StepRows) -> dict[str, Any]:
+def rows_document(rows: StepRows) -> Document:
     return {
         "rows": [row.document() for row in rows.rows],
         "last_at": rows.last_at,

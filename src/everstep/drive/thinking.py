@@ -8,7 +8,6 @@ Times of steps are derived from what is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
@@ -24,6 +23,7 @@ from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.table import Json
 from everstep.schedule.modes import training_mode
 from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.task_scheduler import TaskScheduler
@@ -170,6 +170,6 @@ def _members(task: Task) -> int:
     return sum(isinstance(place, Member) for place in places.values())
 
 
-def mode_of(job: Any) -> str:
+def mode_of(job: Json) -> str:
     stagger = (job or {}).get("optimizer", {}).get("stagger")
     return training_mode(stagger=stagger != "never")

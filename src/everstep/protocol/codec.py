@@ -3,7 +3,7 @@ coordinator, agents and workers.
 
 The types are the schema, and what a wire may carry is in the table of messages. A dataclass becomes an object
 of its fields, and "is" names its class. Ops, workers and microbatches are their own text, several ops one
-text. A mapping with keys that are not text becomes a list of pairs. A field of type Any is JSON already and
+text. A mapping with keys that are not text becomes a list of pairs. A field of type Json is JSON already and
 is left alone. A field that is not given to `__init__` is derived from the others, and is left out. A type
 that an earlier version wrote as a list says how to read that (`from_older`).
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 import json
 import struct
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from everstep.errors import PeerError, UserError
 from everstep.protocol.ops import (
@@ -39,12 +39,14 @@ from everstep.protocol.ops import (
     parse_replicas,
     parse_worker,
 )
-from everstep.protocol.table import is_wire, rows
+from everstep.protocol.table import Json, is_wire, rows
 
-Coder = Callable[[Any], Any]
+Kind = Any  # a type, or what `typing` makes of types
+Value = TypeVar("Value")
+Coder = Callable[[Json], Json]  # to or from a value of core
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _op_text = lru_cache(maxsize=1 << 16)(str)  # of ops alone: a worker and a microbatch can be equal tuples
-_FROM_TEXT: dict[Any, Coder] = {
+_FROM_TEXT: dict[Kind, Coder] = {
     Op: lru_cache(maxsize=1 << 16)(parse_op),
     Worker: lru_cache(maxsize=1 << 12)(parse_worker),
     Microbatch: lru_cache(maxsize=1 << 12)(parse_microbatch),
@@ -54,9 +56,9 @@ _FROM_TEXT: dict[Any, Coder] = {
 # ------------------------------------------------------------------ out
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> Json:
     """A value of core in JSON's terms."""
-    kind: Any = type(value)
+    kind: Kind = type(value)
     return value if kind in _PLAIN else _encoder(kind)(value)
 
 
@@ -77,19 +79,19 @@ def _encoder(kind: type) -> Coder:
     raise TypeError(f"{kind.__name__} is not one of core's types")
 
 
-def _object_encoder(kind: Any) -> Coder:
+def _object_encoder(kind: Kind) -> Coder:
     name = kind.__name__
     getters = [(field.name, attrgetter(field.name)) for field in fields(kind) if field.init]
     return lambda value: {"is": name, **{field: encode(get(value)) for field, get in getters}}
 
 
-def _encode_items(value: Any) -> Any:
+def _encode_items(value: Sequence[object]) -> Json:
     if value and type(value[0]) is Op:
         return " ".join(map(_op_text, value))
     return [item if type(item) in _PLAIN else encode(item) for item in value]
 
 
-def _encode_mapping(value: Mapping[Any, Any]) -> Any:
+def _encode_mapping(value: Mapping[object, object]) -> Json:
     if all(type(key) is str for key in value):
         return {key: encode(item) for key, item in value.items()}
     return [[encode(key), encode(item)] for key, item in value.items()]
@@ -98,7 +100,11 @@ def _encode_mapping(value: Mapping[Any, Any]) -> Any:
 # ------------------------------------------------------------------ in
 
 
-def decode(kind: Any, data: Any) -> Any:
+@overload
+def decode(kind: type[Value], data: Json) -> Value: ...
+@overload
+def decode(kind: Kind, data: Json) -> Any: ...
+def decode(kind: Kind, data: Json) -> Any:
     """The value of type `kind` that `data` describes; PeerError names what does not fit."""
     try:
         return _decoder(kind)(data)
@@ -107,12 +113,12 @@ def decode(kind: Any, data: Any) -> Any:
 
 
 @cache
-def _decoder(kind: Any) -> Coder:
+def _decoder(kind: Kind) -> Coder:
     if kind is Any:
         return lambda data: data
     if kind in _FROM_TEXT:
         return _text_decoder(kind, _FROM_TEXT[kind])
-    origin = get_origin(kind)
+    origin: Kind = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _union_decoder(get_args(kind))
     if origin is Literal:
@@ -138,37 +144,37 @@ def _decoder(kind: Any) -> Coder:
     return lambda data: _of(plain, data)
 
 
-def _text_decoder(kind: Any, parse: Coder) -> Coder:
+def _text_decoder(kind: Kind, parse: Coder) -> Coder:
     older = getattr(kind, "from_older", None)
     if older is not None:
         return lambda data: older(data) if isinstance(data, list) else parse(_of(str, data))
     return lambda data: parse(_of(str, data))
 
 
-def _of(kind: Any, data: Any) -> Any:
+def _of(kind: Kind, data: Json) -> Json:
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise TypeError(f"{data!r:.60} is not {_name(kind)}")
     return data
 
 
-def _literal(values: tuple[Any, ...], data: Any) -> Any:
+def _literal(values: tuple[object, ...], data: Json) -> Json:
     if data not in values:
         raise ValueError(f"{data!r} is not one of {values}")
     return data
 
 
-def _union_decoder(kinds: tuple[Any, ...]) -> Coder:
+def _union_decoder(kinds: tuple[Kind, ...]) -> Coder:
     spread = [each for kind in kinds for each in _messages(kind)]
     objects = {_name(kind): kind for kind in spread if is_dataclass(kind)}
     others = [kind for kind in spread if kind is not type(None) and not is_dataclass(kind)]
     names = ", ".join(map(_name, kinds))
     optional = type(None) in kinds
 
-    def one_of(data: Any) -> Any:
+    def one_of(data: Json) -> Json:
         if data is None and optional:
             return None
         if isinstance(data, dict) and objects:
-            kind: Any = objects.get(data.get("is", ""))
+            kind: Kind = objects.get(data.get("is", ""))
             if kind is None:
                 raise TypeError(f"{data.get('is')!r:.40} is not one of {names}")
             return _decoder(kind)(data)
@@ -182,12 +188,12 @@ def _union_decoder(kinds: tuple[Any, ...]) -> Coder:
     return one_of
 
 
-def _messages(kind: Any) -> list[Any]:
+def _messages(kind: Kind) -> list[Kind]:
     """The messages of a wire; any other type is itself."""
     return [row.kind for row in rows(kind)] if is_wire(kind) else [kind]
 
 
-def _tuple_decoder(kind: Any, items: tuple[Any, ...]) -> Coder:
+def _tuple_decoder(kind: Kind, items: tuple[Kind, ...]) -> Coder:
     if len(items) == 2 and items[1] is Ellipsis:
         item = _decoder(items[0])
         if items[0] is not Op:
@@ -195,7 +201,7 @@ def _tuple_decoder(kind: Any, items: tuple[Any, ...]) -> Coder:
         return lambda data: tuple(map(item, data.split() if type(data) is str else _of(list, data)))
     coders = list(map(_decoder, items))
 
-    def whole(data: Any) -> tuple[Any, ...]:
+    def whole(data: Json) -> tuple[object, ...]:
         if len(_of(list, data)) != len(coders):
             raise ValueError(f"{len(data)} items where {kind} has {len(coders)}")
         return tuple([coder(x) for coder, x in zip(coders, data, strict=True)])
@@ -204,23 +210,23 @@ def _tuple_decoder(kind: Any, items: tuple[Any, ...]) -> Coder:
 
 
 def _mapping_decoder(key: Coder, item: Coder) -> Coder:
-    def mapping(data: Any) -> dict[Any, Any]:
+    def mapping(data: Json) -> dict[object, object]:
         pairs = data.items() if isinstance(data, dict) else _of(list, data)
         return {key(k): item(v) for k, v in pairs}
 
     return mapping
 
 
-def _named_tuple_decoder(kind: Any) -> Coder:
+def _named_tuple_decoder(kind: Kind) -> Coder:
     coders = [_decoder(hint) for hint in get_type_hints(kind).values()]
 
-    def named(data: Any) -> Any:
+    def named(data: Json) -> Json:
         return kind(*(coder(x) for coder, x in zip(coders, _of(list, data), strict=True)))
 
     return named
 
 
-def _object_decoder(kind: Any) -> Coder:
+def _object_decoder(kind: Kind) -> Coder:
     hints = get_type_hints(kind)
     given = [field for field in fields(kind) if field.init]
     coders = {field.name: _decoder(hints[field.name]) for field in given}
@@ -228,7 +234,7 @@ def _object_decoder(kind: Any) -> Coder:
 
     older = getattr(kind, "from_older", None)
 
-    def whole(data: Any) -> Any:
+    def whole(data: Json) -> Json:
         if older is not None and isinstance(data, list):
             return older(data)
         _of(dict, data)
@@ -240,7 +246,7 @@ def _object_decoder(kind: Any) -> Coder:
     return whole
 
 
-def _name(kind: Any) -> str:
+def _name(kind: Kind) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
@@ -250,7 +256,7 @@ MAX_MESSAGE = 64 << 20
 _LENGTH = struct.Struct("<I")
 
 
-def pack(message: Any) -> bytes:
+def pack(message: object) -> bytes:
     body = json.dumps(encode(message), separators=(",", ":")).encode()
     if len(body) > MAX_MESSAGE:
         raise PeerError(f"a {type(message).__name__} of {len(body)} bytes is more than {MAX_MESSAGE}")
@@ -260,7 +266,7 @@ def pack(message: Any) -> bytes:
 class Unpacker:
     """Bytes in, messages of one type out; PeerError for what is none."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._bytes = bytearray()
 
@@ -277,7 +283,7 @@ class Unpacker:
             yield decode(self._kind, _parsed(body))
 
 
-def _parsed(body: bytes) -> Any:
+def _parsed(body: bytes) -> Json:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from everstep.errors import InternalError
 
 State = TypeVar("State")
 New = TypeVar("New")
+StateClasses = Mapping[type[Any], frozenset[type[Any]]]
 
 
 def move(table: Mapping[State, frozenset[State]], old: State, new: State, what: str) -> State:
@@ -30,7 +31,7 @@ def move(table: Mapping[State, frozenset[State]], old: State, new: State, what: 
     return new
 
 
-def become(table: Mapping[type[Any], frozenset[type[Any]]], old: object, new: New, what: str) -> New:
+def become(table: StateClasses, old: object, new: New, what: str) -> New:
     """`move` for states that carry data: the table lists their classes."""
     move(table, type(old), type(new), what)
     return new

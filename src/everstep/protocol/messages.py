@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from everstep.protocol.actions import Action, ComputePlan, Notice, RecordStep
 from everstep.protocol.events import Event
 from everstep.protocol.incidents import OpsTook
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTOCOL, WORKER, message
+from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTOCOL, WORKER, Json, message
 from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders, StateDirections
 from everstep.protocol.work import MemoryAddress as MemoryAddress
 
@@ -190,7 +190,7 @@ class PartWritten(TaskReport, WorkerReport):
     step: int
     stage: int
     attempt: int  # at this step
-    part: Any
+    part: Json
     memory_of: str | None = None  # the node, for a copy in memory
     share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
 
@@ -702,7 +702,7 @@ class OpenTask(NodeOrder):
     """Workers of this task will come to this node: what they need to know."""
 
     task: str
-    job: Any  # handed to workers as it is
+    job: Json  # handed to workers as it is
     secret: str
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
@@ -773,7 +773,7 @@ class ResumeTask(NodeOrder):
 class OlderOrder(NodeOrder):
     """For an agent of the version before; see `protocol.older`."""
 
-    data: Any
+    data: Json
 
 
 @message(says="notify worker {worker} of {task} on {node}")
@@ -822,7 +822,7 @@ class FindCheckpoint(NodeOrder):
     """Look for the newest checkpoint of this task that can be used."""
 
     task: str
-    job: Any  # for agents of the version before
+    job: Json  # for agents of the version before
     known: int = 0  # a step that was committed: the newest cannot be older
     search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
     needs: TaskNeeds | None = None  # None: as in OpenTask
@@ -837,7 +837,7 @@ class CommitCheckpoint(NodeOrder):
 
     task: str
     step: int
-    parts: tuple[Any, ...]
+    parts: tuple[Json, ...]
     attempt: int = 0  # to be said again if it fails
     loss: float | None = None  # of this step
 
@@ -1052,7 +1052,7 @@ class TaskSubmitted(OtherEvent):
     """`job` is opaque here: agents hand it to workers. By `secret` the task's workers know each other."""
 
     task: str
-    job: Any
+    job: Json
     shape: Shape
     steps: int
     secret: str
@@ -1130,7 +1130,7 @@ class ReshapeRequested(TaskRequest):
     """
 
     task: str
-    job: Any
+    job: Json
     shape: Shape
     by: str = AN_OPERATOR
 
@@ -1143,7 +1143,7 @@ class UpdateRequested(TaskRequest):
     """
 
     task: str
-    job: Any
+    job: Json
     shape: Shape
     steps: int
     most_loss: float | None = None  # None, also below: no limit
@@ -1172,7 +1172,7 @@ class PlanFailed(OtherEvent):
 class ChosenShape(NamedTuple):
     """Another shape for a task, and its job in that shape."""
 
-    job: Any
+    job: Json
     shape: Shape
 
 

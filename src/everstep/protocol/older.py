@@ -7,12 +7,12 @@ workers one by one. JSON in and out: only what differs is touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
 from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
+from everstep.protocol.table import Document
 from everstep.protocol.work import EpochFacts, OwnOrders, StateDirections
 
 _OWN = ("step", "lists", "steady", "ghosts", "give", "awaits", "feeds", "fills")
@@ -32,7 +32,7 @@ _COMMON = (
 _STATES = ("copy_to", "copy_at_end", "copy_away", "copies", "other_holders")
 
 
-def order_of_protocol_3(order: dict[str, Any]) -> dict[str, Any]:
+def order_of_protocol_3(order: Document) -> Document:
     """An order that a coordinator or a journal of that version has, as it is said now."""
     words = order.get("words")
     if order.get("is") != "NotifyWorker" or not isinstance(words, dict) or words.get("is") != "ResumeStep":
@@ -69,7 +69,7 @@ def orders_for_protocol_3(order: msg.Order) -> Sequence[msg.Order]:
 
 def _resume_words(
     task: str, facts: EpochFacts, worker: Worker, own: OwnOrders, states: StateDirections
-) -> dict[str, Any]:
+) -> Document:
     common, mine, about = encode(facts), encode(own), encode(states)
     members = [
         {**row, "live": [list(live) for live in members.live]}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from everstep.errors import UserError, clipped
 
@@ -112,7 +112,7 @@ class Replicas(tuple[int, ...]):
     __slots__ = ()
 
     @classmethod
-    def from_older(cls, data: Any) -> Replicas:
+    def from_older(cls, data: list[int]) -> Replicas:
         """As protocol 3 wrote them: a list of numbers."""
         return cls(int(replica) for replica in data)
 
@@ -183,7 +183,7 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
         return cls(tuple(patterns), tuple(map(tuple, numbers)))
 
     @classmethod
-    def from_older(cls, data: Any) -> OpLists:
+    def from_older(cls, data: list[tuple[str, str]]) -> OpLists:
         """As protocol 3 wrote it: a list of workers with their ops."""
         return cls.of_texts({parse_worker(worker): text for worker, text in data})
 

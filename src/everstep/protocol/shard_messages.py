@@ -10,8 +10,6 @@ while the others wait for it in a collective.
 
 from __future__ import annotations
 
-from typing import Any
-
 from everstep.protocol.messages import (
     PartWritten,
     SaveFailed,
@@ -21,7 +19,7 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.parcels import Parcel, StateTransfer
 from everstep.protocol.table import WORKER, message
-from everstep.protocol.work import LinkBroke, LinkOpened
+from everstep.protocol.work import Facts, LinkBroke, LinkOpened
 
 
 class ToShard:
@@ -49,7 +47,7 @@ class ShardReceives(ToShard):
     """The parcel counts from now on."""
 
     parcel: Parcel
-    value: Any = None  # of a parcel without tensors
+    value: Facts = None  # of a parcel without tensors
 
 
 @message(by=WORKER, says="{parcel} is of no use")

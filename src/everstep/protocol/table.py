@@ -29,7 +29,11 @@ from everstep.errors import InternalError
 PROTOCOL = 4  # raised when a message changes in a way that an older program would misread
 Message = TypeVar("Message")
 Result = TypeVar("Result")
-Wire = type[Any] | UnionType
+Json = Any  # a field of this type is JSON already: nobody here looks into it, and the codec leaves it alone
+Document = dict[str, Json]
+AnyMessage = Any  # its row says what it has
+MessageClass = type[AnyMessage]
+Wire = MessageClass | UnionType
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -59,7 +63,7 @@ INCARNATION, EPOCH, ATTEMPT, NEXT_ATTEMPT = Fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    kind: type[Any]
+    kind: MessageClass
     by: tuple[Speaker, ...]
     fences: tuple[Fence, ...]
     says: str  # with the message's fields, and `node` and `task` where they are around it
@@ -72,13 +76,13 @@ class Row:
 
 
 @cache
-def _named_in(says: str, kind: type[Any]) -> tuple[str, ...]:
+def _named_in(says: str, kind: MessageClass) -> tuple[str, ...]:
     """The fields of a message that its sentence names: it is said of thousands of orders at once."""
     wanted = {re.split(r"[.[]", name)[0] for _, name, _, _ in Formatter().parse(says) if name}
     return tuple(each.name for each in fields(kind) if each.name in wanted)
 
 
-TABLE: dict[type[Any], Row] = {}
+TABLE: dict[MessageClass, Row] = {}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
@@ -127,12 +131,12 @@ class Handlers(Generic[Result]):
 
     def __init__(self, *wires: Wire) -> None:
         self.wires = wires
-        self._names: dict[type[Any], str] = {}
+        self._names: dict[MessageClass, str] = {}
         self.ALL.append(self)
 
     def __call__(self, method: Method) -> Method:
         kinds = [kind for hint in get_type_hints(method).values() for kind in _kinds(hint)]
-        found = [kind for kind in kinds if kind in TABLE and issubclass(kind, self.wires)]
+        found = [kind for kind in TABLE if kind in kinds and issubclass(kind, self.wires)]
         assert found, f"{method.__qualname__} takes no message of {self.wires}"
         for kind in found:
             assert kind not in self._names, f"{kind.__name__} has two handlers"
@@ -153,5 +157,5 @@ class Handlers(Generic[Result]):
         return wanted - {kind.__name__ for kind in self._names}
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def _kinds(hint: object) -> tuple[object, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)

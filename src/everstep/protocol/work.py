@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 from everstep.errors import PeerError
 from everstep.protocol.ops import Kind, Microbatch, Op, Replicas, Worker, parse_ops
 from everstep.protocol.parcels import Parcel, StateTransfer
+from everstep.protocol.table import Json
 
 Place = tuple[Microbatch, int]  # (microbatch, stage)
+# Opaque to decisions; which type each one has follows from what it goes with.
+Facts = Any  # with a parcel, by its kind
+Answer = Any  # of the shell to a work item, by the item
+Payload = Any  # of a parcel or a state: tensors, which the shell keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,9 @@ class MemoryAddress(NamedTuple):
     port: int
 
 
+PartHolder = tuple[MemoryAddress, Json]  # whose memory, and the part that it has
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDirections:
     """What orders say about states: where copies go, whether one is left behind, where to load from."""
@@ -223,8 +231,8 @@ class StateDirections:
     copy_to: MemoryAddress | None = None
     copy_at_end: bool = True  # on its own node, when its shape ends; a peer on its node may do so
     copy_away: bool = False  # that one goes to `copy_to` too, because its node is to be emptied
-    copies: tuple[tuple[MemoryAddress, Any], ...] = ()  # whose memory, part; empty: the state is on disk
-    other_holders: tuple[tuple[tuple[MemoryAddress, Any], ...], ...] = ()  # of every part, in turn
+    copies: tuple[PartHolder, ...] = ()  # empty: the state is on disk
+    other_holders: tuple[tuple[PartHolder, ...], ...] = ()  # of every part, in turn
 
 
 def resume(facts: EpochFacts, own: OwnOrders) -> Resume:
@@ -523,7 +531,7 @@ class Send:
     parcel: Parcel
     replica: int
     stage: int
-    value: Any = None
+    value: Facts = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ that an incident says why it is not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
@@ -154,7 +153,7 @@ class Checkpoints:
 
     def doubt(self, task: Task, because: str, now: Moment) -> Actions:
         """A worker had wrong numbers: what is written and not committed may hold them."""
-        known, actions = task.checkpoints, list[Any]()
+        known, actions = task.checkpoints, list[msg.ClusterAction]()
         for step, written in list(known.parts.items()):
             known.broken[step] = written.attempt
             del known.parts[step]

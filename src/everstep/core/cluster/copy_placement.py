@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import KeptState, Task
-from everstep.protocol.messages import MemoryAddress
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import PartHolder
 
 MOST_KEPT = 3  # states of a task, where none of them is on two nodes
 MOST_ASKED = 4  # holders of a part, by one worker in one attempt
@@ -90,7 +89,7 @@ def needed_from(nodes: Mapping[str, Node], task: Task) -> int:
 
 def copies_for(
     nodes: Mapping[str, Node], kept: KeptState, worker: Worker, own: str
-) -> tuple[tuple[tuple[MemoryAddress, Any], ...], ...]:
+) -> tuple[tuple[PartHolder, ...], ...]:
     """Of every stage the copies in the order in which they are asked for: that of the worker's own node
     first, then the readers are spread over the holders. A silent node may be dead: it is asked after those
     that are heard. A node of which a read failed is asked last.

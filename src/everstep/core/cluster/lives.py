@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from everstep.core.faults import testimony
 from everstep.core.faults.testimony import Witness
@@ -40,7 +40,7 @@ from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import IncidentLog, TaskIncidents
 from everstep.protocol.messages import KeptFile, KeptSnapshot, RankPosition, RankRules, SnapshotFile
 from everstep.protocol.ops import Worker
-from everstep.protocol.table import Handlers
+from everstep.protocol.table import AnyMessage, Document, Handlers
 
 SETTLE_S = 0.3
 LOCATE_S = 10.0  # for keepers to say where their ranks are
@@ -271,7 +271,7 @@ class Lives:
         code = own if own > 0 else cause.code
         return 128 - code if code < 0 else code or 1
 
-    def is_late(self, said: Any) -> bool:
+    def is_late(self, said: AnyMessage) -> bool:
         incarnation = getattr(said, "incarnation", None)
         return incarnation is not None and incarnation != self._incarnation(said.worker)
 
@@ -302,11 +302,11 @@ class Lives:
             assert book.phase.awaited, "no node is waited for"
         assert book.failures <= book.rules.max_restarts + 1
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Document:
         return {"lives": encode(self._book), "task": self.task}
 
     @classmethod
-    def from_snapshot(cls, data: dict[str, Any], log: TaskIncidents) -> Lives:
+    def from_snapshot(cls, data: Document, log: TaskIncidents) -> Lives:
         book: LivesBook = decode(LivesBook, data["lives"])
         lives = cls(data["task"], book.rules, workers=[], granted=book.granted, now=0.0, log=log)
         lives._book = book

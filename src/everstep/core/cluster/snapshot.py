@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.lives import Lives
@@ -22,12 +21,13 @@ from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import ForgottenIncidents, Incident
 from everstep.protocol.messages import Patience, ResumeTask
+from everstep.protocol.table import Document, Json
 from everstep.protocol.work import EpochFacts, FactChanges
 
 FORMAT = 4  # of a snapshot: another one is refused, not guessed at; the one before is read
 
 
-def freeze(coordinator: Coordinator) -> dict[str, Any]:
+def freeze(coordinator: Coordinator) -> Document:
     epochs = _Epochs()
     return {
         "format": FORMAT,
@@ -45,7 +45,7 @@ def freeze(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-def thaw(coordinator: Coordinator, frozen: dict[str, Any]) -> None:
+def thaw(coordinator: Coordinator, frozen: Document) -> None:
     """Fill a fresh coordinator with this state."""
     if frozen.get("format") == 3:
         frozen = _from_format_3(frozen)
@@ -98,8 +98,8 @@ class _Epochs:
         return self._numbers[id(order.facts)]
 
 
-def _freeze_node(node: Node, epochs: _Epochs) -> dict[str, Any]:
-    frozen: dict[str, Any] = encode(replace(node, pending=[]))
+def _freeze_node(node: Node, epochs: _Epochs) -> Document:
+    frozen: Document = encode(replace(node, pending=[]))
     for action in node.pending:
         order = action.order
         if isinstance(order, ResumeTask):
@@ -110,7 +110,7 @@ def _freeze_node(node: Node, epochs: _Epochs) -> dict[str, Any]:
     return frozen
 
 
-def _thaw_node(data: dict[str, Any], epochs: list[tuple[EpochFacts, FactChanges | None]]) -> Node:
+def _thaw_node(data: Document, epochs: list[tuple[EpochFacts, FactChanges | None]]) -> Node:
     node: Node = decode(Node, data)
     for place, (action, frozen) in enumerate(zip(node.pending, data["pending"], strict=True)):
         if isinstance(action.order, ResumeTask):
@@ -119,7 +119,7 @@ def _thaw_node(data: dict[str, Any], epochs: list[tuple[EpochFacts, FactChanges 
     return node
 
 
-def _from_format_3(frozen: dict[str, Any]) -> dict[str, Any]:
+def _from_format_3(frozen: Document) -> Document:
     """As the version before wrote it."""
     tasks = []
     for one in frozen["tasks"]:
@@ -127,7 +127,7 @@ def _from_format_3(frozen: dict[str, Any]) -> dict[str, Any]:
         failures = task["failures"]
         overdue = {"is": "OverdueReports", "reports": failures["overdue"]}
         tasks.append({**one, "task": {**task, "failures": {**failures, "overdue": overdue}}})
-    epochs: list[Any] = []
+    epochs: list[Json] = []
     nodes = []
     for node in frozen["nodes"]:
         pending = []
@@ -141,13 +141,13 @@ def _from_format_3(frozen: dict[str, Any]) -> dict[str, Any]:
     return {**frozen, "format": FORMAT, "tasks": tasks, "nodes": nodes, "epochs": epochs}
 
 
-def _freeze_task(task: Task) -> dict[str, Any]:
+def _freeze_task(task: Task) -> Document:
     recovery = None if task.recovery is None else task.recovery.snapshot()
     bare = replace(task, progress=replace(task.progress, recovery=None))
     return {"task": encode(bare), "recovery": recovery}
 
 
-def _thaw_task(data: dict[str, Any], coordinator: Coordinator) -> Task:
+def _thaw_task(data: Document, coordinator: Coordinator) -> Task:
     task: Task = decode(Task, data["task"])
     if data["recovery"] is not None:
         log = coordinator.log.of_task(task.name)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
 
 from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.trial import Trial
@@ -19,6 +18,7 @@ from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Patience, TaskSubmitted
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.protocol.table import Json
 from everstep.protocol.work import EpochFacts
 
 
@@ -78,7 +78,7 @@ class Ending:
 class NextShape:
     """What a task is to be once its workers of today are gone."""
 
-    job: Any
+    job: Json
     shape: Shape
 
 
@@ -216,15 +216,15 @@ class WrittenParts:
     """The parts of a checkpoint in its folder: per stage, by how many workers share it, which part."""
 
     attempt: int = 0  # at that step: parts of two attempts are not one checkpoint
-    stages: dict[int, dict[int, dict[int, Any]]] = field(default_factory=dict)
+    stages: dict[int, dict[int, dict[int, Json]]] = field(default_factory=dict)
 
-    def add(self, stage: int, share: tuple[int, int], part: Any) -> None:
+    def add(self, stage: int, share: tuple[int, int], part: Json) -> None:
         index, count = share
         self.stages.setdefault(stage, {}).setdefault(count, {})[index] = part
 
-    def whole(self, stages: int) -> tuple[Any, ...] | None:
+    def whole(self, stages: int) -> tuple[Json, ...] | None:
         """All parts, if no stage lacks one."""
-        found: list[Any] = []
+        found: list[Json] = []
         for stage in range(stages):
             by_count = self.stages.get(stage, {})
             counts = [count for count, written in by_count.items() if len(written) == count]
@@ -273,7 +273,7 @@ class KeptState:
 
     stages: int
     attempt: int = 0
-    copies: dict[int, dict[str, Any]] = field(default_factory=dict)  # stage -> node -> part
+    copies: dict[int, dict[str, Json]] = field(default_factory=dict)  # stage -> node -> part
     failed_reads: dict[str, int] = field(default_factory=dict)  # by node: workers that could not read a copy
     failed_in: set[int] = field(default_factory=set)  # epochs in which a worker could not load it
 
@@ -346,7 +346,7 @@ class Task:
         return self.request.task
 
     @property
-    def job(self) -> Any:
+    def job(self) -> Json:
         return self.request.job
 
     @property

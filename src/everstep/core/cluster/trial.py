@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 from everstep.protocol.messages import UpdateRequested
 from everstep.protocol.shape import Shape
+from everstep.protocol.table import Json
 
 NUM_JUDGED = 5  # steps: one alone says little
 
@@ -22,7 +22,7 @@ NUM_JUDGED = 5  # steps: one alone says little
 class Trial:
     """Of a task's update. `Training` changes it."""
 
-    job: Any  # the one before
+    job: Json  # the one before
     shape: Shape
     request: UpdateRequested
     num_steps: int = 0  # of the new job

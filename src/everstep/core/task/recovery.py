@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from everstep.core.task import ownership
 from everstep.core.task.assembly import Assembly
@@ -54,7 +54,7 @@ from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.table import TABLE, Fence, Handlers
+from everstep.protocol.table import TABLE, AnyMessage, Document, Fence, Handlers
 from everstep.protocol.work import Members
 
 
@@ -127,7 +127,7 @@ class Recovery:
             return []
         return self.on.handler(self, event)(event, now)
 
-    def is_late(self, said: Any) -> bool:
+    def is_late(self, said: AnyMessage) -> bool:
         """Is it of a process, an epoch or an attempt at a step that is over? The one place where these are
         compared, by the fences of its row.
         """
@@ -229,7 +229,7 @@ class Recovery:
         incarnation = max(self._places.incarnations.values())
         return Lived(self.epoch, self._phases.groups.attempts[-1][1], incarnation)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Document:
         """All of the state, as JSON, except for the incidents, which are the cluster's."""
         return {
             "phase": encode(self.phase),
@@ -241,7 +241,7 @@ class Recovery:
         }
 
     @classmethod
-    def from_snapshot(cls, data: dict[str, Any], log: TaskIncidents) -> Recovery:
+    def from_snapshot(cls, data: Document, log: TaskIncidents) -> Recovery:
         places: Places = decode(Places, data["places"])
         book: StepBook = decode(StepBook, data["book"])
         recovery = cls(book.shape, Course(steps=book.steps), policy=places.policy, log=log)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from everstep.core.task.owed import Owed
+from everstep.protocol.lifecycle import StateClasses
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Ledger
 
@@ -85,7 +85,7 @@ Fed = Copying | Copied | Entering
 Joining = Started | Fed
 PlaceState = Absent | Starting | Started | Copying | Copied | Entering | Member
 
-PLACE: Mapping[type[Any], frozenset[type[Any]]] = {
+PLACE: StateClasses = {
     Absent: frozenset({Starting}),
     Starting: frozenset({Started, Absent}),
     Started: frozenset({Copying, Member, Absent}),  # Member: everyone loads a kept state
@@ -157,7 +157,7 @@ class Over:
 
 Phase = Assembling | Restoring | Running | Gathering | Planning | Over
 
-PHASE: Mapping[type[Any], frozenset[type[Any]]] = {
+PHASE: StateClasses = {
     Assembling: frozenset({Restoring, Assembling, Over}),  # Assembling: another state is the newest now
     Restoring: frozenset({Running, Assembling, Over}),
     Running: frozenset({Gathering, Assembling, Over}),

@@ -9,7 +9,7 @@ A shell (the engine's loop, or a virtual worker) hands over what happens and car
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.worker_state import WorkerState
@@ -170,7 +170,7 @@ class WorkerControl:
     def next(self) -> work.WorkItem:
         return self.state.next()
 
-    def finished(self, task: work.WorkItem, answer: Any, *, began: float) -> None:
+    def finished(self, task: work.WorkItem, answer: work.Answer, *, began: float) -> None:
         """`began`: when the task was begun, in seconds of the shell's clock."""
         if type(task) is work.Compute and self._resumed_epoch != self.state.epoch:
             self._resumed_epoch = self.state.epoch

@@ -10,13 +10,12 @@ coordinator's to decide, and every failed read is reported to it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from everstep.errors import clipped
-from everstep.protocol.messages import FailedRead, MemoryAddress
-from everstep.protocol.work import StateDirections
+from everstep.protocol.messages import FailedRead
+from everstep.protocol.work import PartHolder, StateDirections
 
-Holder = tuple[MemoryAddress, Any]  # whose memory, part
+Holder = PartHolder
 MOST_FAILED_READS = 64  # that are reported
 
 

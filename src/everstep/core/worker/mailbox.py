@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from everstep.protocol.events import Event
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.work import Command, Forget, Resume, Send
+from everstep.protocol.work import Command, Facts, Forget, Resume, Send
 
 
 class Mailbox:
@@ -17,7 +16,7 @@ class Mailbox:
     def __init__(self, me: Worker, *, incarnation: int) -> None:
         self.me, self.incarnation = me, incarnation
         self.order = Resume(epoch=0, attempts=((0, 0),), step=1)  # the last one this worker was given
-        self.box: dict[Parcel, Any] = {}  # parcels here and not yet used, with their small facts
+        self.box: dict[Parcel, Facts] = {}  # parcels here and not yet used, with their small facts
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
         self.commands: list[Command | Event] = []  # an event is reported
 
@@ -35,7 +34,7 @@ class Mailbox:
         """A parcel of the step's current attempt."""
         return Parcel(what, self.order.attempt(step), step, stage, microbatch, round, sender, owner)
 
-    def send(self, parcel: Parcel, to: Worker, value: Any = None) -> None:
+    def send(self, parcel: Parcel, to: Worker, value: Facts = None) -> None:
         """Only members get parcels."""
         if to.replica in self.order.members_at(parcel.step).live[to.stage]:
             self.commands.append(Send(parcel, to.replica, to.stage, value))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
@@ -160,7 +159,7 @@ class Reduction:
             ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=owner, owner=to
         )
 
-    def _check(self, parts: list[Any], step: int) -> Part:
+    def _check(self, parts: list[Part], step: int) -> Part:
         """Exactly once, checked at run time: every microbatch is in this sum, and none twice."""
         microbatches = [m for part in parts for m in part.microbatches]
         distinct, total = len(set(microbatches)), self.rules.total_microbatches

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from everstep.core.worker.joining import FrameUse
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.work import Payload
 
 SMALL = frozenset({ParcelKind.HELD, ParcelKind.NEWS})  # without tensors: only leaders send them
 
@@ -24,16 +24,16 @@ class SliceCount:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._parcels: dict[Parcel, Any] = {}  # this shard's own
+        self._parcels: dict[Parcel, Payload] = {}  # this shard's own
         self._have: dict[Parcel, Counter[int]] = {}  # how often each follower said that it has its own
-        self._states: dict[StateTransfer, Any] = {}
+        self._states: dict[StateTransfer, Payload] = {}
         self._have_state: dict[StateTransfer, set[int]] = {}
 
     def __len__(self) -> int:
         """Parcels that are not whole."""
         return len(self._parcels.keys() | self._have.keys())
 
-    def own(self, parcel: Parcel, contents: Any) -> bool:
+    def own(self, parcel: Parcel, contents: Payload) -> bool:
         """This shard has its slice. True: so have all."""
         self._parcels[parcel] = contents
         return self._is_whole(parcel)
@@ -42,7 +42,7 @@ class SliceCount:
         self._have.setdefault(parcel, Counter())[shard] += 1
         return self._is_whole(parcel)
 
-    def take(self, parcel: Parcel) -> Any:
+    def take(self, parcel: Parcel) -> Payload:
         """Of a parcel that is whole. A slice that came twice is still there, as it is on its shard."""
         left = self._have.pop(parcel) - Counter(range(1, self.count))
         if left:
@@ -57,7 +57,7 @@ class SliceCount:
             self._parcels.pop(parcel, None)
             self._have.pop(parcel, None)
 
-    def own_state(self, transfer: StateTransfer, state: Any) -> bool:
+    def own_state(self, transfer: StateTransfer, state: Payload) -> bool:
         self._states[transfer] = state
         return self._has_state(transfer)
 
@@ -65,7 +65,7 @@ class SliceCount:
         self._have_state.setdefault(transfer, set()).add(shard)
         return self._has_state(transfer)
 
-    def take_state(self, transfer: StateTransfer) -> Any:
+    def take_state(self, transfer: StateTransfer) -> Payload:
         found = self._states[transfer]
         self._states.clear()
         self._have_state.clear()
@@ -85,20 +85,20 @@ class SlicesInHand:
     """
 
     def __init__(self) -> None:
-        self._parcels: dict[Parcel, Any] = {}
+        self._parcels: dict[Parcel, Payload] = {}
         self._copies: Counter[Parcel] = Counter()
-        self._states: dict[StateTransfer, Any] = {}
+        self._states: dict[StateTransfer, Payload] = {}
         self._newest: StateTransfer | None = None
 
     def __len__(self) -> int:
         return len(self._parcels)
 
-    def arrived(self, parcel: Parcel, contents: Any) -> sh.ParcelIsHere:
+    def arrived(self, parcel: Parcel, contents: Payload) -> sh.ParcelIsHere:
         self._parcels[parcel] = contents
         self._copies[parcel] += 1
         return sh.ParcelIsHere(parcel=parcel)
 
-    def take(self, parcel: Parcel) -> Any:
+    def take(self, parcel: Parcel) -> Payload:
         """None: it has no slice of it."""
         self._copies[parcel] -= 1
         if self._copies[parcel] > 0:
@@ -119,11 +119,11 @@ class SlicesInHand:
         self._newest = transfer
         return FrameUse.BEGIN
 
-    def state_arrived(self, transfer: StateTransfer, state: Any) -> sh.StateIsHere:
+    def state_arrived(self, transfer: StateTransfer, state: Payload) -> sh.StateIsHere:
         self._states[transfer] = state
         return sh.StateIsHere(transfer=transfer)
 
-    def take_state(self, transfer: StateTransfer) -> Any:
+    def take_state(self, transfer: StateTransfer) -> Payload:
         found = self._states[transfer]
         self._states.clear()
         return found

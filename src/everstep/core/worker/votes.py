@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
@@ -32,7 +31,7 @@ from everstep.core.worker.step_state import StepState, SumState
 from everstep.protocol.events import INPUTS, VoteDiffered, VoteRun
 from everstep.protocol.ops import Microbatch, Worker, parse_microbatch
 from everstep.protocol.parcels import Parcel, ParcelKind, RunHashes, StepHashes
-from everstep.protocol.work import Compute, HashState, Recompute, Wait, WorkItem
+from everstep.protocol.work import Answer, Compute, HashState, Recompute, Wait, WorkItem
 
 Hashes = Mapping[str, str]
 REPLAYS = 2  # runs of each worker that is asked to compute again
@@ -141,7 +140,7 @@ class Votes:
 
     # -------------------------------------------------------------- what comes before a sum
 
-    def computed(self, task: Compute, hashes: Any) -> None:
+    def computed(self, task: Compute, hashes: Answer) -> None:
         """An op of a voted microbatch has run here. Its last one has the hashes."""
         assert task.op.microbatch is not None
         if hashes is not None:

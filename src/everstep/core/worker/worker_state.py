@@ -20,8 +20,6 @@ was reported stays true until the worker resumes.
 
 from __future__ import annotations
 
-from typing import Any
-
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.chores import next_chore
 from everstep.core.worker.chunks import Chunks
@@ -40,6 +38,7 @@ from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.protocol.work import (
     AdoptWeights,
+    Answer,
     ApplyFeed,
     AssembleSum,
     CombineTied,
@@ -48,6 +47,7 @@ from everstep.protocol.work import (
     Compute,
     Contribute,
     DiscardWork,
+    Facts,
     Finished,
     HashState,
     Ledger,
@@ -98,7 +98,7 @@ class WorkerState:
 
     # -------------------------------------------------------------- what happens to a worker
 
-    def arrived(self, parcel: Parcel, value: Any = None) -> bool:
+    def arrived(self, parcel: Parcel, value: Facts = None) -> bool:
         """A parcel is here. False: it is of no use (a duplicate, an old round); drop its payload."""
         if parcel in self.mail.box or not self._is_wanted(parcel):
             return False
@@ -270,7 +270,7 @@ class WorkerState:
             self.steps.release_sum(before)
         return item
 
-    def finished(self, item: WorkItem, answer: Any = None) -> None:
+    def finished(self, item: WorkItem, answer: Answer = None) -> None:
         """The shell has run the work item."""
         steps = self.steps
         match item:
