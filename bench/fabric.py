@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
-from everstep.fabric.bound import linear_bound_s, lower_bound_s
+from everstep.fabric.bound import lower_bound_s
 from everstep_lab.fabric import scenarios as sc
+from everstep_lab.fabric.bound import linear_bound_s
 from everstep_lab.fabric.policies import POLICIES, ecmp, route
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path

@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, assign, decide, from_table
-from everstep.plan.events import PlanWorld, after
+from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, decide, from_table
+from everstep_lab.plan.assign import assign
+from everstep_lab.plan.events import PlanWorld, after
 from everstep_lab.plan.hardware import GPUS, Stack
 from everstep_lab.plan.models import PRESETS
 from everstep_lab.plan.published import ROWS, PublishedRow

@@ -48,7 +48,7 @@ from harness.slow_workers import (
 
 def measure(factor: float, worker: tuple[int, int], clean: SlowRun, **more: Any) -> dict[str, Any]:
     from everstep.protocol.ops import Worker
-    from everstep.schedule.bounds import steady_bound
+    from everstep_lab.schedule.normalize import steady_bound
 
     slow = Worker(*worker)
     fault = (

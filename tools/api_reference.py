@@ -83,7 +83,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "plan": (
         "Which task gets which workers",
         "The model behind it: [the planner](../planner.md). Pure: no torch.",
-        {"everstep.plan": ()},
+        {"everstep.plan": (), "everstep_lab.plan.assign": ("Plan", "assign")},
     ),
     "diagnose": (
         "Who is hung, who is slow",

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from everstep.errors import UserError
 from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
-from everstep.fabric.bound import linear_bound_s, lower_bound_s
+from everstep.fabric.bound import lower_bound_s
+from everstep_lab.fabric.bound import linear_bound_s
 from everstep_lab.fabric.policies import POLICIES, route
 
 

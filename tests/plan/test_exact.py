@@ -7,9 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from everstep.plan import assign, capacity_split
+from everstep.plan import capacity_split
 from everstep.plan.capacity_split import best_split
-from everstep.plan.events import PlanWorld
+from everstep_lab.plan.assign import assign
+from everstep_lab.plan.events import PlanWorld
 from tests.plan.worlds import random_world
 
 

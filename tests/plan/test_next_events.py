@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from everstep.plan import Cluster, assign
-from everstep.plan.events import PlanWorld, after, next_events
+from everstep.plan import Cluster
+from everstep_lab.plan.assign import assign
+from everstep_lab.plan.events import PlanWorld, after, next_events
 from everstep_lab.plan.mixes import MIXES, share
 from everstep_lab.plan.table import NextEvents
 from tests.plan.worlds import nodes, pipeline, random_world, seated

@@ -7,17 +7,9 @@ from collections import Counter
 
 import pytest
 
-from everstep.plan import (
-    Assignment,
-    Cluster,
-    ParallelShape,
-    PlanNode,
-    SlotPlace,
-    TaskSpec,
-    assign,
-    replicated,
-)
-from everstep.plan.events import PlanWorld, after
+from everstep.plan import Assignment, Cluster, ParallelShape, PlanNode, SlotPlace, TaskSpec, replicated
+from everstep_lab.plan.assign import assign
+from everstep_lab.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, seated
 
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from everstep.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, assign, from_table, replicated
-from everstep.plan.events import PlanWorld, after
+from everstep.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, from_table, replicated
+from everstep_lab.plan.assign import assign
+from everstep_lab.plan.events import PlanWorld, after
 
 
 def nodes(count: int, slots: int, **more: object) -> list[PlanNode]:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from everstep.errors import UserError
 from everstep.schedule import Instance, Microbatch, Worker, plan, same_cap, uniform
-from everstep.schedule.bounds import lower_bound, relative_throughput
+from everstep.schedule.bounds import lower_bound
 from everstep.schedule.cache import PlanCache
 from everstep.schedule.compact import compact
 from everstep.schedule.hosts import choose_hosts
-from everstep.schedule.normalize import normalize
 from everstep_lab.schedule.check import violations
 from everstep_lab.schedule.compare import compare
+from everstep_lab.schedule.normalize import normalize, relative_throughput
 
 
 def step(

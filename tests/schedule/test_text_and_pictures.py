@@ -11,11 +11,12 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.diagnose import drawing
 from everstep.errors import UserError
 from everstep.protocol.ops import Kind
-from everstep.schedule import Instance, Microbatch, Op, Schedule, Worker, gantt, plan, uniform
+from everstep.schedule import Instance, Microbatch, Op, Schedule, Worker, plan, uniform
 from everstep_lab.cli.schedule import schedule_command
-from everstep_lab.schedule import grid
+from everstep_lab.schedule import gantt, grid
 from everstep_lab.schedule.document import instance_from
 from everstep_lab.schedule.notation import parse_schedule
 
@@ -81,17 +82,17 @@ def test_a_wide_step_is_squeezed_into_the_terminal() -> None:
 
 def test_the_chart_is_well_formed_and_marks_what_is_rerouted_and_dead() -> None:
     planned = plan(example(), "reroute")
-    drawing = gantt.picture(example(), planned)
-    root = ElementTree.fromstring(gantt.svg(drawing))
+    chart = gantt.picture(example(), planned)
+    root = ElementTree.fromstring(drawing.svg(chart))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 3 * 4 * 6 * 2
-    assert sum(box.stroke == gantt.FRAME for box in drawing.boxes) == 6 * 2 + 1  # and the legend's
-    assert any(word.text == "dead" for word in drawing.words)
+    assert sum(box.stroke == gantt.FRAME for box in chart.boxes) == 6 * 2 + 1  # and the legend's
+    assert any(word.text == "dead" for word in chart.words)
 
 
 def test_the_png_is_a_png() -> None:
     pytest.importorskip("matplotlib")
-    assert gantt.png(gantt.picture(example(), plan(example(), "staggered")))[:8] == b"\x89PNG\r\n\x1a\n"
+    assert drawing.png(gantt.picture(example(), plan(example(), "staggered")))[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def run(*arguments: str) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, UNKNOWN
+from everstep.diagnose.drawing import DrawnBox, Line, Picture, Word, png, svg
 from everstep.diagnose.finding import Finding
 from everstep.diagnose.verdict import Analysis
-from everstep.schedule.gantt import DrawnBox, Line, Picture, Word, png, svg
 
 __all__ = ["all_of", "png", "svg"]
 _RED, _INK, _PALE, _GREY = "#c1121f", "#22223b", "#6c757d", "#f1f3f5"

@@ -20,11 +20,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from everstep.errors import UserError
 from everstep.fabric.flows import Endpoint, TrafficTask, place
-from everstep.fabric.routing import Routing
 from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology, clos
 
 _CLOS = (
@@ -191,37 +188,6 @@ def topology_document(topology: Topology) -> dict[str, Any]:
             _bare(dataclasses.asdict(link)) for link in topology.fabric_links if _back(link) not in by_name
         ],
         "condition": dict(topology.condition),
-    }
-
-
-def plan_document(routing: Routing, *, bound_s: float, allocation_ms: float) -> dict[str, Any]:
-    topology = routing.topology
-    return {
-        "fabric": topology.name,
-        "because": routing.because,
-        "worst_link_s": routing.worst_load,
-        "bound_s": bound_s,
-        "allocation_ms": allocation_ms,
-        "slowest_gbps": float(np.min(routing.rates, initial=np.inf)) if routing.flows else 0.0,
-        "flows": [
-            {
-                "name": flow.name,
-                "task": flow.task,
-                "phase": flow.phase,
-                "source": f"{flow.source[0]}:{flow.source[1]}",
-                "target": f"{flow.target[0]}:{flow.target[1]}",
-                "bytes": flow.bytes,
-                "gbps": float(rate),
-                "path": topology.spell(routing.path(number)),
-                "hops": list(hops_of(topology, routing.path(number))),
-            }
-            for number, (flow, rate) in enumerate(zip(routing.flows, routing.rates, strict=True))
-        ],
-        "links": {
-            link.name: {"gbps": link.gbps, "load_s": float(load)}
-            for link, load in zip(topology.links, routing.load, strict=True)
-            if load > 0
-        },
     }
 
 

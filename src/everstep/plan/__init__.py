@@ -1,6 +1,6 @@
 """Which task gets which workers, and is it worth the move: WAF, throughput model. Pure."""
 
-from everstep.plan.answer import Plan, assign, decide
+from everstep.plan.answer import decide
 from everstep.plan.cluster import Assignment, Cluster, PlanNode, SlotPlace
 from everstep.plan.curve import Curve, from_table, replicated
 from everstep.plan.task import TaskSpec
@@ -13,11 +13,9 @@ __all__ = [
     "Costs",
     "Curve",
     "ParallelShape",
-    "Plan",
     "PlanNode",
     "SlotPlace",
     "TaskSpec",
-    "assign",
     "decide",
     "from_table",
     "replicated",

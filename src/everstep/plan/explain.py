@@ -1,15 +1,14 @@
-"""Why this plan: what every task gains and pays, when the moves have paid, and what came second."""
+"""Why this plan: what every task gains and pays, and when the moves have paid."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from everstep.plan.cluster import Assignment, Cluster
+from everstep.plan.cluster import Cluster
+from everstep.plan.durations import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.options import Options
-from everstep.plan.placement import Placement
 from everstep.plan.running import Period
 from everstep.plan.task import TaskSituation
 from everstep.plan.task_shape import ParallelShape
@@ -29,36 +28,19 @@ class Gain:
     throughput_after: float
     damaged: bool
     transition_s: float
-    moves: int  # workers on slots the task did not have
-    taken_from: Mapping[str, int]  # of those: how many another task had
     source: StateSource
     reward: float
     cost: float
     way_back: float
+    moves: int = 0  # workers on slots the task did not have, once places are chosen
+    taken_from: Mapping[str, int] = field(default_factory=dict)  # of those: how many another task had
 
     @property
     def ratio(self) -> float:
         return self.throughput_after / self.throughput_before if self.throughput_before else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerUp:
-    """The best other plan, and why it lost."""
-
-    allocation: Mapping[str, int]
-    choices: Mapping[str, OptionKind]
-    objective: float
-    behind: float  # share of the objective
-    because: str
-
-
-def gains_of(
-    situations: Mapping[str, TaskSituation],
-    choices: Mapping[str, TaskOption],
-    placement: Placement | None = None,
-    now: Assignment | None = None,
-) -> dict[str, Gain]:
-    taken = _taken_from(placement, now) if placement and now else {}
+def gains_of(situations: Mapping[str, TaskSituation], choices: Mapping[str, TaskOption]) -> dict[str, Gain]:
     return {
         name: Gain(
             kind=choice.kind,
@@ -70,8 +52,6 @@ def gains_of(
             throughput_after=choice.throughput,
             damaged=situations[name].damaged,
             transition_s=choice.transition_s,
-            moves=placement.moves.get(name, 0) if placement else 0,
-            taken_from=taken.get(name, {}),
             source=situations[name].source,
             reward=choice.reward,
             cost=choice.cost,
@@ -79,26 +59,6 @@ def gains_of(
         )
         for name, choice in choices.items()
     }
-
-
-def _taken_from(placement: Placement, now: Assignment) -> dict[str, Counter[str]]:
-    movers = [name for name, count in placement.moves.items() if count]
-    if not movers:
-        return {}
-    had = {spot: name for name, places in now.places.items() for spot in places if spot is not None}
-    found = {}
-    for name in movers:
-        owners = [had.get(spot, name) for spot in placement.assignment.of(name) if spot is not None]
-        found[name] = Counter(owner for owner in owners if owner != name)
-    return found
-
-
-def span(seconds: float) -> str:
-    """A time for people: 45 s, 3.2 h, 6 d."""
-    for size, word in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.3g} {word}"
-    return f"{seconds:.3g} s"
 
 
 def reasons(
@@ -196,51 +156,3 @@ def least_change(options: Options) -> TaskOption:
         if OptionKind(int(stay.kind[index])) in (OptionKind.KEEP, OptionKind.REROUTE):
             return options.written_out(stay, index)
     return options.choice(0)
-
-
-def _share(amount: float, choices: Mapping[str, TaskOption]) -> float:
-    whole = sum(choice.reward for choice in choices.values())
-    return amount / whole if whole else 0.0
-
-
-def runner_up_sentence(
-    best: Mapping[str, TaskOption], other: Mapping[str, TaskOption], period: Period
-) -> RunnerUp:
-    """Name what differs, and which term decided."""
-    differ = [name for name in best if not best[name].same(other[name])]
-    changes = []
-    for name in differ[:3]:
-        choice = other[name]
-        changes.append(f"{name} {choice.kind.verb} ({choice.workers} workers)")
-    more = f" and {len(differ) - 3} more differ" if len(differ) > 3 else ""
-    objective = sum(choice.worth for choice in best.values())
-    worth = sum(choice.worth for choice in other.values())
-    reward = sum(other[n].reward - best[n].reward for n in differ)
-    cost = sum(other[n].cost - best[n].cost for n in differ)
-    back = sum(other[n].way_back - best[n].way_back for n in differ)
-    over = max(period.running_s, 1e-9)
-    slower = f"all tasks together, weighted, train {_share(-reward, best):.2%} slower"
-    if reward < 0:
-        why = slower
-        if cost + back < 0:
-            why += ", which its cheaper transition does not make up"
-        elif cost + back > 0:
-            why += ", and it costs more to reach"
-    elif back > cost and back > 0:
-        why = "it would have to be undone when the repair ends, before it has paid"
-    else:
-        rate = max(reward / over, 1e-300)
-        why = (
-            f"its transition costs more than it earns in the {span(over)} until the next event"
-            if reward > 0
-            else "it earns no more and costs more to reach"
-        )
-        if reward > 0:
-            why += f" (it would pay after {span((cost + back) / rate)})"
-    return RunnerUp(
-        allocation={name: choice.workers for name, choice in other.items()},
-        choices={name: choice.kind for name, choice in other.items()},
-        objective=worth,
-        behind=(objective - worth) / abs(objective) if objective else 0.0,
-        because=f"{', '.join(changes)}{more}: {why}.",
-    )

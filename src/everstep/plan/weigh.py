@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from everstep.plan.answer import Decision
 from everstep.plan.capacity_split import best_split
-from everstep.plan.explain import span
+from everstep.plan.durations import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation
 from everstep.protocol.messages import WeighedOption

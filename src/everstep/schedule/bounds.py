@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
@@ -187,23 +187,6 @@ def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
             around = max(around, before + up + above.weight + above.closing)
         best = max(best, below.least(trip, from_the_top + below.closing, around))
     return best
-
-
-def relative_throughput(instance: Instance, mode: str) -> float:
-    """Steps per second with the instance's dead, over those without dead workers: 1.0 loses nothing.
-
-    From bounds alone, no schedule is built: about a millisecond for a thousand workers, for planners and
-    simulators that ask it of many shapes. Both sides are lower bounds of the same mode, so what the answer
-    is off by is the difference of their gaps (see docs/schedules.md). It is about steady steps: what is
-    `done` of a broken one is ignored. Build the question with `replace(healthy, dead=...)`; a stage without
-    a live worker is no instance and raises there.
-    """
-    return steady_bound(instance.fault_free(), mode) / steady_bound(replace(instance, done={}), mode)
-
-
-def steady_bound(instance: Instance, mode: str) -> float:
-    """`lower_bound` with the stash that the mode itself prescribes."""
-    return lower_bound(instance, mode, stash_of_mode(instance, mode))
 
 
 def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:

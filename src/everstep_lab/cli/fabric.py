@@ -51,8 +51,8 @@ def plan_command(
       everstep fabric plan fabric.toml --out plan.json
     """
     from everstep.fabric.allocate import allocate, reallocate
-    from everstep.fabric.bound import bound_s, lower_bound_s
-    from everstep.fabric.document import plan_document
+    from everstep.fabric.bound import lower_bound_s
+    from everstep_lab.fabric.bound import bound_s
 
     topology, _, flows = read_fabric(fabric)
     began = time.perf_counter()
@@ -62,7 +62,7 @@ def plan_command(
         routing = reallocate(topology, previous_plan(previous, topology, flows), flows, max_moves=max_moves)
     spent_ms = (time.perf_counter() - began) * 1e3
     least = bound_s(topology, flows) if bound else lower_bound_s(topology, flows)
-    document = plan_document(routing, bound_s=least, allocation_ms=spent_ms) | {"moved": list(routing.moved)}
+    document = _plan_document(routing, bound_s=least, allocation_ms=spent_ms) | {"moved": list(routing.moved)}
     if out is not None:
         write_text(out, json.dumps(document, indent=1))
     if roce is not None:
@@ -311,3 +311,38 @@ def _print_simulated(topology: Topology, flows: list[Flow], rows: Mapping[str, A
     console = Console(highlight=False)
     console.print(f"{topology.name}: {len(flows)} flows over {len(topology.links)} links")
     console.print(table)
+
+
+def _plan_document(routing: Routing, *, bound_s: float, allocation_ms: float) -> dict[str, Any]:
+    import numpy as np
+
+    from everstep.fabric.document import hops_of
+
+    topology = routing.topology
+    return {
+        "fabric": topology.name,
+        "because": routing.because,
+        "worst_link_s": routing.worst_load,
+        "bound_s": bound_s,
+        "allocation_ms": allocation_ms,
+        "slowest_gbps": float(np.min(routing.rates, initial=np.inf)) if routing.flows else 0.0,
+        "flows": [
+            {
+                "name": flow.name,
+                "task": flow.task,
+                "phase": flow.phase,
+                "source": f"{flow.source[0]}:{flow.source[1]}",
+                "target": f"{flow.target[0]}:{flow.target[1]}",
+                "bytes": flow.bytes,
+                "gbps": float(rate),
+                "path": topology.spell(routing.path(number)),
+                "hops": list(hops_of(topology, routing.path(number))),
+            }
+            for number, (flow, rate) in enumerate(zip(routing.flows, routing.rates, strict=True))
+        ],
+        "links": {
+            link.name: {"gbps": link.gbps, "load_s": float(load)}
+            for link, load in zip(topology.links, routing.load, strict=True)
+            if load > 0
+        },
+    }

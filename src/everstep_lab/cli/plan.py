@@ -18,8 +18,9 @@ from rich.table import Table
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.plan import Plan, SlotPlace
-    from everstep.plan.events import PlanWorld
+    from everstep.plan import SlotPlace
+    from everstep_lab.plan.assign import Plan
+    from everstep_lab.plan.events import PlanWorld
 
 EPILOG = """[bold]Examples[/bold]\n
 everstep plan cluster.toml\n
@@ -52,9 +53,9 @@ def plan_command(
 
         show_memory(file, as_json)
         return
-    from everstep.plan.answer import assign
-    from everstep.plan.events import after
+    from everstep_lab.plan.assign import assign
     from everstep_lab.plan.document import document_of, world_from
+    from everstep_lab.plan.events import after
 
     world = world_from(_read(file))
     if next_events:
@@ -86,7 +87,7 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
-    from everstep.plan.explain import span
+    from everstep.plan.durations import span
 
     console = Console(highlight=False)
     console.print(plan.because, soft_wrap=True)

@@ -17,16 +17,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from everstep.diagnose import drawing
 from everstep.errors import UserError
 from everstep.protocol.ops import Kind, parse_worker
 from everstep.schedule import MODES, Instance, Planned, plan, same_cap, uniform
-from everstep.schedule import gantt as gantt_chart
-from everstep.schedule.bounds import relative_throughput
 from everstep.schedule.modes import REFERENCES, TRAINING
-from everstep.schedule.normalize import normalize
+from everstep_lab.schedule import gantt
 from everstep_lab.schedule import grid as worker_grid
 from everstep_lab.schedule.compare import compare
 from everstep_lab.schedule.document import choice_document, document_of, instance_from
+from everstep_lab.schedule.normalize import normalize, relative_throughput
 from everstep_lab.schedule.polish import polish as polish_plan
 
 STYLES = {
@@ -234,10 +234,10 @@ def _polished(instance: Instance, mode: str, seconds: float, messages: Console) 
 def _write_charts(instance: Instance, planned: Planned, svg: Path | None, png: Path | None) -> None:
     if svg is None and png is None:
         return
-    drawing = gantt_chart.picture(instance, planned)
+    chart = gantt.picture(instance, planned)
     for path, is_png in ((svg, False), (png, True)):
         if path is not None:
-            content = gantt_chart.png(drawing) if is_png else gantt_chart.svg(drawing).encode()
+            content = drawing.png(chart) if is_png else drawing.svg(chart).encode()
             try:
                 path.write_bytes(content)
             except OSError as error:

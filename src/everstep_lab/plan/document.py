@@ -27,12 +27,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.plan.answer import Plan
 from everstep.plan.cluster import Cluster, PlanNode
 from everstep.plan.curve import Curve, from_table
-from everstep.plan.events import PlanWorld, duration
+from everstep.plan.durations import duration
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
+from everstep_lab.plan.assign import Plan
+from everstep_lab.plan.events import PlanWorld
 from everstep_lab.plan.hardware import Gpu, gpu
 from everstep_lab.plan.models import model
 from everstep_lab.plan.seating import seated, shape_in

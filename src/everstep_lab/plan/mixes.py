@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.plan.answer import assign
 from everstep.plan.cluster import Assignment, Cluster, PlanNode
 from everstep.plan.curve import Curve
 from everstep.plan.task import TaskSpec
+from everstep_lab.plan.assign import assign
 from everstep_lab.plan.hardware import GPUS
 from everstep_lab.plan.models import PRESETS
 from everstep_lab.plan.stacks import MEGATRON_2022

@@ -9,9 +9,9 @@ from typing import Any
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster, SlotPlace
 from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.placement import Unplaceable, place
 from everstep.plan.task import TaskSpec
 from everstep.plan.task_shape import ParallelShape
+from everstep_lab.plan.placement import Unplaceable, place
 
 
 def shape_in(entry: Mapping[str, Any], name: str) -> ParallelShape | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.plan.answer import Decision, Plan, assign, decide, explained
-from everstep.plan.events import PlanWorld, after, next_events
+from everstep.plan.answer import Decision, decide, explained
+from everstep_lab.plan.assign import Plan, assign
+from everstep_lab.plan.events import PlanWorld, after, next_events
 
 
 @dataclass(frozen=True, slots=True)

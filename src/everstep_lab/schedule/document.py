@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from everstep.errors import UserError
 from everstep.protocol.ops import Kind, Microbatch, Worker, parse_worker
 from everstep.schedule.instance import Done, Grid, Instance
-from everstep.schedule.normalize import Choice
 from everstep.schedule.schedule import Planned
+from everstep_lab.schedule.normalize import Choice
 
 N = TypeVar("N", int, float)
 FIELDS = frozenset(

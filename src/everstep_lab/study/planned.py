@@ -17,8 +17,8 @@ from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskS
 from everstep.plan.holes import per_stage
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.pipeline_orders import RESCHEDULED
-from everstep.plan.placement import Unplaceable, place
 from everstep.plan.task_shape import Floats
+from everstep_lab.plan.placement import Unplaceable, place
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
 from everstep_lab.study.policies import Policy, concave_hull, ratio_without

@@ -17,7 +17,7 @@ from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import KeptState, Task
 from everstep.protocol.ops import Worker
-from everstep.protocol.work import PartHolder
+from everstep.protocol.work import MemoryAddress, PartHolder
 
 MOST_KEPT = 3  # states of a task, where none of them is on two nodes
 MOST_ASKED = 4  # holders of a part, by one worker in one attempt

@@ -8,15 +8,13 @@ submit gpt              a task that the file calls `expected` is submitted
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster, PlanNode
+from everstep.plan.durations import duration
 from everstep.plan.task import TaskSpec
-
-UNITS_S = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,6 @@ class PlanWorld:
 
     def submitted(self) -> list[TaskSpec]:
         return [task for task in self.tasks if not task.expected]
-
-
-def duration(text: object, field: str) -> float:
-    """Seconds, from a number or from `90s`, `20min`, `2h`, `3d`."""
-    if isinstance(text, int | float) and not isinstance(text, bool) and text >= 0:
-        return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)\s*", str(text))
-    if match is None:
-        raise UserError(f"{field} is {text!r}; write seconds, or a time such as 90s, 20min, 2h or 3d.")
-    return float(match[1]) * UNITS_S[match[2]]
 
 
 def after(event: str, world: PlanWorld) -> PlanWorld:

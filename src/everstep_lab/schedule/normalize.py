@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from everstep.errors import UserError
 from everstep.protocol.ops import Worker
-from everstep.schedule.bounds import stage_costs, steady_bound
+from everstep.schedule.bounds import lower_bound, stage_costs, stash_of_mode
 from everstep.schedule.instance import Instance
 
 INFINITE = float("inf")
@@ -57,7 +57,7 @@ def normalize(instance: Instance, mode: str, state_bytes: Sequence[float] = ()) 
     """The frontier, fewest moves first: each choice has a smaller bound than the one before it.
 
     The first choice moves none; its bound is the present one. What a move earns is the ratio of bounds (as
-    in `bounds.relative_throughput`); what it costs is `state_bytes` over the links. From then on the dead are
+    in `relative_throughput`); what it costs is `state_bytes` over the links. From then on the dead are
     `choice.dead`, and `plan(replace(instance, dead=choice.dead), mode)` is the schedule. Takes milliseconds
     for a few dead, under a second for a hundred among a thousand workers. What is `done` of a broken step is
     ignored: workers change stage between steps.
@@ -138,3 +138,20 @@ def _moves(
             dead.add(worker)
             moves.append(Move(worker, gone, state[stage]))
     return tuple(moves)
+
+
+def relative_throughput(instance: Instance, mode: str) -> float:
+    """Steps per second with the instance's dead, over those without dead workers: 1.0 loses nothing.
+
+    From bounds alone, no schedule is built: about a millisecond for a thousand workers, for planners and
+    simulators that ask it of many shapes. Both sides are lower bounds of the same mode, so what the answer
+    is off by is the difference of their gaps (see docs/schedules.md). It is about steady steps: what is
+    `done` of a broken one is ignored. Build the question with `replace(healthy, dead=...)`; a stage without
+    a live worker is no instance and raises there.
+    """
+    return steady_bound(instance.fault_free(), mode) / steady_bound(replace(instance, done={}), mode)
+
+
+def steady_bound(instance: Instance, mode: str) -> float:
+    """`lower_bound` with the stash that the mode itself prescribes."""
+    return lower_bound(instance, mode, stash_of_mode(instance, mode))
