@@ -1,4 +1,4 @@
-"""A picture of boxes, lines and words: as SVG written here, as PNG through matplotlib (extra `plot`). Both
+"""A picture of boxes, lines and words: as SVG written here, as PNG through matplotlib. Both
 are drawn from one list, so they cannot differ.
 """
 
@@ -92,9 +92,7 @@ def png(drawing: Picture, *, dots_per_inch: int = 144) -> bytes:
         from matplotlib.figure import Figure
         from matplotlib.patches import FancyBboxPatch
     except ImportError:
-        raise UserError(
-            "a PNG needs matplotlib; install it with: pip install 'everstep[plot]', or ask for an .svg."
-        ) from None
+        raise UserError("a PNG needs matplotlib: pip install matplotlib, or ask for an .svg.") from None
     figure = Figure(figsize=(drawing.width / 96, drawing.height / 96), dpi=dots_per_inch, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, drawing.width)

@@ -63,7 +63,7 @@ INCARNATION, EPOCH, ATTEMPT, NEXT_ATTEMPT = Fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    kind: MessageClass
+    kind: type[Any]
     by: tuple[Speaker, ...]
     fences: tuple[Fence, ...]
     says: str  # with the message's fields, and `node` and `task` where they are around it
