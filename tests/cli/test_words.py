@@ -11,11 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from everstep.cli import cluster, main, worker_output
+from everstep.cli import cluster, demo, main, worker_output
 from everstep.cli.client import Client
 from everstep.launch.local import script_run
+from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import times
 from everstep.node.agent import _plain
+from everstep.protocol import actions as act
 from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Worker
 
@@ -173,3 +175,17 @@ def test_what_is_done_again_is_the_last_part_of_a_recovery(kept: int, says: str)
     incident.planned_at, incident.resumed_at = 1.01, 1.02
     incident.replayed_ops, incident.kept_outputs = 3, kept
     assert times(incident)[-1] == says
+
+
+def test_decisions_are_told_in_words() -> None:
+    """They were told by the names of classes: "InterruptWorkers 0:0 1:0"."""
+    said: list[str] = []
+    lines = PlainLines(demo.demo_job(2, 2, 50), decisions=True, say=lambda line, **more: said.append(line))
+    lines("action", act.StartWorker(worker=Worker(0, 1), incarnation=1, because="the task begins"))
+    lines(
+        "action", act.InterruptWorkers(workers=(Worker(0, 0), Worker(1, 0)), epoch=2, because="0:1 is gone")
+    )
+    assert [line.split(" s  ")[1].split() for line in said] == [
+        ["start", "worker", "0:1", "the", "task", "begins"],
+        ["pause", "and", "report", "the", "ledger,", "epoch", "2:", "0:0", "1:0", "0:1", "is", "gone"],
+    ]

@@ -16,6 +16,7 @@ from everstep.launch.local.report import evaluation_line, incident_line, resume_
 from everstep.launch.local.run import LocalTask
 from everstep.log import say
 from everstep.protocol import actions as act
+from everstep.protocol.table import TABLE
 
 
 class PlainLines:
@@ -65,9 +66,9 @@ class PlainLines:
                 self.say(what.because)
 
     def _decision(self, action: act.Action) -> None:
-        who = getattr(action, "worker", None) or " ".join(map(str, getattr(action, "workers", ())))
-        what = f"{type(action).__name__} {who}".strip()
-        self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<32} {action.because}")
+        who = " ".join(map(str, getattr(action, "workers", ())))
+        what = TABLE[type(action)].sentence(action) + (f": {who}" if who else "")
+        self.say(f"{time.monotonic() - self._started:9.3f} s  {what:<52} {action.because}")
 
     def _begin(self, task: LocalTask) -> None:
         self._begun = True
