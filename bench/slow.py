@@ -4,6 +4,8 @@
     python bench/slow.py --factors 2 --json   one JSON document
     python bench/slow.py innocent             runs in which nobody is slow: how many are accused
     python bench/slow.py others               a slow link, a worker without a peer: told, and what follows
+    python bench/slow.py move                 a coordinator and agents, with and without a spare slot: does the
+                                              slow worker move, and is it worth what the planner said
 
 Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
 which stands for a device's time: four workers then do not need four cores, and two cores do not measure the
@@ -20,10 +22,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
+from harness.cluster import Cluster
 from harness.slow_workers import (
     SETTLED,
     SLOW_FROM,
@@ -220,11 +226,82 @@ def others() -> list[dict[str, Any]]:
     return rows
 
 
+# ------------------------------------------------------------------ slow, and moved where that pays
+
+MOVE_STEPS, AFTER_STEPS = 400, 20
+
+
+def moves(factor: float) -> list[dict[str, Any]]:
+    """With a spare slot and many steps to go; without a spare; with a spare, and the task is nearly over."""
+    scenes = (("a spare slot", True, MOVE_STEPS), ("no spare slot", False, MOVE_STEPS))
+    return [_move(name, factor, spare=spare, steps=steps) for name, spare, steps in scenes] + [
+        _move("a spare slot, the task ends soon", factor, spare=True, steps=SLOW_FROM + 12)
+    ]
+
+
+def _move(name: str, factor: float, *, spare: bool, steps: int) -> dict[str, Any]:
+    slow = f"replica=1,stage=1,step={SLOW_FROM},how=slow,factor={factor:g},until=100000"
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
+        cluster.start_coordinator()
+        for node in ("a", "b"):
+            cluster.start_agent(node, slots=2)
+        cluster.nodes_up(2)
+        cluster.submit(job_of(steps=steps), faults=[slow])
+        cluster.all_members()
+        if spare:
+            cluster.start_agent("c", slots=1)
+            cluster.nodes_up(3)
+        home = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
+        found_at = cluster.until(lambda: _slow_incident(cluster), "the worker is found slow")["opened_at"]
+        moved_step = 0
+        with contextlib.suppress(TimeoutError, AssertionError):
+            cluster.until(lambda: _has_moved(cluster, home) or _is_over(cluster), "a move", within_s=45)
+            moved_step = int(cluster.task()["step"]) if _has_moved(cluster, home) else 0
+        until = min(steps, (moved_step or int(cluster.task()["step"])) + AFTER_STEPS)
+        cluster.step_reached(until)
+        rows = {row["step"]: row["at"] for row in cluster.task()["rows"]}
+        remedies = [r for i in cluster.incidents() for r in i["remedies"] if r["what"].startswith("move")]
+    found_step = min(step for step, at in rows.items() if at >= found_at)
+    spans = {
+        "before": (SETTLED, SLOW_FROM - 1),
+        "slow": (SLOW_FROM + 1, found_step),
+        "balanced": (found_step + 2, moved_step or until),
+        "moved": (moved_step + 3, until) if moved_step else (1, 0),
+    }
+    rates = {what: _rate(rows, first, last) for what, (first, last) in spans.items()}
+    return {
+        "run": name,
+        "moved": bool(moved_step),
+        "steps_per_s": rates,
+        "price": remedies[0]["because"] if remedies else None,
+    }
+
+
+def _slow_incident(cluster: Cluster) -> Any:
+    return next((i for i in cluster.incidents() if i["what"] == "is slow"), None)
+
+
+def _has_moved(cluster: Cluster, home: dict[str, str]) -> bool:
+    seats = cluster.task()["seats"]
+    now = {seat["worker"]: seat["node"] for seat in seats}
+    return len(now) == len(home) and now != home
+
+
+def _is_over(cluster: Cluster) -> bool:
+    return bool(cluster.task()["state"] in ("finished", "failed"))
+
+
+def _rate(rows: dict[int, float], first: int, last: int) -> float | None:
+    times = [rows[step] for step in range(first, last + 1) if step in rows]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    return round(1 / statistics.median(gaps), 3) if gaps else None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "others"))
+    parser.add_argument("what", nargs="?", default="slow", choices=("slow", "innocent", "others", "move"))
     parser.add_argument("--factors", default="1.5,2,3")
     parser.add_argument("--worker", default="1:1", help="replica:stage")
     parser.add_argument("--turns", type=int, default=1)
@@ -236,6 +313,8 @@ def main() -> int:
         document = innocent(given.turns)
     elif given.what == "others":
         document = others()
+    elif given.what == "move":
+        document = moves(factors[-1])
     else:
         replica, stage = map(int, given.worker.split(":"))
         document = slowness(factors, (replica, stage))
@@ -254,6 +333,8 @@ def main() -> int:
     if given.what == "slow":
         good = all(row["verdict"] and row["same_losses"] for row in document["rows"])
         return 0 if good and not document["clean_accused"] else 1
+    if given.what == "move":
+        return 0 if [row["moved"] for row in document] == [True, False, False] else 1
     return 1 if given.what == "innocent" and any(row["accused"] for row in document) else 0
 
 
