@@ -4,8 +4,8 @@
     python bench/slow.py --factors 2 --json   one JSON document
     python bench/slow.py innocent             runs in which nobody is slow: how many are accused
     python bench/slow.py others               a slow link, a worker without a peer: told, and what follows
-    python bench/slow.py move                 a coordinator and agents, with and without a spare slot: does the
-                                              slow worker move, and is it worth what the planner said
+    python bench/slow.py move                 with and without a spare slot: does the slow worker move, and is
+                                              that worth what the planner said
 
 Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
 which stands for a device's time: four workers then do not need four cores, and two cores do not measure the
