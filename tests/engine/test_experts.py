@@ -11,8 +11,8 @@ import torch
 from test_shards import CPU, DATA, in_shards, small_gpt, trained
 from torch import Tensor, nn
 
+from everstep.engine.layers.experts import product_of_groups
 from everstep.engine.layers.gpt import Mixture
-from everstep.engine.layers.linear import product_of_groups
 from everstep.engine.layers.model import BACKWARD, Model, slots, token_loss
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.preflight import preflight
@@ -250,7 +250,9 @@ def test_products_by_expert_are_those_of_a_loop() -> None:
     for width in (32, 5):  # with torch's grouped product, and by a loop
         x, weights = torch.randn(7, 32), torch.randn(4, 32, width)
         wanted = torch.cat([x[:2] @ weights[0], x[2:6] @ weights[2], x[6:] @ weights[3]])
-        assert torch.allclose(product_of_groups(x, weights, (2, 2, 6, 7)), wanted, atol=1e-5)
+        assert torch.allclose(
+            product_of_groups(x, weights, torch.tensor((2, 2, 6, 7), dtype=torch.int32)), wanted, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("weight", [1.0, 16.0])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
-from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import Model, partition, skeleton, slots
+from everstep.engine.layers.taken_over import share_in_two
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
 from everstep.engine.stage.evaluation import Evaluation

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from everstep.engine.layers.linear import Queue, QueuedLinear, take_over
+from everstep.engine.layers.linear import Queue, QueuedLinear
+from everstep.engine.layers.taken_over import take_over
 
 
 class Net(nn.Module):

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from everstep.engine.layers import regions
 from everstep.engine.layers.gpt import Block
-from everstep.engine.layers.linear import LinearGrad, Queue, of_one_input, take_over
+from everstep.engine.layers.linear import LinearGrad, Queue, of_one_input
 from everstep.engine.layers.residual import branched
+from everstep.engine.layers.taken_over import take_over
 from everstep.job.presets import shape
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from everstep.engine.layers import attention, regions
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.linear import of_one_input, through_experts
+from everstep.engine.layers.experts import plain_experts
+from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import BACKWARD, Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
@@ -59,7 +60,8 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
             check=partial(check_tokens, form.vocab),
             costs=costs,
             shared_out=form.shared_out(),
-            recordable=not form.experts,  # how many tokens an expert gets is known on the host
+            has_regions=True,
+            recordable=not form.experts,  # it makes them slower: LOG.md
         ),
         shard_plan=SHARD_PLAN | ({"blocks.*.mlp.experts": "experts"} if form.experts else {}),
     )
@@ -234,7 +236,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=(2 * form.depth * form.hidden) ** -0.5)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return through_experts(self, x, chosen, weights, None)
+        return plain_experts(self, x, chosen, weights)
 
     def _apply_gate(self, both: Tensor) -> Tensor:
         return _gated(*both.chunk(2, dim=-1))

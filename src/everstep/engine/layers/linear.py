@@ -4,12 +4,8 @@
     I   dx = dy W                        returned to autograd; (W, b, x, dy) goes on a queue
     W   dW += dyᵀ x,  db += Σ dy         run from the queue, into the gradient buffer
 
-A plain `nn.Linear` in any user's module is taken over by giving the instance a forward of ours, and a plain
-`nn.Embedding` with it (its weight gradient is a dense table, too large to hold from I to W; its indices are
-not); of transformers also GPT-2's `Conv1D`, a Linear whose weight lies the other way, Falcon's Linear, and
-experts whose matrices are stacked.
-Every other parameter gets its gradient from autograd during I: for those, I and W are one op. `share_in_two`
-tells how many.
+`taken_over` gives the modules of a layer these forwards. The weight gradient of an embedding is a dense
+table, too large to hold from I to W; its indices are not.
 
 Rejected: `torch.distributed.pipelining`'s split of the autograd graph. It walks private graph state, fails on
 outputs that are views, and under activation checkpointing runs the forward once more per parameter group;
@@ -18,22 +14,20 @@ here the recompute happens once, in I, because W needs only tensors that I alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from everstep.log import warn
+
 Into = Callable[[Tensor], Tensor]  # a parameter -> its view in the gradient buffer
 Product = Callable[[], Tensor]  # makes a gradient
 Products = list[tuple[Tensor, Product]]  # each with its parameter
-
-
-_LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}  # a forward of their own, as good
-_ACROSS = {"transformers.pytorch_utils.Conv1D"}
 
 
 class LinearGrad(NamedTuple):
@@ -97,7 +91,7 @@ class GroupedGrad(NamedTuple):
     weight: Tensor
     input: Tensor
     grad: Tensor
-    ends: tuple[int, ...]  # where the rows of each expert end
+    ends: Tensor  # where the rows of each expert end
     across: bool  # a matrix is inputs x outputs
 
     @property
@@ -106,6 +100,9 @@ class GroupedGrad(NamedTuple):
 
     def run(self, into: Into) -> None:
         target = into(self.weight)
+        if grouped_weights(self.input):
+            target.add_(self._stacked())
+            return
         for number, pair in self._pairs():
             add_product(target[number], *pair)
 
@@ -113,13 +110,16 @@ class GroupedGrad(NamedTuple):
         return [(self.weight, self._stacked)]
 
     def _stacked(self) -> Tensor:
+        if grouped_weights(self.input):  # rounded once to 16 bits, as torch does
+            x, grad = (self.input, self.grad) if self.across else (self.grad, self.input)
+            return torch._grouped_mm(x.t(), grad.contiguous(), offs=self.ends)
         made = torch.zeros(self.weight.shape, dtype=torch.float32, device=self.grad.device)
         for number, pair in self._pairs():
             made[number] = _product(*pair)
         return made
 
     def _pairs(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        for number, (start, stop) in enumerate(pairwise((0, *self.ends))):
+        for number, (start, stop) in enumerate(pairwise((0, *self.ends.tolist()))):
             if start < stop:
                 x, grad = self.input[start:stop], self.grad[start:stop]
                 yield number, (x, grad) if self.across else (grad, x)
@@ -168,6 +168,28 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
     if grad.dtype == torch.float32 or not grad.is_cuda:
         return torch.mm(grad.t(), x)
     return torch.mm(grad.t(), x, out_dtype=torch.float32)
+
+
+def grouped_weights(x: Tensor) -> bool:
+    """Can the weight gradients of all experts be one product, without asking the device for their rows?"""
+    return x.is_cuda and x.dtype == torch.bfloat16 and _grouped_on(x.device)
+
+
+@cache
+def _grouped_on(device: torch.device) -> bool:
+    """Does torch's product of groups give what single products give, and zeros for an expert without rows?"""
+    if not hasattr(torch, "_grouped_mm"):
+        return False
+    draw = torch.Generator(device).manual_seed(1)
+    x, grad = (torch.randn(64, 64, generator=draw, device=device).bfloat16() for _ in range(2))
+    ends = torch.tensor([0, 24, 24, 64], dtype=torch.int32, device=device)
+    try:
+        made = torch._grouped_mm(grad.t(), x, offs=ends)
+    except RuntimeError as error:  # not for this GPU
+        warn(f"experts without torch's product of groups: {error}")
+        return False
+    single = [grad[a:b].t().float() @ x[a:b].float() for a, b in pairwise((0, 0, 24, 24, 64))]
+    return bool(torch.allclose(made.float(), torch.stack(single), rtol=0.02, atol=0.05))
 
 
 def _column_sums(grad: Tensor) -> Tensor:
@@ -237,6 +259,77 @@ def queued_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) 
     return output
 
 
+# ------------------------------------------------------------------
+# In a layer that torch.compile fuses. The compiler sees two operations without side effects; the second, run
+# in I, queues what W needs. It is dropped where nobody wants the gradient of its input: there, and where the
+# weight is frozen, autograd has the whole backward.
+
+
+@dataclass(slots=True)
+class Receiver:
+    """Where the I that runs queues, and whose weights lie at which address: compiled layers do not know."""
+
+    queue: Queue = field(default_factory=list)
+    at: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+RECEIVER = Receiver()
+
+
+def fused_linear(self: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a Linear in such a layer: a method, for the compiler takes an object by its identity,
+    and would compile equal layers one by one.
+    """
+    if input.requires_grad and self.weight.requires_grad and torch.is_grad_enabled():
+        made: Tensor = torch.ops.everstep.linear(input, self.weight, self.bias)
+        return made
+    return nn.functional.linear(input, self.weight, self.bias)
+
+
+@torch.library.custom_op(
+    "everstep::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+def _linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+@torch.library.custom_op(
+    "everstep::linear_back",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
+def _linear_back_op(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    ours = [None if one is None else RECEIVER.at[one.data_ptr()] for one in (weight, bias)]
+    RECEIVER.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad.detach()))
+    return grad.matmul(weight)
+
+
+@_linear_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_linear_back_op.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return grad.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    x, weight, bias = ctx.saved_tensors
+    return (
+        torch.ops.everstep.linear_back(grad, x, weight, bias if ctx.needs_input_grad[2] else None),
+        None,
+        None,
+    )
+
+
+_linear_op.register_autograd(_back, setup_context=_keep)
+
+
 def of_one_input(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """What these Linears make of x. Their gradients of x take no pass of their own to be added up, where all
     are plain ones of ours; it rounds otherwise than one Linear after the other.
@@ -248,9 +341,25 @@ def of_one_input(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     return list(_Linears.apply(x, plain[0].queue, *(one.module.weight for one in plain)))  # type: ignore[no-untyped-call]
 
 
+def queued_conv1d(x: Tensor, weight: Tensor, bias: Tensor, queue: Queue) -> Tensor:
+    output: Tensor = _Conv1D.apply(x, weight, bias, queue)  # type: ignore[no-untyped-call]
+    return output
+
+
 def queued_embedding(tokens: Tensor, weight: Tensor, padding: int | None, queue: Queue) -> Tensor:
     output: Tensor = _Embedding.apply(tokens, weight, padding, queue)  # type: ignore[no-untyped-call]
     return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedLinear:
+    """What an nn.Linear runs as its forward, once it is taken over."""
+
+    module: Any  # with a weight and a bias, read at every call
+    queue: Queue
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return queued_linear(input, self.module.weight, self.module.bias, self.queue)
 
 
 class _Linears(torch.autograd.Function):
@@ -275,175 +384,3 @@ class _Linears(torch.autograd.Function):
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             total.addmm_(grad, weight)
         return total.view(x.shape), *none
-
-
-def product_of_groups(x: Tensor, weight: Tensor, ends: tuple[int, ...]) -> Tensor:
-    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can."""
-    even = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])  # what its kernels ask for
-    fitting = x.is_cpu or (x.is_cuda and x.dtype == torch.bfloat16)
-    if even and fitting and hasattr(torch, "_grouped_mm"):
-        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
-        return torch._grouped_mm(x.contiguous(), weight, offs=offsets)
-    parts = zip(pairwise((0, *ends)), weight, strict=True)
-    return torch.cat([x[start:stop] @ matrix for (start, stop), matrix in parts])
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: tuple[int, ...], across: bool, queue: Queue
-    ) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.weight, ctx.ends, ctx.across, ctx.queue = weight, ends, across, queue
-        return product_of_groups(x, weight if across else weight.transpose(1, 2), ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            ctx.queue.append(GroupedGrad(ctx.weight, x.detach(), grad, ctx.ends, ctx.across))
-        back = None
-        if ctx.needs_input_grad[0]:
-            back = product_of_groups(grad, weight.transpose(1, 2) if ctx.across else weight, ctx.ends)
-        return back, None, None, None, None
-
-
-def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, queue: Queue | None) -> Tensor:
-    """Experts in the form that transformers gives them (`use_experts_implementation`), and ours: tokens are
-    sorted by expert, so that those of each are multiplied at once. A queue gets the weight gradients.
-    """
-    numbers, order = chosen.reshape(-1).sort(stable=True)
-    up, down = part.gate_up_proj if part.has_gate else part.up_proj, part.down_proj
-    count, rows = down.shape[0], len(numbers)
-    if x.is_meta:  # where only shapes are looked at: as if all experts got as many
-        ends = tuple(rows * number // count for number in range(1, count + 1))
-    else:
-        every = torch.arange(count, device=x.device)
-        ends = tuple(torch.searchsorted(numbers, every, right=True).tolist())
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        x = x.to(weight.dtype)
-        if queue is None:
-            return product_of_groups(x, weight if part.is_transposed else weight.transpose(1, 2), ends)
-        made: Tensor = _Grouped.apply(x, weight, ends, part.is_transposed, queue)  # type: ignore[no-untyped-call]
-        return made
-
-    inside = product(x.index_select(0, order.div(chosen.shape[-1], rounding_mode="floor")), up)
-    if part.has_bias:
-        inside = inside + (part.gate_up_proj_bias if part.has_gate else part.up_proj_bias)[numbers]
-    made = product(part._apply_gate(inside) if part.has_gate else part.act_fn(inside), down)
-    if part.has_bias:
-        made = made + part.down_proj_bias[numbers]
-    if getattr(part, "has_post_expert_norm", False):
-        made = part.post_expert_norm(made)
-    made = made * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-    return made.index_select(0, back).view(*chosen.shape, -1).sum(-2).to(x.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QueuedExperts:
-    """What stacked experts run as their forward, once they are taken over."""
-
-    module: Any
-    queue: Queue
-
-    def __call__(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return through_experts(self.module, hidden_states, chosen, weights, self.queue)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QueuedLinear:
-    """What an nn.Linear runs as its forward, once it is taken over."""
-
-    module: Any  # with a weight and a bias, read at every call
-    queue: Queue
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return queued_linear(input, self.module.weight, self.module.bias, self.queue)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QueuedConv1D:
-    """The same for transformers' Conv1D, which is not imported for this."""
-
-    module: Any
-    queue: Queue
-
-    def __call__(self, x: Tensor) -> Tensor:
-        output: Tensor = _Conv1D.apply(x, self.module.weight, self.module.bias, self.queue)  # type: ignore[no-untyped-call]
-        return output
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QueuedEmbedding:
-    """The same for an nn.Embedding."""
-
-    module: Any
-    queue: Queue
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return queued_embedding(input, self.module.weight, self.module.padding_idx, self.queue)
-
-
-def take_over(module: nn.Module, queue: Queue) -> int:
-    """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many."""
-    taken = 0
-    for part in module.modules():
-        queued = _queued_forward(part)
-        if queued is not None:
-            part.forward = queued(part, queue)
-            taken += 1
-    return taken
-
-
-def share_in_two(modules: Iterable[nn.Module]) -> float:
-    """Of the trained numbers in these modules, the part whose I and W are two ops."""
-    taken, total = 0, 0
-    for part in (part for module in modules for part in module.modules()):
-        own = [p for p in part.parameters(recurse=False) if p.requires_grad]
-        total += sum(p.numel() for p in own)
-        if _queued_forward(part) is not None:
-            taken += sum(p.numel() for p in own)
-    return taken / total if total else 1.0
-
-
-def largest_in_one(layers: Mapping[str, nn.Module]) -> str | None:
-    """The name of the largest trained parameter whose I and W are one op."""
-    sizes = {
-        f"{layer}.{path}.{name}".replace("..", "."): p.numel()
-        for layer, module in layers.items()
-        for path, part in module.named_modules()
-        for name, p in part.named_parameters(recurse=False)
-        if p.requires_grad and _queued_forward(part) is None
-    }
-    return max(sizes, key=sizes.__getitem__, default=None)
-
-
-def _has_form_of_experts(part: Any) -> bool:
-    known = all(hasattr(part, key) for key in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
-    if not known or "forward" in vars(part):
-        return False
-    matrices = [
-        part._parameters.get(key) for key in ("gate_up_proj" if part.has_gate else "up_proj", "down_proj")
-    ]
-    # Another implementation that a user has chosen stays.
-    usual = getattr(getattr(part, "config", None), "_experts_implementation", "grouped_mm") == "grouped_mm"
-    return usual and all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices)
-
-
-def _queued_forward(part: nn.Module) -> Callable[[Any, Queue], Callable[..., Tensor]] | None:
-    if _has_form_of_experts(part):
-        return QueuedExperts
-    # A parametrized weight is no parameter of the module but computed from one: autograd must see it.
-    if not isinstance(part._parameters.get("weight"), nn.Parameter) or "forward" in vars(part):
-        return None
-    name = f"{type(part).__module__}.{type(part).__qualname__}"
-    if isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or name in _LINEAR_TOO):
-        return QueuedLinear
-    if name in _ACROSS and part._parameters.get("bias") is not None:
-        return QueuedConv1D
-    if isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward:
-        plain = part.max_norm is None and not part.sparse and not part.scale_grad_by_freq
-        return QueuedEmbedding if plain else None
-    return None

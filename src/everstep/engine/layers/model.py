@@ -91,6 +91,7 @@ class ModelAssembly:
     recordable: bool = (
         False  # do its layers do the same with every batch of a shape, and nothing on the host?
     )
+    has_regions: bool = False  # do its layers say themselves what of them is to be compiled?
     check: Callable[[Value, Value], None] = anything  # says in a sentence what of a batch does not fit
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
     shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads

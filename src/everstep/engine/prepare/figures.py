@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
-from everstep.engine.layers.linear import Queue, take_over
+from everstep.engine.layers.linear import Queue
 from everstep.engine.layers.model import (
     Model,
     every_parameter,
@@ -26,6 +26,7 @@ from everstep.engine.layers.model import (
     skeleton,
     slots,
 )
+from everstep.engine.layers.taken_over import take_over
 from everstep.engine.stage.stage import DTYPES
 from everstep.job.job import Job
 from everstep.schedule.footprint import ADAM, Settings, StageFigures

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from everstep.engine import device
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Value, advice, described, mapped, take_apart, tensors_in
-from everstep.engine.layers.linear import largest_in_one, share_in_two
 from everstep.engine.layers.model import (
     Model,
     check_tied,
@@ -34,6 +33,7 @@ from everstep.engine.layers.model import (
     slots,
 )
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.taken_over import largest_in_one, share_in_two
 from everstep.engine.prepare.fitting import memory_here, refuse_what_does_not_fit
 from everstep.engine.prepare.resolve import (
     base_rate,

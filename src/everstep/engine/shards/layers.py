@@ -33,15 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine import keys
-from everstep.engine.layers.linear import (
-    Queue,
-    QueuedConv1D,
-    QueuedEmbedding,
-    QueuedLinear,
-    queued_embedding,
-    queued_linear,
-)
+from everstep.engine.layers.linear import Queue, QueuedLinear, queued_embedding, queued_linear
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.taken_over import QueuedConv1D, QueuedEmbedding
 from everstep.engine.shards.collectives import Collectives
 from everstep.errors import UserError
 

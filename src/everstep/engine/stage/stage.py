@@ -28,7 +28,7 @@ from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.layers.linear import LinearGrad, Queue, contributions_of
+from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
 from everstep.engine.layers.model import BACKWARD, Model, Slot, end, refusing_changed_buffers, slots
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.shards.collectives import Collectives
@@ -117,6 +117,7 @@ class Stage:
         )
         self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
+        self._placed_at, self._by_address = 0, dict[int, Tensor]()
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
         self._numbers = MicrobatchNumbers()
@@ -176,6 +177,7 @@ class Stage:
         wanted, value = ({}, self._fed(inputs)) if self.is_first else self._enter(given)
         if beside is not None and not self.is_first:
             value = value[TRAINED]
+        self._receive()
         # What a recording gives goes to the next stage as it is, with nothing beside it.
         if beside is None or self.is_last:
             found = self._take_recorded(step, value, targets)
@@ -256,6 +258,7 @@ class Stage:
         if stash is None or stash.outputs is None:
             raise InternalError(f"step {step}, microbatch {microbatch}: input gradient with no forward here.")
         self._queue.clear()
+        self._receive()
         weight = float(stash.weight if given is None else given.weight)  # type: ignore[arg-type]
         self._numbers.keep_weight(step, microbatch, weight)
         if stash.recorded is not None:
@@ -412,6 +415,13 @@ class Stage:
         return max(self._held.forward, least), max(self._held.weight, least)
 
     # How.
+
+    def _receive(self) -> None:
+        """What compiled layers queue from now on is this stage's."""
+        if self._placed_at != self.working.data_ptr():
+            self._placed_at = self.working.data_ptr()
+            self._by_address = {one.data_ptr(): one for one in self._index if one.numel()}
+        RECEIVER.queue, RECEIVER.at = self._queue, self._by_address
 
     def _fed(self, inputs: Value) -> Value:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers. A copy:

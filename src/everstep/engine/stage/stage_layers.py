@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from everstep.engine.layers.linear import Queue, take_over
+from everstep.engine.layers import regions
+from everstep.engine.layers.linear import Queue
 from everstep.engine.layers.model import (
     Model,
     Slot,
@@ -17,6 +18,7 @@ from everstep.engine.layers.model import (
     trained,
 )
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.taken_over import take_over
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.layers import cut, join
 
@@ -60,8 +62,11 @@ def build_layers(
             parameter.data = copy
         made.parameters.update(parameters)
         in_precision(module.to(working.device), working.dtype, layer, model.assembly.in_fp32)
-        take_over(module, queue)
+        fused = regions.are_enabled() and shards is None and not model.assembly.has_regions
+        take_over(module, queue, fused=fused)
         if shards is not None:
             made.summed.extend(join(layer, module, plan, shards))
         made.modules.append(in_training(module))
+        if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
+            module.forward = regions.compiled(f"layer {layer!r}", module.forward)  # type: ignore[method-assign]
     return made
