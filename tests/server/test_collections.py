@@ -18,8 +18,9 @@ def knot():
     one.self = one
     return weakref.ref(one)
 
+apart = gc.get_freeze_count()  # Python 3.12 and its libraries may have some
 term.collect_new()
-assert gc.get_freeze_count() == 0, "a process that does not lead is left alone"
+assert gc.get_freeze_count() == apart, "a process that does not lead is left alone"
 state = [[number] for number in range(100_000)]
 term.keep_collections_short()
 full = gc.get_stats()[2]["collections"]
