@@ -33,8 +33,8 @@ from torch import Tensor
 
 import everstep
 from everstep.engine.hf.model import NUMBERS_OF_EXPERTS, Family, expert_patterns
-from everstep.engine.layers.linear import share_in_two
 from everstep.engine.layers.model import parameter_count, partition, skeleton
+from everstep.engine.layers.taken_over import share_in_two
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.api import run_job
