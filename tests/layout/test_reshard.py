@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from everstep.errors import UserError
 from everstep.layout import Layout, Tensor, merged
 from everstep.layout import builders as build
-from everstep.layout.box import Box, flat_range, uncovered
-from everstep.layout.layout import doubly_held
+from everstep.layout.box import Box, flat_range, overlapping, uncovered
+from everstep.layout.layout import Holder
 from everstep_lab.reshard import least_bytes, reshard
 from tests.layout.drawn import layouts, tensors
 from tests.layout.moving import gathered, move, placed
@@ -24,6 +24,15 @@ def moved(a: Layout, b: Layout, buffers: dict) -> dict:
     target = {key: np.zeros(size, np.float32) for key, size in b.buffers.items()}
     move(reshard(a, b), buffers, target)
     return target
+
+
+def doubly_held(layout: Layout) -> tuple[Holder, str] | None:
+    """A holder that has some element of a tensor in two places; None if every holder has each once."""
+    mine: dict[tuple[Holder, str], list[Box]] = {}
+    for piece in layout.pieces:
+        for holder in piece.holders:
+            mine.setdefault((holder, piece.tensor), []).append(piece.box)
+    return next((key for key, boxes in mine.items() if overlapping(boxes) is not None), None)
 
 
 @settings(max_examples=100, deadline=None)

@@ -21,7 +21,6 @@ What differs between dumps, and what is made of it:
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 from collections import defaultdict
@@ -85,13 +84,6 @@ def unpickle(content: bytes) -> Any:
 
 def read_pickle(name: str, content: bytes) -> Dump:
     return part_of(name, unpickle(content))
-
-
-def read_json(name: str, text: str) -> Dump:
-    try:
-        return part_of(name, json.loads(text))
-    except json.JSONDecodeError as error:
-        raise UnusableFileError(f"truncated or not JSON ({error.msg}, line {error.lineno})") from None
 
 
 def is_dump(value: Any) -> bool:

@@ -67,15 +67,6 @@ class Catalogue:
                 return port
         return None
 
-    def drop_link(self, address: str) -> int:
-        """A link is dead: forget every entry that goes over it, and doubt the others. How many went."""
-        dropped = 0
-        for table in self._entries.values():
-            for port in [port for port, entry in table.items() if address in entry.hops]:
-                del table[port]
-                dropped += 1
-        return dropped
-
     def forget_all(self) -> None:
         """Routes have changed: hashes map differently."""
         self._entries.clear()

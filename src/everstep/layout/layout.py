@@ -22,7 +22,7 @@ from math import prod
 from typing import Literal
 
 from everstep.errors import UserError
-from everstep.layout.box import Box, Shape, offset_of, overlapping, uncovered
+from everstep.layout.box import Box, Shape, offset_of, uncovered
 
 Holder = Hashable
 ITEM_BYTES = {
@@ -214,12 +214,3 @@ def merged(layouts: Iterable[Layout]) -> Layout:
         pieces += layout.pieces
         tied |= layout.tied
     return Layout(tensors=tensors, pieces=tuple(dict.fromkeys(pieces)), buffers=buffers, tied=tied)
-
-
-def doubly_held(layout: Layout) -> tuple[Holder, str] | None:
-    """A holder that has some element of a tensor in two places; None if every holder has each once."""
-    mine: dict[tuple[Holder, str], list[Box]] = {}
-    for piece in layout.pieces:
-        for holder in piece.holders:
-            mine.setdefault((holder, piece.tensor), []).append(piece.box)
-    return next((key for key, boxes in mine.items() if overlapping(boxes) is not None), None)

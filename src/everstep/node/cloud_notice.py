@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal
+from typing import Any
 
 from everstep.errors import UserError
 from everstep.protocol.messages import LeaveNoticed
@@ -31,7 +31,6 @@ MOST_BYTES = 1 << 18
 SESSION_S = 21_600
 GCP_PREEMPTED_S = 30.0
 GCP_MAINTENANCE_S = 60.0  # at least; hours for some machines, which is not said
-Cloud = Literal["aws", "gcp", "azure"]
 SERVICES: Mapping[str, str] = {
     "aws": "http://169.254.169.254",
     "gcp": "http://metadata.google.internal",

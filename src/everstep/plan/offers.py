@@ -47,7 +47,3 @@ class ChangeTimes:
     reshape_s: float
     restore_s: float
     reshape_from: TimeSource = TimeSource.MODEL
-
-    def fill_s(self, gain: float) -> float:
-        """`gain`: what the new workers add, as a fraction of today's throughput. It is missed meanwhile."""
-        return self.agree_s + self.copy_s * max(0.0, gain)

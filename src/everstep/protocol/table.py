@@ -71,7 +71,8 @@ class Row:
     fleeting: bool  # of no use later: not kept while the line is cut
 
     def sentence(self, message: object, **around: object) -> str:
-        known = {name: getattr(message, name) for name in _named_in(self.says, self.kind)}
+        kind: AnyMessage = self.kind
+        known = {name: getattr(message, name) for name in _named_in(self.says, kind)}
         return self.says.format(**around | known)
 
 

@@ -17,7 +17,6 @@ from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.server.record import ClusterRecord
 
 USUAL_OF = 32  # steps whose median is the pace of a task
-QUEUED = (TaskState.WAITING, TaskState.PAUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,10 +112,6 @@ class Roster:
         seated = self._seated.get(task.name)
         return () if seated is None else seated.at
 
-    def replicas_of(self, task: Task, stage: int) -> int:
-        """The workers of this stage that have a seat."""
-        return self._seats(task).replicas[stage]
-
     def timed_nodes(self) -> list[Node]:
         """Those that are silent, isolated, promised back or about to leave."""
         return sorted(self._timed.values(), key=lambda node: self._order[node.name])

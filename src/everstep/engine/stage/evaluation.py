@@ -26,7 +26,6 @@ from everstep.engine.layers.boundary import Value, tensors_in
 from everstep.errors import UserError
 
 Metric = Callable[[Any, Any], Any]  # (output, targets) -> a mean, or (sum, weight)
-MOST_BATCHES = 1 << 16
 TRAINED, SCORED = "trained", "scored"  # the two parts of what crosses the edge of a stage
 
 
