@@ -126,6 +126,31 @@ class FakeCluster:
                 if not away:
                     break
 
+    def leave_in_memory(self, step: int, name: str = "t") -> None:
+        """As when a shape ends: on every node one worker of each stage leaves its state there."""
+        task = self.coordinator.tasks[name]
+        assert task.recovery is not None
+        first = {
+            (worker.stage, seat.node): worker for worker, seat in sorted(task.seats.items(), reverse=True)
+        }
+        for (stage, node), worker in first.items():
+            attempt, part = task.recovery.attempt_of(step), {"file": f"{worker}", "on": node}
+            told = msg.PartWritten(
+                task=name, step=step, stage=stage, attempt=attempt, part=part, memory_of=node
+            )
+            self.report(name, worker, told)
+
+    def save(self, step: int, name: str = "t") -> None:
+        """Every stage has written its part of a checkpoint."""
+        task = self.coordinator.tasks[name]
+        assert task.recovery is not None
+        for stage in range(task.shape.stages):
+            worker = min(w for w in task.seats if w.stage == stage)
+            attempt = task.recovery.attempt_of(step)
+            self.report(
+                name, worker, msg.PartWritten(task=name, step=step, stage=stage, attempt=attempt, part="p")
+            )
+
     def exits(self, worker: Worker, reason: str, name: str = "t", **more: Any) -> None:
         actor = self.actors.pop((name, worker))
         exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason, **more)

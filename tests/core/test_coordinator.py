@@ -479,8 +479,10 @@ def pausing() -> FakeCluster:
 
 
 def until_left(cluster: FakeCluster) -> None:
-    while cluster.coordinator.tasks["t"].state is TaskState.RUNNING:
+    task = cluster.coordinator.tasks["t"]
+    while task.state is TaskState.RUNNING and task.progress.held is None:
         cluster.seal()
+    cluster.save(task.progress.recorded)
 
 
 def test_a_paused_task_is_saved_first_gives_its_slots_back_and_goes_on() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
+from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.protocol import events as ev
@@ -10,6 +15,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
 from everstep.protocol.messages import SAVING
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
@@ -183,3 +189,102 @@ def test_what_a_cancelled_task_has_half_written_is_removed() -> None:
     cluster.hear(msg.CancelRequested(task="t"))
     assert task_of(cluster).state is TaskState.CANCELLED
     assert orders(cluster, msg.DiscardPartial) == [msg.DiscardPartial(task="t", step=10)]
+
+
+# ------------------------------------------------------------------ workers are held until a state is safe
+
+
+def held(**more: Any) -> FakeCluster:
+    """It was asked to pause, and has stopped after a step that is not saved yet."""
+    cluster = FakeCluster(**more)
+    cluster.submit(steps=99, has_checkpoints=True)
+    cluster.seal()
+    cluster.hear(msg.PauseRequested(task="t"))
+    while task_of(cluster).progress.held is None:
+        cluster.seal()
+    return cluster
+
+
+def test_a_pause_holds_the_workers_until_the_state_is_on_disk() -> None:
+    """31 steps, no part ever written: "paused", protected 0, resumed at step 1."""
+    cluster = held()
+    task, step = task_of(cluster), task_of(cluster).progress.recorded
+    cluster.wait(60)
+    assert task.state is TaskState.RUNNING
+    assert len(cluster.actors) == 4, "they have the only copy"
+    write(cluster, step, W00, W01)
+    assert task.state is TaskState.PAUSED
+    assert task.checkpoints.newest == step
+    assert not cluster.coordinator.log.incidents
+
+
+def test_a_task_whose_state_cannot_be_saved_is_not_paused_and_trains_on() -> None:
+    """With a full disk there was an incident, and its steps were lost all the same."""
+    cluster = held()
+    task, step = task_of(cluster), task_of(cluster).progress.recorded
+    write(cluster, step, W00)
+    fails(cluster, step, W01)
+    assert task.state is TaskState.RUNNING
+    assert "could not be made safe (OSError: [Errno 28] No space left on device)" in task.because
+    assert task.because.endswith("so it keeps running")
+    assert "it was not stopped" in [one.what for one in cluster.coordinator.log.incidents]
+    for _ in range(3):
+        cluster.seal()
+    assert task.progress.recorded == step + 3
+    assert [actor.incarnation for actor in cluster.actors.values()] == [1] * 4, "the same processes"
+    cluster.hear(msg.PauseRequested(task="t"))
+    while task.progress.held is None:
+        cluster.seal()
+    cluster.save(task.progress.recorded)
+    assert task.state is TaskState.PAUSED, "there is room again"
+
+
+def test_storage_that_hangs_does_not_hold_workers_without_end() -> None:
+    cluster = held()
+    limit_s = cluster.coordinator.patience.disk_answer_s
+    due_at = cluster.coordinator.due_at()
+    assert due_at is not None
+    assert due_at <= cluster.now + limit_s
+    cluster.wait(limit_s + 1)
+    assert task_of(cluster).state is TaskState.RUNNING
+    assert f"not saved within {limit_s:.0f} s" in task_of(cluster).because
+    cluster.seal()
+
+
+def test_a_pause_by_force_does_not_wait() -> None:
+    cluster = held()
+    cluster.hear(msg.PauseRequested(task="t", force=True))
+    assert task_of(cluster).state is TaskState.PAUSED
+
+
+def test_a_worker_that_dies_while_a_state_is_held_does_not_end_the_wait() -> None:
+    cluster = held()
+    task, step = task_of(cluster), task_of(cluster).progress.recorded
+    cluster.exits(W00, "killed by SIGKILL")
+    assert task.state is TaskState.RUNNING
+    assert task.progress.held is not None
+    write(cluster, step, Worker(1, 0), W01)
+    assert task.state is TaskState.PAUSED
+
+
+def test_a_shape_that_ends_is_left_once_each_stage_is_in_two_memories() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7)
+    cluster.submit(steps=99)
+    cluster.seal()
+    task = task_of(cluster)
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
+    cluster.copy_to_memory(2, away=False)  # one of each stage
+    cluster.seal()
+    assert task.shape == Shape(2, 2, 2)
+    assert task.progress.held is not None
+    cluster.leave_in_memory(2)
+    assert task.shape == Shape(1, 2, 4)
+    assert task.state is TaskState.RUNNING
+
+
+def test_a_held_state_is_in_a_snapshot() -> None:
+    cluster = held()
+    fresh = Coordinator()
+    thaw(fresh, json.loads(json.dumps(freeze(cluster.coordinator))))
+    assert fresh.tasks["t"].progress.held == task_of(cluster).progress.held
+    assert digest(fresh) == digest(cluster.coordinator)

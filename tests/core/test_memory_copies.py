@@ -266,7 +266,7 @@ def test_a_task_takes_another_shape_after_the_step_somebody_is_in() -> None:
     cluster.hear(msg.ReshapeRequested(task="t", job={"job": "other"}, shape=Shape(1, 4, 4)))
     task = cluster.coordinator.tasks["t"]
     assert resumes(cluster)[-1].facts.until == 2
-    cluster.copy_to_memory(2, away=False)
+    cluster.leave_in_memory(2)
     cluster.seal()
     assert task.state is TaskState.RUNNING
     assert task.shape == Shape(1, 4, 4)
@@ -301,7 +301,7 @@ def test_a_worker_that_dies_while_its_shape_ends_delays_it_and_no_more() -> None
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
     cluster.exits(Worker(1, 0), "killed by SIGKILL")
     assert {order.facts.until for order in resumes(cluster)[-3:]} == {1}
-    cluster.copy_to_memory(1, away=False)
+    cluster.leave_in_memory(1)
     cluster.seal()
     assert cluster.coordinator.tasks["t"].shape == Shape(1, 2, 4)
 
@@ -311,8 +311,8 @@ def test_a_task_cancelled_while_it_changes_its_shape_is_cancelled() -> None:
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
     task = cluster.coordinator.tasks["t"]
     late = task.seats[Worker(1, 1)].node
+    cluster.leave_in_memory(1)
     cluster.cut.add(late)  # its worker's exit is not heard yet
-    cluster.copy_to_memory(1, away=False)
     cluster.seal()
     assert task.state is TaskState.ENDING
     cluster.hear(msg.CancelRequested(task="t"))

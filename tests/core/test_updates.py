@@ -37,7 +37,7 @@ def updated(**limits: float) -> tuple[FakeCluster, Task]:
 
 def leave(cluster: FakeCluster, step: int) -> None:
     """The task's workers end the step they are in, and others come."""
-    cluster.copy_to_memory(step, away=False)
+    cluster.leave_in_memory(step)
     cluster.seal()
 
 

@@ -69,3 +69,16 @@ def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch,
     assert select.select([started], [], [], 60.0)[0] == [started], "it has ended"
     for fd in (*fds, started):
         os.close(fd)
+
+
+def test_a_worker_is_ended_before_its_agent_when_memory_runs_out(tmp_path: Path) -> None:
+    """With systemd's or the kernel's choice one worker's leak could cost the agent, and so the node."""
+    score = tmp_path / "oom_score_adj"
+    score.write_text("-900\n")
+    module.go_first(score)
+    assert score.read_text() == str(module.OOM_SCORE)
+    score.write_text("1000\n")
+    module.go_first(score)
+    assert score.read_text() == "1000\n", "never lower than it is"
+    module.go_first(tmp_path / "not there")
+    assert "OOMPolicy=continue" in (Path(__file__).parents[2] / "deploy/everstep-agent.service").read_text()

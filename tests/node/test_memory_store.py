@@ -1,6 +1,7 @@
 """A node's memory store: parts go over real sockets, and only the task's own workers get in."""
 
 import http.client
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from everstep.errors import UserError
 from everstep.layout.box import Box, whole
 from everstep.net.seal import Suite
 from everstep.store import memory
-from everstep.store.memory_server import MemoryServer, MemoryStore
+from everstep.store.memory_server import MemoryServer, MemoryStore, room_bytes
 from tests.tap import Tap
 
 SECRET = "ab" * 32
@@ -195,3 +196,19 @@ def test_a_memory_server_that_cannot_listen_says_so() -> None:
     with pytest.raises(UserError, match=r"cannot be served at 203\.0\.113\.7"):
         MemoryServer(store, "203.0.113.7").open()
     store.close()
+
+
+def test_copies_fit_into_the_cgroup_and_the_file_system_not_only_into_the_machine(tmp_path: Path) -> None:
+    """Half of the host's free memory was allowed: in a container the kernel ended the agent."""
+    inner = tmp_path / "slice" / "agent.service"
+    inner.mkdir(parents=True)
+    whole_machine = room_bytes(tmp_path, tmp_path, "/")
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("1000\n")
+    assert room_bytes(tmp_path, tmp_path, "/slice/agent.service") == pytest.approx(whole_machine, rel=0.2)
+    (tmp_path / "slice" / "memory.max").write_text("5000\n")
+    (tmp_path / "slice" / "memory.current").write_text("2000\n")
+    assert room_bytes(tmp_path, tmp_path, "/slice/agent.service") == 3000
+    (inner / "memory.max").write_text("1500\n")
+    assert room_bytes(tmp_path, tmp_path, "/slice/agent.service") == 500
+    assert room_bytes(Path("/dev/shm")) <= shutil.disk_usage("/dev/shm").free

@@ -375,6 +375,9 @@ def cancel_command(
 
 def pause_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop at once, also if its last steps are lost by that.")
+    ] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True)] = False,  # the old name of `resume`
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
@@ -383,16 +386,20 @@ def pause_command(
 ) -> int:
     """Stop a task and free its slots until `everstep resume`. The task needs checkpoints.
 
-    The state of the step it is in is saved first, so no step is done twice. Asked again, it stops at once.
+    Its workers stop after the step they are in, and keep their slots until its state is saved, so no step is
+    done twice. If it cannot be saved, the task keeps running and an incident says why. --force, or a second
+    request, stops it at once.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       everstep pause llama-8b
+
+      everstep pause llama-8b --force
     """
     client = Client(address=address, token=token, ca=ca)
     if go_on:
         return resume_command(task, address=address, token=token, ca=ca, as_json=as_json)
-    row = client.post(f"/v1/tasks/{task}/pause")
+    row = client.post(f"/v1/tasks/{task}/pause", {"force": True} if force else {})
     if row["state"] == "paused":
         return answer(row, f"task {task} is paused at step {row['step']}; everstep resume {task}", as_json)
     will = f"task {task} completes the step after {row['step']}, saves it and frees its slots"

@@ -31,6 +31,7 @@ from everstep.log import warn
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
+OOM_SCORE = 500  # of workers, from -1000 to 1000: the kernel ends the process with the most first
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
 _TRAINING = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
 _KEEPING = ("everstep.node.keep_ranks",)
@@ -245,11 +246,21 @@ def _answer(sock: socket.socket, children: set[int]) -> None:
             os.close(pidfd)
 
 
+def go_first(score: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """When memory runs out, the kernel ends a worker and not the agent: a worker is replaced, with the agent
+    all workers of its node end. To raise one's own score needs no privilege.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if int(score.read_text()) < OOM_SCORE:
+            score.write_text(str(OOM_SCORE))
+
+
 def _live(spec: dict[str, Any], output: str) -> None:
     """The child's whole life."""
     code = 1
     try:
         os.setsid()
+        go_first()
         words = log.append_to(Path(output))
         os.dup2(words, 1)
         os.dup2(words, 2)

@@ -248,6 +248,13 @@ class StateKept(Event):
     step: int | None
 
 
+@message(says="task {task} is not stopped: {because}")
+class StopAbandoned(Event):
+    """Its workers have stopped and hold a state that could not be made safe: they continue."""
+
+    because: str
+
+
 @message(says="copies of {task} in memory are lost: {because}")
 class CopiesLost(Event):
     """The node that was to keep copies of the state is gone: they must go elsewhere."""

@@ -1092,10 +1092,11 @@ class FinishRequested(TaskRequest):
 
 @message(by=OPERATOR, says="{by} pauses task {task}")
 class PauseRequested(TaskRequest):
-    """End its workers after the step they are in; the task keeps its place."""
+    """End its workers after the step they are in, once its state is saved; the task keeps its place."""
 
     task: str
     by: str = AN_OPERATOR
+    force: bool = False  # at once, whatever is saved
 
 
 @message(by=OPERATOR, says="{by} resumes task {task}")

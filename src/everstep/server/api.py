@@ -407,7 +407,7 @@ class Api:
                     raise UserError(
                         f"task {task.name} keeps no checkpoints, so it cannot be paused; cancel it."
                     )
-                event = msg.PauseRequested(task=task.name, by=by)
+                event = requests.pause(await requests.body(request), task.name, by=by)
             case "unpause":
                 event = msg.UnpauseRequested(task=task.name, by=by)
             case "resize":

@@ -28,6 +28,7 @@ from everstep.protocol.messages import (
     CheckpointFolder,
     DrainRequested,
     LeaveAnnounced,
+    PauseRequested,
     RankRules,
     ReshapeRequested,
     TaskNeeds,
@@ -263,11 +264,20 @@ def repair_s(given: dict[str, Any], node: Node) -> float:
     return seconds
 
 
-def drain(given: dict[str, Any], node: Node, roster: Roster, *, by: str) -> DrainRequested:
-    """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs `force`."""
+def pause(given: dict[str, Any], task: str, *, by: str) -> PauseRequested:
+    return PauseRequested(task=task, by=by, force=_force(given))
+
+
+def _force(given: dict[str, Any]) -> bool:
     force = given.get("force", False)
     if not isinstance(force, bool):
         raise UserError(f"force is {shown(force)}; give true or false.")
+    return force
+
+
+def drain(given: dict[str, Any], node: Node, roster: Roster, *, by: str) -> DrainRequested:
+    """A drain that would cost steps waits for the state to be safe; where it cannot be, it needs `force`."""
+    force = _force(given)
     costs = costs_of_drain(roster, node.name)
     if lost := [cost.sentence(node.name) for cost in costs if not cost.is_savable and not force]:
         raise UserError(

@@ -34,6 +34,31 @@ _BLOCK = 1 << 20
 MOST_NONCES = 1 << 17  # older requests are about steps that are not kept any more
 
 
+def room_bytes(folder: Path, cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> int:
+    """What can be written into a folder in RAM: less than the machine has free, where the cgroup of this
+    process (a container, a Slurm step) or the file system itself is smaller. Pages written here count for
+    the cgroup: above its limit the kernel ends processes of it. `own`: its path, as in /proc/self/cgroup.
+    """
+    found = [psutil.virtual_memory().available]
+    with contextlib.suppress(OSError):
+        there = os.statvfs(folder)
+        found.append(there.f_bavail * there.f_frsize)
+    if own is None:
+        try:
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            lines = []
+        own = next((line[3:] for line in lines if line.startswith("0::")), "")
+    group = cgroups / own.strip("/")
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((each / name).read_text()) for name in ("memory.max", "memory.current"))
+            found.append(max(0, limit - used))
+        if each == cgroups:
+            break
+    return min(found)
+
+
 class MemoryStore:
     """A folder in RAM; removed with its owner."""
 
@@ -154,7 +179,7 @@ class MemoryServer:
         size = int(said) if re.fullmatch(r"\d{1,18}", said) else -1
         if size < 0 or request.content_length != sealed_bytes(asked.suite, size):
             raise web.HTTPBadRequest(text="the length of the part and that of the request do not agree")
-        if size > psutil.virtual_memory().available // 2:
+        if size > room_bytes(self.store.folder) // 2:
             raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size)
         path.parent.mkdir(parents=True, exist_ok=True)
         arriving = path.with_name(f".{path.name}")

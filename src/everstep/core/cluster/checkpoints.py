@@ -184,6 +184,7 @@ class Checkpoints:
         self._answered(task, step)
         task.checkpoints.num_failed += 1
         task.checkpoints.failing = because
+        task.checkpoints.broken.setdefault(step, -1)
         self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
 
     def _answered(self, task: Task, step: int) -> None:

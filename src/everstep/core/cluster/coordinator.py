@@ -159,6 +159,7 @@ class Coordinator:
             ],
             "next search": [t.checkpoints.search_at for t in tasks if t.checkpoints.search_at is not None],
             "search": [at for task in tasks for at in task.checkpoints.search_due_at(patience)],
+            "state that is held": self._tasks.held_due_at(),
             "commit": [at for task in tasks for at in task.checkpoints.commits_due_at(patience)],
             "life of a script": [
                 at for t in tasks if t.lives is not None and (at := t.lives.due_at()) is not None
@@ -337,7 +338,7 @@ class Coordinator:
 
     @on
     def _paused(self, task: Task, event: msg.PauseRequested, now: Moment) -> Actions:
-        return self._tasks.pause(task, event.by, now)
+        return self._tasks.pause(task, event.by, now, force=event.force)
 
     @on
     def _unpaused(self, task: Task, event: msg.UnpauseRequested, now: Moment) -> Actions:

@@ -102,6 +102,16 @@ class Progress:
     lived: Lived = field(default_factory=Lived)  # before it was paused or took another shape
     skips: SkipCount = field(default_factory=SkipCount)
     losses: dict[int, float] = field(default_factory=dict)  # of the last steps, for their checkpoints
+    held: HeldState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """All workers have stopped after this step and wait until its state is safe."""
+
+    step: int
+    because: str  # why they stopped
+    since: float
 
 
 @dataclass(slots=True)

@@ -11,18 +11,21 @@ workers. So what an event leads to is decided on the whole of what it changed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from everstep.core.cluster.checkpoints import Checkpoints
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.memory_copies import MemoryCopies
+from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, NextShape, Task, TaskState
+from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, HeldState, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
+from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -76,14 +79,16 @@ class Tasks:
         task.after_stop = TaskState.FINISHED
         return self._training.inform(task, ev.StopRequested(because=because, final=True), now)
 
-    def pause(self, task: Task, by: str, now: Moment) -> Actions:
-        """After the step it is in, whose state is saved; at once if asked again, or if it does not train."""
+    def pause(self, task: Task, by: str, now: Moment, *, force: bool = False) -> Actions:
+        """After the step it is in, once its state is saved; at once with `force`, if asked again, or if it
+        does not train.
+        """
         if task.state is TaskState.PAUSED or task.after_stop is TaskState.FINISHED:
             return []
         if not task.request.has_checkpoints and not task.is_script:
             return []  # the API has refused it
-        because, asked_again = f"{by} paused it", task.after_stop is TaskState.PAUSED
-        if asked_again or task.state is not TaskState.RUNNING or not task.has_every_stage or task.is_script:
+        because, at_once = f"{by} paused it", force or task.after_stop is TaskState.PAUSED
+        if at_once or task.state is not TaskState.RUNNING or not task.has_every_stage or task.is_script:
             return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
         task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"
         return self._training.inform(task, ev.StopRequested(because=because, saves=True), now)
@@ -303,7 +308,7 @@ class Tasks:
         task.ending = ending
         task.checkpoints.search_at = task.checkpoints.searched_at = None
         task.failures.overdue.clear()
-        task.failures.links = BadLinks()
+        task.failures.links, task.progress.held = BadLinks(), None
         task.speeds.slow.clear()
         self._training.stop(task, resumes=ending.state not in OVER)
         actions: Actions = []
@@ -372,6 +377,9 @@ class Tasks:
         """Do what the event has left to do; it may lead to more of it."""
         later = self._later
         actions: Actions = []
+        for task in self._roster.tasks.values():
+            if task.progress.held is not None:
+                actions += self._look_at_held(task, task.progress.held, now)
         while not later.clear():
             endings, later.endings = later.endings, []
             for task, ending in endings:
@@ -390,6 +398,81 @@ class Tasks:
                 actions += self._fill(why, now)
         later.keep_plan = False
         return actions
+
+    def _look_at_held(self, task: Task, held: HeldState, now: Moment) -> Actions:
+        """Its workers have stopped, and hold the state. They go once it is safe; if it cannot be made safe,
+        the task keeps running and says why.
+        """
+        if task.state is not TaskState.RUNNING or task.managed is None:
+            task.progress.held = None
+            return []
+        if task.managed.recorded < held.step:
+            return []  # it went back meanwhile, and comes here again
+        if self._is_safe(task, held.step):
+            task.progress.held = None
+            ending = Ending(state=task.after_stop, because=held.because, gently=True)
+            self._later.endings.append((task, ending))
+            return []
+        why = self._why_not_safe(task, held, now)
+        return self._go_on(task, held, why, now) if why else []
+
+    def _is_safe(self, task: Task, step: int) -> bool:
+        """On disk; or, where it is only to change its shape or its place, in the memory of nodes that stay:
+        of each stage on two, if it is on two.
+        """
+        if task.checkpoints.newest >= step:
+            return True
+        if task.after_stop is TaskState.PAUSED:
+            return False
+        keeping = self._keeping(task)
+        if not keeping and not task.request.has_checkpoints:
+            return True  # nothing can keep it
+        kept = task.copies.states.get(step)
+        if kept is None or not kept.whole:
+            return False
+        nodes = self._roster.nodes
+        stays = {name for name, node in nodes.items() if node.memory_port and node.state is NodeState.UP}
+        least = [1] * task.shape.stages
+        if not task.shape.chunks:
+            at = Counter(stage for n in keeping & stays for stage in self._stages_on(task, n))
+            least = [max(1, min(2, at[stage])) for stage in range(task.shape.stages)]
+        per_stage = max(1, task.shape.chunks)
+        return all(
+            len(stays & set(holders)) >= least[part // per_stage] for part, holders in kept.copies.items()
+        )
+
+    def _keeping(self, task: Task) -> set[str]:
+        """The nodes in whose memory its workers leave their states."""
+        return {name for name in self._roster.nodes_of(task) if self._roster.nodes[name].memory_port}
+
+    def _stages_on(self, task: Task, node: str) -> set[int]:
+        return {worker.stage for worker in self._roster.seats_on(task, node)}
+
+    def _why_not_safe(self, task: Task, held: HeldState, now: Moment) -> str:
+        """Empty: it is waited for."""
+        known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
+        if held.step in known.broken and (task.after_stop is TaskState.PAUSED or not self._keeping(task)):
+            return known.failing
+        return f"not saved within {limit_s:.0f} s" if now.at >= held.since + limit_s else ""
+
+    def _go_on(self, task: Task, held: HeldState, why: str, now: Moment) -> Actions:
+        because = f"{held.because}; but that state could not be made safe ({why}), so it keeps running"
+        task.progress.held, task.next_shape = None, None
+        task.after_stop, task.because = TaskState.WAITING, because
+        if task.trial is not None:
+            task.trial, task.updated = None, f"not updated: {because}"
+        incident = self._incidents.new(task=task, what="it was not stopped", now=now, step=held.step)
+        incident.stops_training = False
+        self._incidents.tell(incident, "coordinator", (because,), now)
+        self._incidents.judge(incident, known(ErrorKind.OTHER, why), now)
+        self._incidents.treat(incident, "keep it running", "its workers have the only copy of it", now)
+        actions = self._incidents.close(incident, f"it trains on; protected up to step {task.protected}", now)
+        return actions + self._training.inform(task, ev.StopAbandoned(because=because), now)
+
+    def held_due_at(self) -> list[float]:
+        """When states that are waited for are given up."""
+        held = [task.progress.held for task in self._roster.tasks.values()]
+        return [one.since + self._policy.patience.disk_answer_s for one in held if one is not None]
 
     def review_if_due(self, now: Moment) -> None:
         """A change of shape has been wished for long enough: the planner is asked again."""

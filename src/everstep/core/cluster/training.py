@@ -17,7 +17,7 @@ from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.skipped_steps import SkippedSteps
 from everstep.core.cluster.slowness import Slowness
-from everstep.core.cluster.task import Ending, NextShape, Task, TaskState
+from everstep.core.cluster.task import Ending, HeldState, NextShape, Task, TaskState
 from everstep.core.cluster.trial import Trial
 from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import RecoveryPolicy
@@ -262,7 +262,13 @@ class Training:
 
     @on_wish
     def _finish_shape(self, task: Task, wish: act.FinishShape, now: Moment) -> Actions:
-        return self._ends(task, task.after_stop, wish.because, gently=True)
+        """Its workers go once its state is safe (`Tasks.settle`); they are idle, and have it."""
+        if task.managed is None or task.managed.is_over or task.after_stop is TaskState.FINISHED:
+            return self._ends(task, task.after_stop, wish.because, gently=True)
+        held = task.progress.held
+        since = held.since if held is not None and held.step == wish.step else now.at
+        task.progress.held = HeldState(wish.step, wish.because, since)
+        return []
 
     @on_wish
     def _fail(self, task: Task, wish: act.FailTask, now: Moment) -> Actions:

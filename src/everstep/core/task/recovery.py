@@ -163,6 +163,10 @@ class Recovery:
         return self._phases.phase
 
     @property
+    def is_over(self) -> bool:
+        return isinstance(self.phase, Over)
+
+    @property
     def places(self) -> dict[Worker, PlaceState]:
         return self._places.states
 
@@ -474,9 +478,11 @@ class Recovery:
                 self._places.promote_entered(self.recorded)
             self._places.forgive(self.recorded)
             actions += self._places.start_due(self.recorded) + self._let_in_late_joiners()
-        if book.is_full:
+        if book.is_full and self._ends_here:
             self._phases.to(Over("the last step is sealed"))
             actions.append(self._finished())
+        elif book.is_full:
+            actions += [self._finished()] if records and isinstance(self.phase, Running) else []
         elif records and book.must_stop:
             # the request came while the task was healing
             actions += self._phases.interrupt_if_running(book.stopping)
@@ -490,11 +496,26 @@ class Recovery:
         return self._phases.interrupt_if_running(f"worker {ready[0]} has caught up and joins")
 
     def _finished_if_full(self, orders: list[Action]) -> list[Action]:
-        """The state that all go back to may be that of the last step of this shape: nothing is left to do."""
+        """The state that all go back to may be that of the last step of this shape: nothing is left to do. If
+        a worker died while the others held that state, they get their orders: it may not be safe yet.
+        """
         if not self._book.is_full or not isinstance(self.phase, Running):
             return orders
+        loads = any(isinstance(o, act.ResumeWorkers) and o.facts.restore is not None for o in orders)
+        if not loads and not self._ends_here:
+            return [*orders, self._finished()]
         self._phases.to(Over("the last step is in the state that is kept"))
         return [self._finished()]
+
+    @property
+    def _ends_here(self) -> bool:
+        """The task itself is over, not only its shape: no worker will be asked to go on."""
+        return self.recorded >= self.steps or self._book.final
+
+    @on
+    def _stop_abandoned(self, event: ev.StopAbandoned, now: float) -> list[Action]:
+        self._book.go_on()
+        return self._phases.interrupt_if_running(event.because)
 
     def _finished(self) -> Action:
         if self.recorded >= self.steps:

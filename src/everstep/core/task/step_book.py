@@ -59,6 +59,10 @@ class StepBook:
         self.stopping, self.final = because, self.final or final
         self.saves = self.saves or saves or final
 
+    def go_on(self) -> None:
+        """This shape does not end after all."""
+        self.until, self.stopping, self.final, self.saves = None, "", False, False
+
     def stop_after(self, step: int) -> None:
         if self.must_stop and step < self.steps:
             self.until = step
