@@ -3,6 +3,9 @@
     python -m bench.coordinator kills --times 50        SIGKILL at random moments, in recoveries too
     python -m bench.coordinator takeover --times 10     the same with etcd and a second coordinator
     python -m bench.coordinator agents --number 2000    heartbeats of that many agents on one process
+    python -m bench.coordinator recovery --number 200   one task on that many agents, with etcd: seconds from
+                                                        a death until all agents have their orders to resume;
+                                                        then the same while the leader is killed
 
 Each with --json. The exit code is 1 if a step was lost, a loss differs, an incident stays open or an agent is
 declared silent.
@@ -32,11 +35,13 @@ import aiohttp
 from everstep.cli.client import Client
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
+from everstep.protocol.ops import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from harness.cluster import Cluster, replayed, small_job
 from harness.etcd import ABSENT, BINARY, Etcd
+from harness.fake_agents import Crowd, FakeAgent
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:
@@ -225,6 +230,58 @@ def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     }
 
 
+def recovery(number: int, times: int, folder: Path) -> dict[str, Any]:
+    """Every agent has one worker of a task of two stages; none of them is a process."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with Etcd(folder) as etcd, Cluster(folder, etcd=etcd.endpoints) as cluster:
+        cluster.start_coordinator("first")
+        cluster.start_coordinator("second", wait=False)
+        return asyncio.run(_recoveries(cluster, number, times, folder))
+
+
+async def _recoveries(cluster: Cluster, number: int, times: int, folder: Path) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {cluster.token}"}
+    crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers)
+    for agent in range(number):
+        crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd, task="job")
+    living = asyncio.create_task(crowd.live())
+    try:
+        while len((await asyncio.to_thread(cluster.client.get, "/v1/status"))["nodes"]) < number:
+            await asyncio.sleep(0.2)
+        job = small_job(folder, steps=1000, replicas=number // 2, stages=2)
+        crowd.microbatches = number // 2 * job["microbatches"]
+        await asyncio.to_thread(cluster.submit, job)
+        if await crowd.all_resumed(0, within_s=120.0) is None:
+            raise SystemExit("the task did not begin within 120 s")
+        healed = [await _one_recovery(cluster, crowd, turn, leader_dies=False) for turn in range(times)]
+        taken_over = await _one_recovery(cluster, crowd, times, leader_dies=True)
+    finally:
+        living.cancel()
+    found = [seconds for seconds in healed if seconds is not None]
+    return {
+        "agents": number,
+        "deaths": times,
+        "all_have_orders": len(found),
+        "death_to_orders_s": _spread(found) if found else None,
+        "with_leader_killed_s": taken_over,
+    }
+
+
+async def _one_recovery(cluster: Cluster, crowd: Crowd, turn: int, *, leader_dies: bool) -> float | None:
+    """Seconds from a death until all agents have orders of a later epoch; then the worker is back."""
+    await asyncio.sleep(1.0)  # the worker of the time before has joined
+    crowd.seal()
+    await asyncio.sleep(0.5)
+    leader = await asyncio.to_thread(_leader, cluster) if leader_dies else None
+    epoch = crowd.epoch()
+    died_at = await crowd.kill(Worker(1 + turn % (len(crowd.agents) // 2 - 1), turn % 2))
+    if leader is not None:
+        cluster.kill_coordinator(leader)
+    resumed_at = await crowd.all_resumed(epoch, within_s=60.0)
+    return None if resumed_at is None else round(resumed_at - died_at, 3)
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -240,6 +297,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def holds(told: dict[str, Any]) -> bool:
+    if "all_have_orders" in told:
+        return told["all_have_orders"] == told["deaths"] and told["with_leader_killed_s"] is not None
     if "states" in told:
         return bool(told["states"] == ["up"])
     same = told["max_relative_loss_difference"] == 0 and told.get("journal_replays_to_the_same_state", True)
@@ -248,7 +307,7 @@ def holds(told: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["kills", "takeover", "agents"])
+    parser.add_argument("what", choices=["kills", "takeover", "agents", "recovery"])
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -256,7 +315,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    if given.what == "takeover" and BINARY is None:
+    if given.what in ("takeover", "recovery") and BINARY is None:
         raise SystemExit(ABSENT)
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         folder = Path(name)
@@ -265,6 +324,8 @@ def main() -> int:
                 told = kills(given.times, given.seed, folder, given.steps)
             case "takeover":
                 told = takeover(given.times, given.seed, folder, given.steps)
+            case "recovery":
+                told = recovery(given.number, min(given.times, 20), folder)
             case _:
                 told = agents(given.number, given.seconds, folder)
     if given.json:

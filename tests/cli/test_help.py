@@ -57,7 +57,7 @@ def test_a_paused_task_is_resumed_by_a_command_of_its_own(
     class Coordinator:
         def __init__(self, **_: Any) -> None: ...
 
-        def post(self, where: str) -> dict[str, Any]:
+        def post(self, where: str, given: Any = None) -> dict[str, Any]:
             asked.append(where)
             return {"task": "gpt", "state": "paused", "step": 7, "saved": {"protected": 7}}
 
