@@ -113,6 +113,18 @@ def test_requests_that_once_broke_it_are_refused_in_words(port, method, path, bo
     assert asked(port, "GET", "/v1/health")[0] == 200
 
 
+@pytest.mark.parametrize("depth", [101, 900])
+def test_a_job_that_is_nested_without_end_is_refused_in_words(port: int, depth: int) -> None:
+    """900 levels were read, and then ended in a RecursionError: HTTP 500."""
+    deep: Any = 1
+    for _ in range(depth):
+        deep = {"a": deep}
+    body = json.dumps({"name": "deep", "job": {**JOB, "data": deep}})
+    status, text = asked(port, "POST", "/v1/tasks", body)
+    assert status == 400
+    assert b"nested more than 100 levels deep" in text
+
+
 def test_an_agent_that_hangs_up_before_it_is_answered_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

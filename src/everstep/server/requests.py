@@ -43,6 +43,7 @@ MOST_RESTARTS = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
 MOST_TRIAL_STEPS = 1_000_000
 USUAL_OF = 32  # steps that say what is usual
+MOST_NESTED = 100  # levels of a request
 NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -253,7 +254,22 @@ async def body(request: web.Request) -> dict[str, Any]:
         raise UserError("the body is not JSON.") from None
     if not isinstance(body, dict):
         raise UserError("the body is not a JSON object.")
+    if _is_deep(body):
+        raise UserError(f"the body is nested more than {MOST_NESTED} levels deep.")
     return body
+
+
+def _is_deep(body: Any) -> bool:
+    """What reads a job calls itself for each level: a thousand of them end in an error of ours."""
+    level = [body]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return bool(level)
 
 
 def repair_s(given: dict[str, Any], node: Node) -> float:
