@@ -153,6 +153,10 @@ def test_what_is_not_there_is_not_found(lasting: str, path: str) -> None:
     assert call(lasting, path)[0] == 404
 
 
+def test_an_unknown_incident_is_told_by_what_a_person_can_type(lasting: str) -> None:
+    assert b"everstep explain lists recent ones" in call(lasting, "/v1/incidents/7")[1]
+
+
 def test_a_task_goes_to_an_agent_and_its_steps_are_on_record(address: str) -> None:
     async def play() -> None:
         async with agent(address, "a") as one:

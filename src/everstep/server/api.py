@@ -239,7 +239,7 @@ class Api:
             return _refuse(
                 404, f"incident {text} is closed and no longer kept: the last {MOST_CLOSED} closed ones are."
             )
-        return _refuse(404, f"there is no incident {text!r}; GET /v1/incidents lists them.")
+        return _refuse(404, f"there is no incident {text!r}; everstep explain lists recent ones.")
 
     async def _task(self, request: web.Request) -> web.Response:
         """`?rows=N`: only so many of its last steps."""
