@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,9 @@ def path_of_a_newcomer(
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder / "everstep")], check=True)
     stages = [{"stage": "clone", "s": time.monotonic() - began}]
     left = list(awaited)
-    before = time.monotonic()
+    before, screen = time.monotonic(), deque[str](maxlen=20)
     for line in on_a_terminal(command, folder / "everstep", env):
+        screen.append(line)
         while left and left[0][1].search(line):
             now = time.monotonic()
             stages.append({"stage": left.pop(0)[0], "s": now - before})
@@ -103,6 +105,7 @@ def path_of_a_newcomer(
         "installed_mb": round(_size(folder / "everstep" / ".venv") / 1e6),
         "stages": [{**stage, "s": round(float(stage["s"]), 2)} for stage in stages],
         "missing": [name for name, _ in left] if to_the_end else [],
+        "screen": list(screen) if left and to_the_end else [],  # its last lines
         "first_healed_s": None
         if until is None
         else round(sum(float(stage["s"]) for stage in stages[:until]), 2),
@@ -186,8 +189,9 @@ def _size(folder: Path) -> int:
 
 
 def lines(told: dict[str, Any]) -> list[str]:
+    typed = "; ".join(told["command"].splitlines())
     out = [
-        f"git clone; {'; '.join(told['command'].splitlines())}",
+        f"git clone; {typed if len(typed) < 300 else typed[:300] + ' ...'}",
         f"  {told['cores']} cores; pip's cache: {told['pip_cache']}; {told['installed_mb']} MB installed",
     ]
     total = 0.0
@@ -195,6 +199,7 @@ def lines(told: dict[str, Any]) -> list[str]:
         total += stage["s"]
         mark = "   <- first healed failure on the screen" if stage["stage"] == HEALED else ""
         out.append(f"  {stage['stage']:50} {stage['s']:7.2f} s {total:8.2f} s{mark}")
+    out += [f"  | {line}" for line in told.get("screen", ())]
     out += [f"  never seen: {name}" for name in told["missing"]]
     return out
 
