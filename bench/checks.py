@@ -225,6 +225,9 @@ def healthy(bed: Bed, count: int, machines: list[str], told: Callable[[str], Non
             joins = [(machine, f"good-{number}") for number, machine in some]
             rows += pool.map(lambda one: bed.join(*one, Defect(JOINED, "")), joins)
             told(f"{len(rows)} healthy joins, {sum(r['outcome'] != JOINED for r in rows)} not simply let in")
+            for row in rows[-len(joins) :]:
+                if row["outcome"] != JOINED:
+                    told(f"  {row['outcome']}: {row['says']}")
     return rows
 
 

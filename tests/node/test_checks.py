@@ -180,3 +180,11 @@ def test_an_agent_checks_its_node_in_a_process_of_its_own() -> None:
     assert found["command echo fine"].state == "passed"
     assert found["command echo broken; exit 3"].state == "failed"
     assert found["command echo broken; exit 3"].says == "exit code 3: broken"
+
+
+def test_the_kernels_log_ends_where_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with an error in every container: its end was read as empty lines, which pushed the others out."""
+    log, opened = tmp_path / "kmsg", checks.os.open
+    log.write_text("3,1,1,-;NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.")
+    monkeypatch.setattr(checks.os, "open", lambda path, flags: opened(log, flags))
+    assert Probe(tmp_path).kernel_lines() == ["NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."]

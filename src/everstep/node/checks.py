@@ -108,8 +108,8 @@ class Probe:
             return []
         lines: list[str] = []
         try:
-            while len(lines) < 100_000:
-                lines.append(os.read(handle, 8192).decode(errors="replace").partition(";")[2].strip())
+            while len(lines) < 100_000 and (data := os.read(handle, 8192)):
+                lines.append(data.decode(errors="replace").partition(";")[2].strip())
         except OSError:
             pass  # that was the last one
         finally:

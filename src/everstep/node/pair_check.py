@@ -207,7 +207,7 @@ def _take(line: socket.socket, size: int) -> int:
 
 
 def _size(line: socket.socket) -> int:
-    (size,) = _SIZE.unpack(_read(line, _SIZE.size))
+    size: int = _SIZE.unpack(_read(line, _SIZE.size))[0]
     return min(size, MOST_BYTES)
 
 
