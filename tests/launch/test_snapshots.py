@@ -201,6 +201,37 @@ def test_another_node_reads_a_file_and_refuses_one_that_was_changed() -> None:
     assert not first.folder.exists()
 
 
+def test_a_state_is_restored_while_a_thread_still_copies_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wrote one file; whoever was second did not find it. The steps that follow trimmed it as well."""
+    first, second = NodeMemory("127.0.0.1", "s"), NodeMemory("127.0.0.1", "s")
+    described, during = snapshots.described, []
+    try:
+        folder = snapshots.step_folder(first.folder, 5)
+        folder.mkdir()
+        (folder / "a.pt").write_bytes(b"x" * 1000)
+        wanted = KeptFile(name="a.pt", file=described(folder / "a.pt"), holders=(first.address,))
+
+        def busy(path: Path) -> SnapshotFile:
+            """The other one comes before this one has looked at what it has read."""
+            if not during:
+                during.append(path)
+                for step in (6, 7, 8):
+                    snapshots.step_folder(second.folder, step).mkdir()
+                second.trim()
+                assert second.fetch(5, [wanted]) == ""
+            return described(path)
+
+        monkeypatch.setattr(snapshots, "described", busy)
+        assert second.fetch(5, [wanted]) == ""
+        assert during
+        assert (snapshots.step_folder(second.folder, 5) / "a.pt").read_bytes() == b"x" * 1000
+        second.trim()
+        assert not snapshots.step_folder(second.folder, 5).exists()
+    finally:
+        first.close()
+        second.close()
+
+
 def test_only_the_newest_steps_stay_in_memory() -> None:
     memory = NodeMemory("127.0.0.1", "s")
     try:

@@ -73,6 +73,20 @@ def _torchrun(folder: Path, port: int) -> list[Part]:
     return [Part(name=f"agent-{n}", command=command, node=n, env=env) for n in range(NODES)]
 
 
+def _everstep_run(folder: Path, port: int) -> list[Part]:
+    """torchrun's command line and torchrun's script, nothing changed in it."""
+    options = ["--nnodes", "1:2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
+    options += ["--local-addr", "127.0.0.1", "--hang-after", "10"]
+    command = [PYTHON, "-m", "everstep.run", *options]
+    where = [
+        ["--rdzv-conf", f"last_call_timeout=5,is_host={'true' if n == 0 else 'false'}"] for n in range(NODES)
+    ]
+    return [
+        Part(name=f"agent-{n}", command=[*command, *where[n], _racer("ddp.py")], node=n) for n in range(NODES)
+    ]
+
+
 def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
     # Of MIN:MAX nodes MIN train and the rest are spares; there is none here.
     options = ["--nnodes", "2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
@@ -178,6 +192,12 @@ SYSTEMS = {
         package=None,
         parts=_everstep,
         settings="coordinator, two agents; detection as it comes",
+    ),
+    "everstep-run": System(
+        name="everstep run",
+        package=None,
+        parts=_everstep_run,
+        settings="torchrun's script and command line; nnodes 1:2, hang after 10 s, gloo timeout 10 s",
     ),
     "torchrun": System(
         name="torchrun",

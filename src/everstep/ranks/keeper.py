@@ -43,7 +43,7 @@ from everstep.ranks.stillness import Stillness
 
 LOOK_EVERY_S = 0.25
 FAMILY_EVERY_S = 1.0  # also how often ranks are asked for their number of collectives
-STILL_S = 2.0  # without progress, after which the coordinator hears of it; then each time it has doubled
+STILL_S = 1.0  # without progress, after which the coordinator hears of it; then each time it has doubled
 STOPPED_PATIENCE_S = 5.0
 LAST_WORDS_S = 0.5  # a rank that has raised may end by itself for so long
 PROGRESS_EVERY_S = 1.0

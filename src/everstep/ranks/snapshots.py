@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -286,12 +287,13 @@ def described(path: Path) -> SnapshotFile:
 # ------------------------------------------------------------------ in a keeper
 
 
-def _trim(folder: Path) -> None:
-    """Only the newest steps stay."""
+def _trim(folder: Path, but: Collection[int] = ()) -> None:
+    """Only the newest steps stay, and these."""
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
     steps = sorted(int(name) for name in names if name.isdecimal())
     for step in steps[:-KEPT_STEPS]:
-        shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+        if step not in but:
+            shutil.rmtree(step_folder(folder, step), ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -313,6 +315,8 @@ class NodeMemory:
         self.folder, self._lock = new_folder("everstep-snapshots-", root)
         self._key = hmac.digest(secret.encode(), b"everstep snapshots", "sha256")
         self._room = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._numbers = itertools.count()
+        self._fetching: list[int] = []  # steps whose files are on their way here
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._serve, name="everstep-snapshots", daemon=True).start()
@@ -323,10 +327,21 @@ class NodeMemory:
         os.close(self._lock)
 
     def trim(self) -> None:
-        _trim(self.folder)
+        _trim(self.folder, self._fetching)
 
     def fetch(self, step: int, files: Iterable[KeptFile]) -> str:
         """Read what is not here. Why it failed; empty: all are here, with the right hash."""
+        self._fetching.append(step)
+        try:
+            return self._fetch(step, files)
+        finally:
+            self._fetching.remove(step)
+
+    def _part(self, path: Path) -> Path:
+        """A name of its own: a state may be restored while a thread still copies it here."""
+        return path.with_name(f"{path.name}.{next(self._numbers)}.part")
+
+    def _fetch(self, step: int, files: Iterable[KeptFile]) -> str:
         folder = step_folder(self.folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         for wanted in files:
@@ -344,7 +359,7 @@ class NodeMemory:
 
     def _read_disk(self, disk: Path, step: int, wanted: KeptFile, path: Path) -> str:
         """Why it failed."""
-        part, found = path.with_name(f"{path.name}.part"), step_folder(disk, step) / wanted.name
+        part, found = self._part(path), step_folder(disk, step) / wanted.name
         try:
             shutil.copyfile(found, part)
             if described(part) != wanted.file:
@@ -388,7 +403,7 @@ class NodeMemory:
         """Why it failed."""
         if path.is_file() and described(path) == wanted.file:
             return ""
-        part = path.with_name(f"{path.name}.part")
+        part = self._part(path)
         try:
             with socket.create_connection(holder, timeout=_TIMEOUT_S) as sock, part.open("wb") as file:
                 stream = sock.makefile("rb")
