@@ -85,6 +85,16 @@ def test_who_never_entered_the_collective_is_named_whatever_the_stacks_say() -> 
     }
 
 
+def test_a_rank_in_another_collective_of_the_same_number_is_named() -> None:
+    usual, other = record((5, True), (6, False)), record((5, True), (6, False))
+    other = other.replace(b"all_reduce", b"barrier")
+    assert other != usual
+    found = suspect(dict.fromkeys(range(4), IN_TORCH), {0: usual, 1: other, 2: usual, 3: usual})
+    assert found.ranks == (1,)
+    assert "rank 1 is in gloo:barrier as collective 6 of process group 0" in found.because
+    assert suspect({0: IN_TORCH, 1: IN_TORCH}, {0: usual, 1: other}).ranks == (), "either may be right"
+
+
 def test_without_records_who_is_outside_torch_is_named() -> None:
     found = suspect({0: IN_TORCH, 1: IN_SCRIPT})
     assert found.ranks == (1,)

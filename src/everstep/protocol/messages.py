@@ -437,6 +437,7 @@ class RankPosition:
     at: str  # train.py:17 in load
     is_inside_torch: bool
     entered: Mapping[str, int] = field(default_factory=dict)  # by process group: its last collective
+    kinds: Mapping[str, str] = field(default_factory=dict)  # of these: nccl:all_reduce
     doing: str = ""  # torch's all_reduce
     step: int | None = None  # as it said last
     is_busy: bool = False  # it uses a CPU

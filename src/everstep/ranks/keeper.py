@@ -633,7 +633,7 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
     moments = [main_frames(text) for text in found.stacks]
     frames = next((each for each in reversed(moments) if each), [])
     chains = {_chain(each) for each in moments if each}
-    entered, num_ops = _entered(found.record)
+    entered, kinds, num_ops = _entered(found.record)
     script = next((frame for frame in frames if not frame.is_torch), frames[0] if frames else None)
     inside = not frames or frames[0].is_torch
     return RankPosition(
@@ -642,6 +642,7 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
         is_inside_torch=inside,
         doing=frames[0].name if frames and inside else "",
         entered=entered,
+        kinds=kinds,
         step=step,
         is_busy=is_busy,
         stack=chains.pop() if len(chains) == 1 and not found.reads_or_writes else "",
@@ -654,8 +655,8 @@ def _chain(frames: list[Frame]) -> str:
     return " < ".join(f"{frame.name} ({frame.file.rpartition('/')[2]})" for frame in frames)[:_MOST_CHAIN]
 
 
-def _entered(record: bytes) -> tuple[dict[str, int], int]:
-    """By process group: the number of the last collective that the flight recorder has; and how many
+def _entered(record: bytes) -> tuple[dict[str, int], dict[str, str], int]:
+    """By process group: number and kind of the last collective that the flight recorder has; and how many
     collectives and messages it has seen in all.
     """
     try:
@@ -663,6 +664,7 @@ def _entered(record: bytes) -> tuple[dict[str, int], int]:
     except (ValueError, KeyError, TypeError):
         entries = []
     entered: dict[str, int] = {}
+    kinds: dict[str, str] = {}
     num_ops = 0
     for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, dict):
@@ -671,9 +673,9 @@ def _entered(record: bytes) -> tuple[dict[str, int], int]:
             num_ops = max(num_ops, op + 1)
         group, number = entry.get("process_group"), entry.get("collective_seq_id")
         name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
-        if isinstance(number, int) and not entry.get("is_p2p"):
-            entered[name] = max(number, entered.get(name, 0))
-    return entered, num_ops
+        if isinstance(number, int) and not entry.get("is_p2p") and number >= entered.get(name, 0):
+            entered[name], kinds[name] = number, str(entry.get("profiling_name", ""))
+    return entered, kinds, num_ops
 
 
 def check(rules: RankRules) -> None:

@@ -172,7 +172,7 @@ def of_hang(rank: int | None, what: str, found: Suspects, *, since: float, worke
 
 def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspects:
     at = {position.rank: position for position in positions}
-    named = _behind(at) or _slowest(at) or _outside(at, finished)
+    named = _behind(at) or _apart(at) or _slowest(at) or _outside(at, finished)
     if named is not None and len(named[0]) == 1 and at.get(named[0][0]) is not None:
         only = at[named[0][0]]
         named = named[0], named[1] + ("; it uses a CPU" if only.is_busy else "")
@@ -208,6 +208,26 @@ def _behind(at: dict[int, RankPosition]) -> _Named | None:
                 f"{names(late)} {what} not entered collective {last} of process group {group}, in which "
                 f"{waiting} {'rank waits' if waiting == 1 else 'ranks wait'}"
             )
+    return None
+
+
+def _apart(at: dict[int, RankPosition]) -> _Named | None:
+    """Ranks whose last collective has the same number as that of the others, and is another one: they have
+    left one out, or taken another branch.
+    """
+    for group in sorted({group for position in at.values() for group in position.kinds}):
+        kinds = {rank: p.kinds[group] for rank, p in at.items() if p.kinds.get(group)}
+        counted = Counter(kinds.values()).most_common()
+        if len(counted) < 2 or counted[0][1] == counted[1][1]:
+            continue  # all alike; or as many here as there, and nobody knows who is right
+        usual = counted[0][0]
+        other = tuple(sorted(rank for rank, kind in kinds.items() if kind != usual))
+        number = at[other[0]].entered.get(group, 0)
+        verb = "is" if len(other) == 1 else "are"
+        return other, (
+            f"{names(other)} {verb} in {kinds[other[0]]} as collective {number} of process group {group}, "
+            f"and the others in {usual}"
+        )
     return None
 
 
