@@ -44,8 +44,8 @@ FEATURES = (
     "reshape",
     "experts",
 )
-APART = [{"sharded", "tied"}]  # refused, so never among others
-LIMIT_S = 300.0
+APART = [{"sharded", "tied"}, {"shards", "lora"}]  # refused, so never among others
+LIMIT_S = 600.0  # of one run: compiled shards are twelve processes
 
 
 def groups(pairs: list[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:

@@ -38,7 +38,7 @@ from everstep.engine.layers.model import Model
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
-from everstep.job.job import CheckpointSpec, Job, ModelSpec
+from everstep.job.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from everstep.layout.box import Box
 from everstep.net.links import Address
 from everstep.net.plane import DataPlane, PlaneSettings
@@ -51,7 +51,7 @@ from everstep.store.search import newest_to_use
 from everstep.store.state_keeper import StateKeeper
 
 WIDTH = 2048
-MOST_ABOVE_GIB = 0.25  # of host memory beside the state: some tensors, and what torch allocates at first
+MOST_ABOVE_GIB = 0.5  # of host memory beside the state, whatever its size: some tensors, units, free heap
 STATE_BYTES = 12  # per parameter: fp32 weights and two moments
 SWITCHES = ("shard", "at_once", "drop", "apart")
 
@@ -81,16 +81,14 @@ def stage(options: argparse.Namespace) -> Stage:
 
 
 def write(options: argparse.Namespace, root: Path) -> None:
-    """Tensor by tensor, as zeros with a few numbers in them: the values do not matter."""
-
-    def part(name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.full(shape, float(len(name)))
-
-    slices = []
+    """All layers have the same values, once in memory: they do not matter."""
+    shape = (WIDTH, WIDTH)
+    values = torch.rand(shape)
+    slices: list[tuple[str, tuple[int, ...], Box, Tensor]] = []
     for layer in model(options.gib).layers:
-        name, shape = f"{layer}.weight", (WIDTH, WIDTH)
+        name = f"{layer}.weight"
         for full in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
-            slices.append((full, shape, Box((0, 0), shape), part(full, (1, 1)).expand(shape)))
+            slices.append((full, shape, Box((0, 0), shape), values))
         slices.append((f"optimizer/{name}/step", (), Box((), ()), torch.tensor(1.0)))
     parts = [folder.write_slices(root, 1, "stage-0", slices)]
     folder.commit(root, 1, parts, {})
@@ -98,17 +96,13 @@ def write(options: argparse.Namespace, root: Path) -> None:
 
 def load(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """One replica, in this process."""
-    one = stage(options)
-    updater: Any
-    arguments: tuple[Any, ...] = (1,)
-    if options.shard:  # a replica owns its chunks and guards those of the next
-        count = 2 * options.of
-        holders = {options.index, (options.index + 1) % options.of}
-        updater = ShardedUpdater(one, adamw(), chunks=count)
-        arguments = (1, [chunk for chunk in range(count) if chunk // 2 in holders])
-    else:
-        updater = Updater(one, adamw())
-    job = Job(model=ModelSpec(preset="gpt-tiny"), base=str(root), checkpoint=CheckpointSpec(folder=str(root)))
+    updater, arguments = (None, ()) if options.drop else made(options)
+    job = Job(
+        model=ModelSpec(preset="gpt-tiny"),
+        base=str(root),
+        checkpoint=CheckpointSpec(folder=str(root)),
+        optimizer=OptimizerSpec(shard=options.shard),
+    )
     sender = Sender("bench", Worker(0, 0), 1)
     states = StateKeeper(sender, job, node="a", memory_root=root, secret="", say=lambda report: None)
     links, peers = linked(options)
@@ -116,11 +110,18 @@ def load(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     read = counted()
     Path("/proc/self/clear_refs").write_text("5")  # from now on the peak counts
     before, began = status("VmRSS"), time.monotonic()
+    owned = {} if options.shard or options.drop else {"owned": not options.at_once}
     held = dict if options.at_once else (lambda state: state)
-    take = lambda state: updater.load(held(state), *arguments)  # noqa: E731
-    if options.drop:
-        take = lambda state: [state[name] for name in state] and None  # noqa: E731
-    assert states.load(1, list(one.slots), StateDirections(), take, together)
+
+    def take(state: Any) -> None:
+        if updater is not None:
+            updater.load(held(state), *arguments, **owned)
+        else:
+            for name in state:
+                state[name]
+
+    names = [f"{layer}.weight" for layer in model(options.gib).layers]
+    assert states.load(1, names, StateDirections(), take, together)
     if options.device != "cpu":
         torch.cuda.synchronize()
     seconds = time.monotonic() - began
@@ -128,6 +129,17 @@ def load(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     tell({"loaded": True})  # and others may still ask for bytes
     heard()
     return {"seconds": seconds, "read": sum(read), "before": before, "peak": peak, "kept": kept(updater)}
+
+
+def made(options: argparse.Namespace) -> tuple[Updater | ShardedUpdater, tuple[Any, ...]]:
+    """A stage's updater, and what it is given beside a state to load."""
+    one = stage(options)
+    if not options.shard:
+        return Updater(one, adamw()), (1,)
+    count = 2 * options.of  # a replica owns its chunks and guards those of the next
+    holders = {options.index, (options.index + 1) % options.of}
+    chunks = [chunk for chunk in range(count) if chunk // 2 in holders]
+    return ShardedUpdater(one, adamw(), chunks=count), (1, chunks)
 
 
 def linked(options: argparse.Namespace) -> tuple[SharedReads, dict[int, Address]]:
@@ -150,7 +162,7 @@ def heard() -> Any:
 
 def kept(updater: Any) -> int:
     """What a load adds to host memory: on the CPU the optimizer's states and, sharded, the masters."""
-    if updater.stage.device.type != "cpu":
+    if updater is None or updater.stage.device.type != "cpu":
         return 0
     optimizers = (
         [updater.optimizer] if isinstance(updater, Updater) else [h.optimizer for h in updater.held.values()]

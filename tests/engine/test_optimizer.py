@@ -145,6 +145,20 @@ def test_a_state_taken_over_by_another_worker_goes_on_with_the_same_bits(name: s
     assert torch.equal(one.working, other.working)
 
 
+@pytest.mark.parametrize("owned", [True, False])
+def test_what_is_read_for_a_load_alone_is_kept_and_what_others_have_is_copied(owned: bool) -> None:
+    """A copy of what was read left as much unused memory in the heap as a tensor has, for every other one."""
+    one, other = Updater(stage()), Updater(stage(seed=1))
+    one.apply(0, gradient(one.stage, 0))
+    given = snapshot(one)
+    other.load(given, owned=owned)
+    assert same(snapshot(one), snapshot(other))
+    moments = [t for state in other.optimizer.state.values() for t in state.values() if t.ndim]
+    theirs = {tensor.data_ptr() for tensor in given.values()}
+    assert [moment.data_ptr() in theirs for moment in moments] == [owned] * len(moments)
+    assert moments
+
+
 def test_a_state_from_before_the_first_step_empties_the_optimizer() -> None:
     fresh, used = Updater(stage()), Updater(stage())
     used.apply(0, gradient(used.stage, 0))

@@ -7,6 +7,7 @@ import multiprocessing
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -506,6 +507,27 @@ def test_a_model_of_ones_own_that_cannot_be_split_is_refused_before_anything_sta
     job = Job(model=ModelSpec(build="module:function"), shards=3)
     with pytest.raises(UserError, match=r"shards is 3, which does not divide dimension 0 of embed\.weight"):
         preflight(job, model=own_model())
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.added = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+def test_a_part_that_the_plan_cannot_split_is_refused_before_anything_starts() -> None:
+    """An adapter in the place of a matrix was found by the workers: they were started twice, and failed."""
+
+    def adapted() -> nn.Module:
+        net = Net()
+        net.up = Adapted()  # type: ignore[assignment]
+        return net
+
+    model = own_model()
+    broken = replace(model, layers={**model.layers, "more": adapted})
+    job = Job(model=ModelSpec(build="module:function"), shards=2, stages=2)
+    with pytest.raises(UserError, match=r"splits more\.up as 'column'; it is a Adapted, not an nn\.Linear"):
+        preflight(job, model=broken)
 
 
 def test_grouped_heads_of_a_hugging_face_model_fewer_than_shards_are_refused() -> None:

@@ -20,6 +20,7 @@ state would cross the links after it was read, not while it is.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 import zlib
@@ -112,6 +113,7 @@ class SharedLoad:
         self.step, self._me, self._peers = step, me, dict(peers)
         self._readers = sorted([me, *peers])
         self._storage, self._send = storage, send
+        self.from_peers = 0  # bytes
         self.counts = True  # is what is read now read by every peer? Only then does it tell how far this is
         self._changed = threading.Condition()  # guards all of the rest
         self._position = 0
@@ -187,6 +189,7 @@ class SharedLoad:
                 found = self._given.pop(unit, None)
                 self._wanted.discard(unit)
             if found is not None:
+                self.from_peers += unit.size
                 return found
             owner = self._ask(unit)
         return self._own(unit)
@@ -278,7 +281,8 @@ class SharedLoad:
                 return self._kept[unit]
             self._reading.add(unit)
         try:
-            found = torch.empty(unit.size, dtype=torch.uint8)
+            # A mapping of its own: in the heap it would leave a hole between tensors that stay.
+            found = torch.frombuffer(mmap.mmap(-1, unit.size), dtype=torch.uint8)
             self._storage.read(unit.file, unit.at, frames.raw(found))
             with self._changed:
                 self._keep(unit, found)

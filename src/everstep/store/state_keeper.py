@@ -23,7 +23,7 @@ from everstep.engine.worker.ports import Groups, ReadTogether, State, StateParts
 from everstep.errors import UserError, clipped
 from everstep.job.job import Job
 from everstep.layout.box import Box
-from everstep.log import warn
+from everstep.log import say, warn
 from everstep.net.shared_reads import SharedLoad
 from everstep.protocol.messages import (
     MemoryAddress,
@@ -279,7 +279,7 @@ class StateKeeper:
         take: Callable[[State], None],
         together: ReadTogether,
     ) -> None:
-        load = together(_Storage(checkpoint))
+        began, load = time.monotonic(), together(_Storage(checkpoint))
         shared = Checkpoint(_SharedFiles(load, str(checkpoint)), checkpoint.name, checkpoint.index)
 
         def read(name: str, box: Box | None) -> Tensor:
@@ -292,6 +292,10 @@ class StateKeeper:
             is_whole = True
         finally:
             load.end(whole=is_whole)
+        say(
+            f"step {checkpoint.step} is loaded in {time.monotonic() - began:.1f} s: "
+            f"{checkpoint.bytes_read:,} bytes read, {load.from_peers:,} from other replicas"
+        )
 
     # -------------------------------------------------------------- shards
 

@@ -62,7 +62,7 @@ def take_over(module: nn.Module, queue: Queue, *, fused: bool = False) -> int:
     """
     taken = 0
     for part in module.modules():
-        queued = _queued_forward(part)
+        queued = queued_forward(part)
         if queued is not None:
             method = _FUSED.get(queued) if fused and part is not module else None
             part.forward = queued(part, queue) if method is None else MethodType(method, part)
@@ -76,7 +76,7 @@ def share_in_two(modules: Iterable[nn.Module]) -> float:
     for part in (part for module in modules for part in module.modules()):
         own = [p for p in part.parameters(recurse=False) if p.requires_grad]
         total += sum(p.numel() for p in own)
-        if _queued_forward(part) is not None:
+        if queued_forward(part) is not None:
             taken += sum(p.numel() for p in own)
     return taken / total if total else 1.0
 
@@ -88,7 +88,7 @@ def largest_in_one(layers: Mapping[str, nn.Module]) -> str | None:
         for layer, module in layers.items()
         for path, part in module.named_modules()
         for name, p in part.named_parameters(recurse=False)
-        if p.requires_grad and _queued_forward(part) is None
+        if p.requires_grad and queued_forward(part) is None
     }
     return max(sizes, key=sizes.__getitem__, default=None)
 
@@ -105,7 +105,7 @@ def _has_form_of_experts(part: Any) -> bool:
     return usual and all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in matrices)
 
 
-def _queued_forward(part: nn.Module) -> Callable[[Any, Queue], Callable[..., Tensor]] | None:
+def queued_forward(part: nn.Module) -> Callable[[Any, Queue], Callable[..., Tensor]] | None:
     if _has_form_of_experts(part):
         return QueuedExperts
     # A parametrized weight is no parameter of the module but computed from one: autograd must see it.

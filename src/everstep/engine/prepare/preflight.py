@@ -45,7 +45,7 @@ from everstep.engine.prepare.resolve import (
     schedule_of,
     tried_optimizer,
 )
-from everstep.engine.shards.layers import refuse_experts
+from everstep.engine.shards.layers import refuse_unsplittable
 from everstep.engine.stage.stage import DTYPES, changed_in_place
 from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
 from everstep.engine.state.optimizer_trial import TrialError, try_optimizer
@@ -88,8 +88,8 @@ def preflight(
     if job.shards > 1:
         refuse_shards(job.shards, model.assembly.shared_out)
         cut = Cut(model.shard_plan, 0, job.shards)
-        for layer, module in built.items() if "experts" in model.shard_plan.values() else ():
-            refuse_experts(layer, module, cut)
+        for layer, module in built.items():
+            refuse_unsplittable(layer, module, cut)
         slots(model, range(len(model.layers)), cut=cut)
         if job.sequence_parallel and "experts" in model.shard_plan.values():
             raise UserError(

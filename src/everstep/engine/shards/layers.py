@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from everstep.engine import keys
 from everstep.engine.layers.linear import Queue, QueuedLinear, queued_embedding, queued_linear
-from everstep.engine.layers.shard_plan import Cut
-from everstep.engine.layers.taken_over import QueuedConv1D, QueuedEmbedding
+from everstep.engine.layers.shard_plan import STYLES, Cut
+from everstep.engine.layers.taken_over import QueuedConv1D, QueuedEmbedding, queued_forward
 from everstep.engine.shards.collectives import Collectives
 from everstep.errors import UserError
 
@@ -453,11 +453,24 @@ def _join_experts(name: str, part: nn.Module, plan: Cut, run: LayerRun) -> list[
     return shared
 
 
-def refuse_experts(layer: str, module: nn.Module, plan: Cut) -> None:
-    """Before the start: what is named as experts and cannot be spread over this many shards."""
+# What a part must be for `join` to split it in this style.
+_KINDS: Mapping[str, type[QueuedEmbedding] | type[QueuedLinear]] = {
+    style: QueuedEmbedding if style == "vocab" else QueuedLinear
+    for style in STYLES
+    if style not in ("whole", "whole_summed", "sequence", "experts")
+}
+
+
+def refuse_unsplittable(layer: str, module: nn.Module, plan: Cut) -> None:
+    """Before the start: what the plan names and `join` could not split, and experts that cannot be spread
+    over this many shards.
+    """
     for path, part in module.named_modules():
         name = ".".join(filter(None, (layer, path)))
-        if plan.style(name) != "experts":
+        style = plan.style(name)
+        if style != "experts":
+            if style in _KINDS and plan.expert(name) is None and queued_forward(part) is not _KINDS[style]:
+                raise _not_splittable(part, name, style)
             continue
         if isinstance(part, nn.ModuleList):
             forms = {
@@ -511,15 +524,15 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
         elif style == "experts":
             summed += _join_experts(name, part, plan, run)
         elif style == "vocab":
-            queue = _queue_of(part, QueuedEmbedding, name, style)
+            queue = _queue_of(part, name, style)
             part.forward = VocabEmbedding(module=part, queue=queue, collectives=collectives)
         elif style == "row":
-            queue = _queue_of(part, QueuedLinear, name, style)
+            queue = _queue_of(part, name, style)
             part.forward = RowLinear(module=part, queue=queue, run=run)
             if collectives.splits_sequence and isinstance(part.bias, nn.Parameter):
                 summed.append(part.bias)
         elif style not in ("whole", "sequence"):
-            queue = _queue_of(part, QueuedLinear, name, style)
+            queue = _queue_of(part, name, style)
             gathers = style == "column_gather"
             part.forward = ColumnLinear(module=part, queue=queue, run=run, gathers=gathers)
     module.forward = _LayerForward(module.forward, run)
@@ -532,13 +545,18 @@ def _by_autograd(part: nn.Module) -> None:
         del part.forward
 
 
-def _queue_of(
-    part: nn.Module, wanted: type[QueuedLinear] | type[QueuedEmbedding], name: str, style: str
-) -> Queue:
-    if isinstance(part.forward, wanted):
+def _queue_of(part: nn.Module, name: str, style: str) -> Queue:
+    if isinstance(part.forward, _KINDS[style]):
         return part.forward.queue
-    kind = "an nn.Embedding" if wanted is QueuedEmbedding else "an nn.Linear"
-    raise UserError(f"shard_plan splits {name} as {style!r}; it is a {type(part).__name__}, not {kind}.")
+    raise _not_splittable(part, name, style)
+
+
+def _not_splittable(part: nn.Module, name: str, style: str) -> UserError:
+    kind = "an nn.Embedding" if _KINDS[style] is QueuedEmbedding else "an nn.Linear"
+    return UserError(
+        f"shard_plan splits {name} as {style!r}; it is a {type(part).__name__}, not {kind}. Name what is to "
+        "be split in a shard_plan of your own, or leave shards out."
+    )
 
 
 def sum_whole(parameters: list[nn.Parameter], collectives: Collectives | None) -> None:

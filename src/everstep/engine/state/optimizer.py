@@ -272,9 +272,9 @@ class Updater:
         )
         return found if found.shape == p.shape and found.dtype == dtype else None
 
-    def load(self, state: Mapping[str, Tensor], step: int | None = None) -> None:
+    def load(self, state: Mapping[str, Tensor], step: int | None = None, *, owned: bool = False) -> None:
         """Take over a state that `state` gave, here or on another worker, optimizer and all. Each of its
-        tensors is asked for once, and not kept.
+        tensors is asked for once, and not kept, unless they are `owned`: read for this call alone.
         """
         averages = {} if self._average is None else self.stage.views(self._average)
         for name, p in self.named:
@@ -292,7 +292,7 @@ class Updater:
                 averages[name].copy_(state.get(kept, given))
         self._loaded = True
         if self._remembered is not None:
-            self._remembered.load(state)
+            self._remembered.load(state, owned=owned)
         if step is not None:
             self.stage.limits.load(step, limits_in(state, self.stage.slots))
         self._follow()

@@ -186,9 +186,10 @@ class OptimizerState:
                 found |= inside
         return rest, found
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor], *, owned: bool = False) -> None:
         """Take over what `tensors` gave, here or on another worker. Read and put in place parameter by
-        parameter: a state may be larger than what is left of the memory.
+        parameter: a state may be larger than what is left of the memory. `owned`: its tensors are read for
+        this call alone, and need no copy.
         """
         keyed: dict[str, dict[str, str]] = {}
         for full in state:
@@ -211,7 +212,7 @@ class OptimizerState:
         for name, p in self._named:
             given = {key: state[full] for key, full in keyed.get(name, {}).items()}
             rest = rests.get(name, {}).get("state", ())
-            mine = self._state_of(p, given, rest, before.pop(p, {}))
+            mine = self._state_of(p, given, rest, before.pop(p, {}), copy=not owned)
             if mine:
                 self.optimizer.state[p] = mine
             given.clear()  # before the next ones are read
@@ -219,7 +220,13 @@ class OptimizerState:
             self.optimizer.state[self._decode(key, {})] = self._decode(value, {})
 
     def _state_of(
-        self, p: nn.Parameter, given: Mapping[str, Tensor], rest: Iterable[Any], before: Mapping[str, Any]
+        self,
+        p: nn.Parameter,
+        given: Mapping[str, Tensor],
+        rest: Iterable[Any],
+        before: Mapping[str, Any],
+        *,
+        copy: bool,
     ) -> dict[Any, Any]:
         """`before`: what `p` had, and where some of the tensors were put when they arrived."""
         found: dict[Any, Any] = {}
@@ -230,7 +237,7 @@ class OptimizerState:
                 found[word] = _NUMBERS[kind][0](value.item())
             elif key not in inside:
                 placed = before.get(key) is value
-                found[key] = value if placed else value.detach().to(self._usual_device(p, value), copy=True)
+                found[key] = value if placed else value.detach().to(self._usual_device(p, value), copy=copy)
         return found | {self._decode(key, {}): self._decode(value, given) for key, value in rest}
 
     def _agreed(self, names: list[str], rests: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -363,7 +363,7 @@ class WorkItems:
                 self._touched = True
             return True
         names, directions = list(self.stage.slots), self.control.directions
-        load, together = partial(self._load, state_step), self._read_together(state_step)
+        load, together = partial(self._load, state_step, owned=True), self._read_together(state_step)
         return self.ports.states.load(state_step, names, directions, load, together)
 
     def _read_together(self, state_step: int) -> ReadTogether | None:
@@ -379,12 +379,12 @@ class WorkItems:
             return mine
         return not summed(shards, [0.0 if mine else 1.0], self.stage.device)[0]
 
-    def _load(self, state_step: int, state: Mapping[str, Tensor]) -> None:
+    def _load(self, state_step: int, state: Mapping[str, Tensor], *, owned: bool = False) -> None:
         self._touched = True
         if self.sharded is not None:
             self.sharded.load(state_step, state)
         else:
-            self.updater.load(state, state_step)
+            self.updater.load(state, state_step, owned=owned)
         self.tensors.loaded(state_step)
 
     def number(self, microbatch: Microbatch) -> int:
