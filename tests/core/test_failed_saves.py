@@ -288,3 +288,45 @@ def test_a_held_state_is_in_a_snapshot() -> None:
     thaw(fresh, json.loads(json.dumps(freeze(cluster.coordinator))))
     assert fresh.tasks["t"].progress.held == task_of(cluster).progress.held
     assert digest(fresh) == digest(cluster.coordinator)
+
+
+def test_workers_that_hold_a_state_are_not_called_hung() -> None:
+    """They say that they wait: after the third time all would be restarted, and the state be lost."""
+    cluster = held()
+    for _ in range(5):
+        for worker in sorted(task_of(cluster).seats):
+            cluster.overdue(worker)
+        cluster.wait(10)
+    assert not cluster.coordinator.log.incidents
+    assert [actor.incarnation for actor in cluster.actors.values()] == [1] * 4
+
+
+def test_a_worker_that_joins_has_no_state_to_leave() -> None:
+    """Seed 940007 of the storms: its copy was waited for."""
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7)
+    cluster.submit(steps=99)
+    cluster.seal()
+    task = task_of(cluster)
+    cluster.copies = False  # a joiner stays one
+    cluster.exits(W00, "killed by SIGKILL")
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
+    step = task.progress.recorded + 1
+    for worker in (Worker(1, 0), W01, Worker(1, 1)):
+        node = task.seats[worker].node
+        part = msg.PartWritten(
+            task="t",
+            step=step,
+            stage=worker.stage,
+            attempt=attempt(cluster, step),
+            part={"file": "p"},
+            memory_of=node,
+        )
+        cluster.report("t", worker, part)
+    assert W00 in task.seats
+    cluster.copies = True
+    for stage in (0, 1):
+        sealed = ev.StepSealed(
+            step=step, stage=stage, attempt=attempt(cluster, step), microbatches=4, executed=12
+        )
+        cluster.report("t", Worker(1, stage), msg.TaskEvent(task="t", event=sealed))
+    assert task.shape == Shape(1, 2, 4)

@@ -164,8 +164,8 @@ class Failures:
     # -------------------------------------------------------------- no progress
 
     def overdue(self, task: Task, report: msg.OpOverdue, now: Moment) -> Actions:
-        if task.state is not TaskState.RUNNING:
-            return []
+        if task.state is not TaskState.RUNNING or task.progress.held is not None:
+            return []  # those that hold a state until it is safe have nothing to do
         task.failures.overdue.put(report)
         actions = self._nodes.witnessed(task, report.worker, now)
         places = task.recovery.places if task.recovery is not None else {}

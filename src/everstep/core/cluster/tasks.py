@@ -26,6 +26,7 @@ from everstep.core.cluster.training import Training
 from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.core.faults.severity import ErrorKind, known
+from everstep.core.task.states import Member
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -446,7 +447,11 @@ class Tasks:
         return {name for name in self._roster.nodes_of(task) if self._roster.nodes[name].memory_port}
 
     def _stages_on(self, task: Task, node: str) -> set[int]:
-        return {worker.stage for worker in self._roster.seats_on(task, node)}
+        """Of members: one that joins has no state to leave."""
+        assert task.managed is not None
+        places = task.managed.places
+        here = self._roster.seats_on(task, node)
+        return {worker.stage for worker in here if isinstance(places[worker], Member)}
 
     def _why_not_safe(self, task: Task, held: HeldState, now: Moment) -> str:
         """Empty: it is waited for."""
