@@ -39,7 +39,7 @@ def room_bytes(folder: Path, cgroups: Path = Path("/sys/fs/cgroup"), own: str | 
     process (a container, a Slurm step) or the file system itself is smaller. Pages written here count for
     the cgroup: above its limit the kernel ends processes of it. `own`: its path, as in /proc/self/cgroup.
     """
-    found = [psutil.virtual_memory().available]
+    found: list[int] = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError):
         there = os.statvfs(folder)
         found.append(there.f_bavail * there.f_frsize)

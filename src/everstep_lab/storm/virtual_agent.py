@@ -267,8 +267,9 @@ class VirtualAgent:
                 found = msg.NodeChecked(results=(), because=wanted.because)
                 self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(found), self.boot)
             case ag.CheckPair(order=msg.MeasurePair() as pair):
-                figures = {"out_mb_s": 1e3, "in_mb_s": 1e3, "answer_ms": 0.1}
-                told = msg.PairMeasured(peer=pair.peer, key=pair.key, **figures)
+                told = msg.PairMeasured(
+                    peer=pair.peer, key=pair.key, out_mb_s=1e3, in_mb_s=1e3, answer_ms=0.1
+                )
                 self.scene.soon(self.scene.spec.weather.sync_us, self.happens, AgentSaid(told), self.boot)
             case ag.CheckPair():
                 pass

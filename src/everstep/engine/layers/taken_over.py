@@ -36,7 +36,7 @@ class QueuedConv1D:
     module: Any
     queue: Queue
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> Tensor:
         return queued_conv1d(x, self.module.weight, self.module.bias, self.queue)
 
@@ -48,7 +48,7 @@ class QueuedEmbedding:
     module: Any
     queue: Queue
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, input: Tensor) -> Tensor:
         return queued_embedding(input, self.module.weight, self.module.padding_idx, self.queue)
 

@@ -68,5 +68,5 @@ def build_layers(
             made.summed.extend(join(layer, module, plan, shards))
         made.modules.append(in_training(module))
         if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
-            module.forward = regions.compiled(f"layer {layer!r}", module.forward)  # type: ignore[method-assign]
+            module.forward = regions.compiled(f"layer {layer!r}", module.forward)
     return made

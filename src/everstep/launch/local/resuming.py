@@ -51,16 +51,16 @@ def first_row(checkpoint: Any, order: RowOrder) -> int:
     where = checkpoint.get("folder") if isinstance(checkpoint, Mapping) else checkpoint
     if not isinstance(where, str | Path) or "://" in str(where):
         return 0  # no checkpoint, or one without a history beside it
-    if (found := _newest(Path.cwd(), str(where))) is None:
+    if (found := _newest(str(Path.cwd()), str(where))) is None:
         return 0
     step, before = found[0], History.at(Path.cwd() / where).earlier
     rows = before.get(PER_MICROBATCH, order.rows) * before.get(MICROBATCHES, order.microbatches)
     return int(before.get(FIRST_ROW, 0) + step * (rows - order.rows * order.microbatches))
 
 
-def _newest(base: Path, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
+def _newest(base: str, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
     """Its step, and the shapes of its tensors."""
-    root = folder.root_of(base, where)
+    root = folder.root_of(Path(base), where)
     with contextlib.suppress(OSError, EverstepError):
         names = [name for _, name in place_of(root).complete()]
         if names:
