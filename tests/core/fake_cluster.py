@@ -51,6 +51,7 @@ class FakeCluster:
         self.commits = True  # off: commits are not answered
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
+        self.leaves = planned  # the last state of a shape in the memory of nodes
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         # What a node measures of the network to another one.
         self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
@@ -110,6 +111,8 @@ class FakeCluster:
         for (of, _), actor in self.actors.items():
             if of == name and not actor.joining:
                 actor.step = step + 1
+        if self.leaves and self.memory_port and task.progress.held is not None:
+            self.leave_in_memory(step, name)
 
     def copy_to_memory(self, step: int, *, away: bool = True, name: str = "t") -> None:
         """The first worker of every stage keeps its state on its node, and on another one if `away`."""
@@ -134,6 +137,8 @@ class FakeCluster:
             (worker.stage, seat.node): worker for worker, seat in sorted(task.seats.items(), reverse=True)
         }
         for (stage, node), worker in first.items():
+            if worker not in task.seats:
+                return  # what was left so far was enough
             attempt, part = task.recovery.attempt_of(step), {"file": f"{worker}", "on": node}
             told = msg.PartWritten(
                 task=name, step=step, stage=stage, attempt=attempt, part=part, memory_of=node

@@ -9,6 +9,7 @@ from everstep.core.cluster.network_checks import GATHER_S, MOST_S, PAIR_S
 from everstep.core.cluster.node_states import NodeState
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
+from harness.mutants import planted
 from tests.core.fake_cluster import FakeCluster
 
 
@@ -51,6 +52,20 @@ class Network:
     def incidents(self) -> list[tuple[str | None, str]]:
         log = self.cluster.coordinator.log.incidents
         return [(i.node, i.verdict.kind if i.verdict else "") for i in log]
+
+
+def test_a_node_that_is_checked_has_a_timer_and_without_it_that_is_seen() -> None:
+    def due() -> list[float]:
+        network = Network()
+        network.join("a")
+        coordinator = network.cluster.coordinator
+        assert coordinator.nodes["a"].state is NodeState.CHECKING
+        assert coordinator.nodes["a"].pairs_at is not None
+        return [at for times in coordinator.timers().values() for at in times]
+
+    assert due()
+    with planted("no_timer_of_network_check"):
+        assert not due()
 
 
 def test_every_node_is_measured_with_two_others_before_it_gets_workers() -> None:

@@ -380,7 +380,7 @@ def test_a_replay_whose_losses_come_in_another_order_is_the_same_replay() -> Non
 
 def test_the_state_of_a_step_without_votes_counts_once_a_later_one_was_voted_on() -> None:
     """It was written before a wrong machine could be found, and the task would go back to it."""
-    book = StepBook(shape=Shape(2, 1, 1), steps=500, recorded=0, closes=False, verified=0, is_voting=True)
+    book = StepBook(shape=Shape(2, 1, 1), steps=500, recorded=0, closes=False, is_voting=True, every=True)
 
     def seal(step: int, *, voted: bool) -> None:
         sealed = ev.StepSealed(step=step, stage=0, attempt=1, microbatches=2, executed=6, voted=voted)

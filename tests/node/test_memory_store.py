@@ -51,7 +51,7 @@ def remote(door: MemoryServer, suite: Suite = Suite.PLAIN, port: int = 0) -> mem
 
 
 def ask(door: MemoryServer, method: str, path: str, secret: str = SECRET, size: str = "", **more: Any) -> int:
-    request = memory.Request.new(method, path, size, Suite.PLAIN)
+    request = memory.CopyRequest.new(method, path, size, Suite.PLAIN)
     headers = {**request.headers(memory.memory_key(secret)), "Everstep-Size": size} if secret else {}
     return told(door, method, path, headers | more.pop("headers", {}), **more)
 
@@ -166,7 +166,7 @@ def test_copies_travel_sealed_and_no_request_can_be_played_again(
     assert memory.memory_key(SECRET).hex().encode() not in seen
     in_clear = large["model/w"].numpy().tobytes()[1000:1064] in seen
     assert in_clear is (suite is Suite.BLAKE2B)
-    request = memory.Request.new("GET", "/t/8/stage-0-0.json", "", Suite.PLAIN)
+    request = memory.CopyRequest.new("GET", "/t/8/stage-0-0.json", "", Suite.PLAIN)
     headers = request.headers(memory.memory_key(SECRET))
     assert [told(door, "GET", request.path, headers) for _ in range(2)] == [200, 403]
     assert told(door, "GET", "/t/8/stage-0-0.safetensors", headers) == 403

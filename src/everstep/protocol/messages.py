@@ -1072,7 +1072,7 @@ class TaskSubmitted(OtherEvent):
     ranks: RankRules | None = None  # of a script task; None: a managed one
     on_nan: str = "skip"  # what follows a step with a NaN that is the same again: skip, back, pause
     on_spike: str = "tell"  # the same of a loss far above those before it; tell: the step counts
-    votes: bool = False  # replicas check each other's numbers
+    votes_on_all: bool = False  # replicas check each other's numbers in every step
 
 
 @message(by=OPERATOR, says="{by} cancels task {task}")

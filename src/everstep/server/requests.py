@@ -94,7 +94,7 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         closes=job.evaluation is not None,
         on_nan=job.verify.nan,
         on_spike=job.verify.spike,
-        votes=bool(job.vote_period[0]),
+        votes_on_all=job.vote_period[0] == 1,
         needs=needs,
     )
 

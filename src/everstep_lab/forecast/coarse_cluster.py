@@ -401,9 +401,9 @@ class CoarseCluster:
                 task=task, step=step, stage=worker.stage, attempt=attempt, part={}, memory_of=memory_of
             )
 
-        if step % kind.save_every == 0 or step == kind.steps:
-            self.after(DISK_S, self.report, actor.node, part(None), sender)
         leaves = step == going.until
+        if leaves or step % kind.save_every == 0 or step == kind.steps:
+            self.after(DISK_S, self.report, actor.node, part(None), sender)
         if leaves or (kind.copy_every and step % kind.copy_every == 0):
             self.report(actor.node, part(actor.node), sender)
             if worker in known.seats and not leaves:

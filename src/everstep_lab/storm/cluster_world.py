@@ -112,7 +112,7 @@ class ClusterWorld:
             steps=rules.steps,
             secret="",
             has_checkpoints=bool(rules.checkpoint_every),
-            votes=bool(rules.vote_every),
+            votes_on_all=rules.vote_every == 1,
         )
         self.head.hear(submitted)
         for at_us, span_us in self.spec.pauses:

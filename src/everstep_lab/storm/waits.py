@@ -85,6 +85,8 @@ def _of_task(coordinator: Coordinator, task: Task) -> Iterator[Clock]:
         yield from _of_lives(task)
         return
     assert task.managed is not None
+    if (held := task.progress.held) is not None:
+        yield f"the state of step {held.step} that is held", held.since + patience.disk_answer_s
     for worker, place in task.managed.places.items():
         if isinstance(place, Starting) and worker in task.seats and worker not in starts.waiting:
             ordered = starts.under_way.get(worker)

@@ -112,6 +112,7 @@ class HeldState:
     step: int
     because: str  # why they stopped
     since: float
+    is_broken: bool = False  # by a new epoch: whoever was to write it may be gone
 
 
 @dataclass(slots=True)

@@ -414,8 +414,17 @@ class Tasks:
             ending = Ending(state=task.after_stop, because=held.because, gently=True)
             self._later.endings.append((task, ending))
             return []
+        if held.is_broken:
+            return self._stop_later(task, held, now)
         why = self._why_not_safe(task, held, now)
         return self._go_on(task, held, why, now) if why else []
+
+    def _stop_later(self, task: Task, held: HeldState, now: Moment) -> Actions:
+        """Workers leave their state once, after the last step: so there is to be another one."""
+        task.progress.held = None
+        because = f"{held.because}; workers changed before that state was safe: after another step"
+        go_on, stop = ev.StopAbandoned(because=because), ev.StopRequested(because=held.because, saves=True)
+        return self._training.inform(task, go_on, now) + self._training.inform(task, stop, now)
 
     def _is_safe(self, task: Task, step: int) -> bool:
         """On disk; or, where it is only to change its shape or its place, in the memory of nodes that stay:

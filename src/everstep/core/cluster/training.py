@@ -71,7 +71,7 @@ class Training:
                 rejoin_after_steps=patience.rejoin_after_steps,
                 max_restarts=patience.restarts_per_place,
                 looks=task.request.has_checkpoints,
-                votes=task.request.votes,
+                votes_on_all=task.request.votes_on_all,
             ),
             lived=progress.lived,
             granted=frozenset(task.seats),
@@ -266,8 +266,10 @@ class Training:
         if task.managed is None or task.managed.is_over or task.after_stop is TaskState.FINISHED:
             return self._ends(task, task.after_stop, wish.because, gently=True)
         held = task.progress.held
-        since = held.since if held is not None and held.step == wish.step else now.at
-        task.progress.held = HeldState(wish.step, wish.because, since)
+        if held is not None and held.step == wish.step:
+            task.progress.held = replace(held, is_broken=True)
+        else:
+            task.progress.held = HeldState(wish.step, wish.because, now.at)
         return []
 
     @on_wish

@@ -103,7 +103,8 @@ class Recovery:
             recorded=restore,
             closes=course.closes,
             verified=restore,
-            is_voting=policy.votes,
+            is_voting=policy.votes_on_all,
+            every=policy.votes_on_all,
         )
         self._phases = Phases(
             Assembling(restore=restore, wait_for_all=True),

@@ -187,5 +187,5 @@ class RecoveryPolicy:
     rejoin_after_steps: int = 0
     looks: bool = False  # before all go back, for a checkpoint that no report told of
     max_restarts: int = 3  # per place, in a row
-    votes: bool = False  # replicas check each other's numbers: a state counts once they have
+    votes_on_all: bool = False  # replicas check each other's numbers in every step: a state waits for that
     forgiven_after_steps: int = 20  # a process that took part in so many is no sign of a crash loop

@@ -28,7 +28,8 @@ class StepBook:
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
     verified: int = 0  # the last recorded step that was voted on at every stage, or the state it began with
-    is_voting: bool = False  # there are votes, or such a step was seen
+    is_voting: bool = False  # such a step was seen, or every step is
+    every: bool = False  # step is voted on: one that is not was broken by a new epoch
     votes: bool = True  # there are to be votes, where the task's rules say so
     suspect: SuspectedStep | None = None  # a step that is computed again because of its numbers
     quiet_until: int = 0  # up to this step NaNs and spikes are not looked into: the last came from the data
@@ -42,12 +43,12 @@ class StepBook:
         return self.recorded >= self.last_step
 
     def is_state_verified(self, step: int) -> bool:
-        """Of a recorded step: was it, or a later one, voted on, and have states been compared after its
-        update? They are in the next step.
+        """Of a recorded step: have states been compared after its update? They are in the next step. Where
+        every step is voted on, was it, or a later one?
         """
         is_old = step + UNVOTED_STEPS <= self.recorded
-        is_voted = step <= min(self.verified, self.recorded - 1)
-        return not self.is_voting or is_voted or is_old or self.is_full
+        is_voted = not self.every or step <= self.verified
+        return not self.is_voting or (is_voted and step < self.recorded) or is_old or self.is_full
 
     @property
     def must_stop(self) -> bool:

@@ -235,7 +235,7 @@ class LocalTask:
                 closes=self.job.evaluation is not None,
                 on_nan=self.job.verify.nan,
                 on_spike=self.job.verify.spike,
-                votes=bool(self.job.vote_period[0]),
+                votes_on_all=self.job.vote_period[0] == 1,
                 needs=self.job.needs(),
             )
         )
