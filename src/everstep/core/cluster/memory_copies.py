@@ -95,7 +95,8 @@ class MemoryCopies:
         found: dict[Worker, StateDirections] = {}
         for own, here in workers.items():
             copy_away = nodes[own].admin is not NodeAdmin.UP
-            leaders = placement.copied_at_end(self._roster.seats_on(task, own))
+            here = tuple(here)  # not those that are still to join: they may have no state when the shape ends
+            leaders = placement.copied_at_end(here)
             for worker in here:
                 keeper = keepers.after(own, worker.stage)
                 parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
