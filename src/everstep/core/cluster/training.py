@@ -262,8 +262,11 @@ class Training:
 
     @on_wish
     def _finish_shape(self, task: Task, wish: act.FinishShape, now: Moment) -> Actions:
-        """Its workers go once its state is safe (`Tasks.settle`); they are idle, and have it."""
-        if task.managed is None or task.managed.is_over or task.after_stop is TaskState.FINISHED:
+        """Its workers go once its state is safe (`Tasks.settle`); they are idle, and have it. Sharded states
+        are not waited for: who holds which chunk may change meanwhile, and nobody would leave it.
+        """
+        at_once = task.managed is None or task.managed.is_over or task.after_stop is TaskState.FINISHED
+        if at_once or task.shape.chunks:
             return self._ends(task, task.after_stop, wish.because, gently=True)
         held = task.progress.held
         if held is not None and held.step == wish.step:
