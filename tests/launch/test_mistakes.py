@@ -127,6 +127,27 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: everstep.rows(FIVE, batch_size=2), "of everstep.rows; here it is called rows."),
+        (lambda: everstep.table("x", batch_size=2), "of everstep.table; here it is called rows."),
+        (lambda: everstep.tokens("x.bin", block_size=8), "here it is called sequence."),
+        (lambda: everstep.rows(FIVE, num_workers=2), "called load_ahead, an argument of everstep.train."),
+        (lambda: everstep.stream(FIVE, block_size=2), "everstep.stream; its keys: collate, "),
+        (lambda: everstep.rows(FIVE, shufle=True), "did you mean 'shuffle'?"),
+        (lambda: everstep.rows(FIVE, 8), "too many positional arguments; its arguments: dataset, rows,"),
+        (lambda: everstep.tokens("x.bin"), "everstep.tokens: missing a required argument: 'sequence'; its"),
+        (lambda: everstep.blend(FIVE, FIVE), "everstep.blend: missing a required argument: 'weights'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_that_data_does_not_take_is_one_sentence(call: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as told:
+        call()
+    assert sentence in str(told.value)
+
+
 @pytest.mark.parametrize(("given", "fix"), MISTAKES, ids=[fix for _, fix in MISTAKES])
 def test_a_mistake_is_one_sentence_with_its_fix(
     given: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch

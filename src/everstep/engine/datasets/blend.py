@@ -19,7 +19,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Self
 
-from everstep.engine.datasets.data import dataset_of, of_job
+from everstep.engine.datasets.data import dataset_of, named_arguments, of_job
 from everstep.engine.datasets.stream import Stream
 from everstep.errors import UserError
 
@@ -31,6 +31,7 @@ _PERIOD = 4096  # microbatches after which the order of the parts repeats
 Weights = Sequence[float]
 
 
+@named_arguments
 def blend(*data: Any, weights: Weights | Mapping[int, Weights]) -> Blend:
     """Data sets, each as `everstep.train(data=...)` takes it, and the share of microbatches that each gives.
 

@@ -8,10 +8,12 @@ through the whole step, over all replicas, so the batch does not depend on who r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +22,16 @@ from torch import Tensor
 from everstep.engine import keys
 from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
+from everstep.job.presets import closest_key
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_NAMES_IN_LOADERS = {
+    "batch_size": "rows",
+    "collate_fn": "collate",
+    "block_size": "sequence",
+    "num_workers": "load_ahead, an argument of everstep.train",
+}
 
 
 @runtime_checkable
@@ -31,6 +43,28 @@ class Dataset(Protocol):
         over all replicas. The same arguments give the same tensors, in every process, however often.
         """
         ...
+
+
+def named_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A call with an argument that `function` does not have, or without one that it needs, is a UserError."""
+    signature = inspect.signature(function)
+    known, name = list(signature.parameters), f"everstep.{function.__name__}"
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for key in kwargs:
+            if key not in known:
+                usual = _NAMES_IN_LOADERS.get(key)
+                here = usual is not None and (usual in known or "everstep." in usual)
+                hint = f"here it is called {usual}." if here else closest_key(key, known)
+                raise UserError(f"{key} is not an argument of {name}; {hint}")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"{name}: {error}; its arguments: {', '.join(known)}.") from None
+        return function(*args, **kwargs)
+
+    return checked
 
 
 class FunctionData:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine import keys
+from everstep.engine.datasets.data import named_arguments
 from everstep.engine.datasets.documents import PackedDocuments, stacked_documents
 from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.boundary import Value, described
@@ -31,6 +32,7 @@ _FILL = {"labels": -100}  # what a short row is filled up with; 0 elsewhere
 _TOKENS = "input_ids"
 
 
+@named_arguments
 def rows(
     dataset: Any,
     *,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.engine import keys
 from everstep.engine.datasets.buffer import BatchBuffer
+from everstep.engine.datasets.data import named_arguments
 from everstep.engine.datasets.rows import Collate
 from everstep.engine.datasets.stream_reader import Reader, Source
 from everstep.engine.layers.boundary import Value
@@ -37,6 +38,7 @@ _POLL_S, _SLOWEST_POLL_S = 0.001, 0.02
 BUFFER = "buffer"  # in a job's data options: the folder the launcher has made for a run without checkpoints
 
 
+@named_arguments
 def stream(
     source: Any,
     *,

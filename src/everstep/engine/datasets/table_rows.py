@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from everstep.engine.datasets.data import named_arguments
 from everstep.engine.datasets.rows import Collate, Rows, rows
 from everstep.errors import UserError
 
@@ -19,6 +20,7 @@ TOKENS = "input_ids"
 _KEPT_GROUPS = 8  # row groups of parquet files that are held decoded
 
 
+@named_arguments
 def table(
     path: str | Path,
     *,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.engine.datasets.data import named_arguments
 from everstep.engine.datasets.documents import positions_in_documents
 from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.boundary import Value
@@ -29,6 +30,7 @@ _LLM_C_MAGIC, _LLM_C_HEADER = 20240520, 1024  # llm.c's .bin: 256 int32, then ui
 Files = str | Path | Sequence[str | Path]
 
 
+@named_arguments
 def tokens(
     files: Files,
     *,

@@ -170,14 +170,22 @@ def check_optimizer(given: Any) -> None:
         )
 
 
-def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
-    shape, settings = ({key: _plain(value) for key, value in given.items()} for given in (shape, settings))
-    known = {*(f.name for f in fields(Job)), *_OPTIMIZER_KEYS, "optimizer_options", "epochs"}
+def refuse_unknown(
+    settings: Mapping[str, Any], also: Sequence[str] = (), call: str = "everstep.train"
+) -> None:
+    """`also`: arguments of `call` that are no keys of a job."""
+    known = {*(f.name for f in fields(Job)), *_OPTIMIZER_KEYS, "optimizer_options", "epochs", *also}
+    offered = sorted(known - {"base", "positional", "settings"})
     for key in settings:
         if key not in known:
             usual = _USUAL_NAMES.get(key)
-            hint = f"here it is called {usual}." if usual else closest_key(key, sorted(known - {"base"}))
-            raise UserError(f"{key} is not an argument of everstep.train; {hint}")
+            hint = f"here it is called {usual}." if usual else closest_key(key, offered)
+            raise UserError(f"{key} is not an argument of {call}; {hint}")
+
+
+def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:
+    shape, settings = ({key: _plain(value) for key, value in given.items()} for given in (shape, settings))
+    refuse_unknown(settings)
     optimizer = {key: settings.pop(key) for key in list(settings) if key in _OPTIMIZER_KEYS}
     if "optimizer_options" in settings:
         optimizer["options"] = settings.pop("optimizer_options")

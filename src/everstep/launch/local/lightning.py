@@ -7,6 +7,7 @@ that are given) on what. Its Trainer is not used: what it does is the work of th
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +33,20 @@ from everstep.engine.lightning.model import (
 from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
-from everstep.launch.local.arguments import shape_of_call
+from everstep.launch.local.arguments import refuse_unknown, shape_of_call
 from everstep.launch.local.data_needs import steps_of
 from everstep.log import say, warn
 from everstep.store.folder import complete_steps
+
+_SAID_ELSEWHERE = {  # arguments of `everstep.train` that the module or the call of `fit` has in another form
+    "model": "the first argument",
+    "data": "train_dataloaders or a datamodule",
+    "eval_data": "val_dataloaders or a datamodule",
+    "loss": "what training_step returns",
+    "optimizer": "configure_optimizers",
+    "schedule": "configure_optimizers",
+    "metrics": "self.log in validation_step",
+}
 
 
 def fit(
@@ -65,6 +76,10 @@ def fit(
     settings             as for `everstep.train`: clip, precision, ema, seed, device, eval_every (after every
                          epoch if not given), eval_batches, callbacks, recompute, page
     """
+    for name in settings:
+        if name in _SAID_ELSEWHERE:
+            raise UserError(f"{name} is not an argument of everstep.fit; here it is {_SAID_ELSEWHERE[name]}.")
+    refuse_unknown(settings, list(inspect.signature(api.train).parameters), "everstep.fit")
     unused = hooks.check(module)
     if stages > 1 and layers is None:
         raise UserError(
