@@ -14,10 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
+from everstep.drive.step_rows import means
 from everstep.engine.layers.model import in_training
 from everstep.engine.lightning.cut import StepOfStage, parts_of
+from everstep.engine.lightning.hooks import StepCalls, loss_of
 from everstep.engine.lightning.model import LightningProgram
 from everstep.engine.lightning.module_optimizers import optimizer_here, rate_from
+from everstep.engine.stage.evaluation import added, score
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local import lightning as fitting
@@ -160,6 +163,21 @@ class Cycling(Small):
         (Small(), {"stages": 2}, "name its row of layers"),
         (Small(), {"stages": 2, "layers": "block"}, "has no row of layers under this name; it has blocks"),
         (Small(), {"epochs": 2}, "needs steps or epochs, one of them"),
+        (
+            Small(),
+            {"max_epochs": 2},
+            "not an argument of everstep.fit; here it is called epochs.",
+        ),
+        (
+            Small(),
+            {"devices": 2},
+            "here it is called replicas and stages.",
+        ),
+        (
+            Small(),
+            {"optimizer": "SGD"},
+            "optimizer is not an argument of everstep.fit; here it is configure_optimizers.",
+        ),
         (nn.Linear(1, 1), {}, "was given a Linear; it takes a LightningModule"),
         (Small, {}, "was given the class Small; give a module"),
     ],
@@ -235,5 +253,14 @@ def test_batches_steps_and_validation_are_lightnings_by_default(
     assert (given["replicas"], given["microbatches"]) == (2, 1)
     assert given["names"] == ("val_acc",)
     assert "16 steps of 2 batches of the loader each" in capsys.readouterr().err
-    line = evaluation_line(8, {"loss": float("nan"), "val_acc": 0.5})
-    assert line == "evaluation after step 8: val_acc 0.500000"
+
+
+def test_a_module_that_logs_no_loss_has_none_in_its_evaluations() -> None:
+    """`loss: nan` stood in result.evaluations, in files and on the page."""
+    output = StepCalls(Scored(), 4).evaluate([torch.ones(2, 4)])
+    logged, targets = output["logged"]["val_acc"], torch.ones(2)
+    scores = [score("loss", loss_of(output, None), targets), score("val_acc", logged, targets)]
+    found = means(("loss", "val_acc"), [added([scores, scores])])
+    assert found == {"val_acc": 1.0}
+    assert evaluation_line(8, found) == "evaluation after step 8: val_acc 1.000000"
+    assert "loss nan" in evaluation_line(8, {"loss": float("nan"), "val_acc": 0.5}), "a real one is said"

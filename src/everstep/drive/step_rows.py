@@ -12,6 +12,7 @@ from everstep.protocol.actions import RecordStep
 from everstep.protocol.table import Document, Json
 
 KEPT_ROWS = 2000  # of a task, for those who look
+LOSS = "loss"  # what every evaluation finds first
 KEPT_EVALUATIONS = 200
 
 
@@ -95,18 +96,21 @@ class StepRows:
 def metric_names(job: Mapping[str, Json]) -> tuple[str, ...]:
     """What an evaluation finds, by the words of a job."""
     metrics = (job.get("evaluation") or {}).get("metrics") or ()
-    return ("loss", *(str(name).rpartition(":")[2] for name in metrics))
+    return (LOSS, *(str(name).rpartition(":")[2] for name in metrics))
 
 
 def means(names: Iterable[str], lines: Iterable[tuple[float, ...]]) -> dict[str, float]:
-    """The value of every metric, from the lines of all microbatches."""
+    """The value of every metric, from the lines of all microbatches. A LightningModule may log metrics and no
+    loss, which then has no weight and is left out.
+    """
     columns = list(zip(*(line for line in lines if line), strict=True))
     found = {}
     for number, name in enumerate(names):
         if not columns:
             return {}
         total, weight = math.fsum(columns[2 * number]), math.fsum(columns[2 * number + 1])
-        found[name] = total / weight if weight else math.nan
+        if weight or name != LOSS:
+            found[name] = total / weight if weight else math.nan
     return found
 
 

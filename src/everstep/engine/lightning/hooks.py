@@ -8,7 +8,6 @@ looks on, a note says that it is not called.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -141,15 +140,16 @@ class StepCalls:
         return {"loss": loss} if weight is None else {"loss": loss * weight, "weight": weight}
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """The loss is what validation_step returns, else what it logs under a name with "loss"; NaN where it
-        logs other metrics only.
+        """The loss is what validation_step returns, else what it logs under a name with "loss"; of weight 0
+        where it logs other metrics only.
         """
         made = self._call(self.module.validation_step, batch)
         loss = made.get("loss") if isinstance(made, Mapping) else made
         if loss is None:
             loss = next((self.logged[name] for name in self.logged if "loss" in name), None)
         if loss is None and self.logged:
-            loss = torch.full_like(next(iter(self.logged.values())), math.nan, dtype=torch.float32)
+            none = torch.zeros((), device=next(iter(self.logged.values())).device)
+            return {"loss": none, "weight": none, "logged": dict(self.logged)}
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(
                 f"validation_step returned {_named(made)} and logged {', '.join(self.logged) or 'nothing'}; "

@@ -93,8 +93,6 @@ def step_line(row: StepRow, steps: int) -> str:
 
 
 def evaluation_line(step: int, values: Mapping[str, float]) -> str:
-    if len(values) > 1 and math.isnan(values.get("loss", 0.0)):  # a LightningModule that logs metrics only
-        values = {name: value for name, value in values.items() if name != "loss"}
     return f"evaluation after step {step}: " + ", ".join(
         f"{name} {value:.6f}" for name, value in values.items()
     )
