@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.launch.local.api import Result
 from everstep.launch.local.data_needs import DataWaits
 from everstep.launch.local.report import incident_line, summary_line
 from everstep.protocol.incidents import Incident, Remedy, Verdict
@@ -52,9 +53,14 @@ def test_a_run_that_a_callback_has_stopped_says_so() -> None:
     assert line.endswith(f"8 committed once; {stopped}")
 
 
+def test_a_result_is_printed_as_one_line() -> None:
+    result = Result(losses={1: 2.5}, grad_norms={1: 1.0}, evaluations={}, document=run(steps=320))
+    assert repr(result) == f"Result({summary_line(run(steps=320))})"
+
+
 def test_a_wait_for_data_is_said_once_and_not_of_the_first_cold_steps() -> None:
     waits = DataWaits()
-    assert waits.warning(Worker(0, 1), 0.34, 1.0, 1) is None
+    assert [waits.warning(Worker(0, 1), 0.34, 1.0, steps) for steps in (1, 5, 9)] == [None] * 3
     first = waits.warning(Worker(0, 1), 0.34, 1.0, 10)
     assert first is not None
     assert "worker 0:1 waits 0.34 s of every 1 s step for its data" in first

@@ -50,7 +50,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import LiveLine, PlainLines
-from everstep.launch.local.report import document, stopped_line
+from everstep.launch.local.report import document, stopped_line, summary_line
 from everstep.launch.local.resuming import first_row, refuse_another_model
 from everstep.launch.local.run import TASK, LocalTask, Watcher
 from everstep.log import say
@@ -63,7 +63,7 @@ GRACE_S = 25.0  # Kubernetes gives 30
 SAME_SIGNAL_S = 1.0  # a scheduler may send one and the same to a process and to its group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Result:
     """The result of a run, earlier starts included: the loss of every step, evaluations, incidents."""
 
@@ -77,6 +77,9 @@ class Result:
         """Recovered failures, each with worker, step, noticed_ms, replanned_ms, resumed_ms and steps_lost."""
         found: list[dict[str, Any]] = self.document["incidents"]
         return found
+
+    def __repr__(self) -> str:
+        return f"Result({summary_line(self.document)})"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from everstep.protocol.ops import Worker
 from everstep.store.search import NoStart
 
 LEAST_S, SHARE = 0.05, 0.2  # of a step: a wait that is worth a sentence
-COLD_STEPS = 5  # the first steps of a run load cold: they say nothing of those that follow
+COLD_STEPS = 10  # the first steps of a run load cold: they say nothing of those that follow
 
 
 def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], checkpoint: Any) -> int:
