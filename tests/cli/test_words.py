@@ -11,8 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from everstep.cli import cluster, demo, main, worker_output
+from everstep.cli import cluster, demo, main, render, worker_output
 from everstep.cli.client import Client
+from everstep.cli.run import misplaced
 from everstep.launch.local import script_run
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import times
@@ -105,9 +106,9 @@ def test_logs_say_where_a_worker_runs_and_what_its_task_recorded() -> None:
     )
     assert "runs nowhere now; the task is running" in worker_output.place(TASK, "1:1")
     assert worker_output.lines(TASK, after=0, evaluated=0) == [
-        "step   1344/400000  loss 2.1  grad norm 0.5  250 ms",
+        "step   1344/400000  loss 2.100000  grad norm 0.5000     250 ms",
         "evaluation after step 1344: loss 1.9",
-        "step   1345/400000  loss nan  grad norm nan  -",
+        "step   1345/400000  loss nan  grad norm nan          -",
     ]
     assert worker_output.lines(TASK, after=1345, evaluated=1344) == []
 
@@ -129,6 +130,108 @@ def test_an_error_of_the_users_script_is_shown_from_the_script_on(
     ]
     assert err.count("  File ") == 2
     assert err.rstrip().endswith("KeyError: 'rows'")
+
+
+def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -> None:
+    """`everstep run train.py --kill ...` gave --kill to the script, which ignored it, and killed nobody."""
+    script = tmp_path / "train.py"
+    script.write_text('parser.add_argument("--batch")\n')
+    given = ["--kill", "stage=1", "--batch", "3", "--replicas=2", "--nproc", "2", "--lr", "-m"]
+    assert misplaced(script, given, any_script=False) == ["--kill", "--replicas", "--nproc"]
+    assert misplaced(script, ["--kill", "x", "--max-restarts", "3"], any_script=True) == ["--max-restarts"]
+    script.write_text("def main(max_restarts): ...\n")
+    assert misplaced(script, ["--max-restarts", "3"], any_script=True) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("kill", "everstep cancel ends a task"),
+        ("tasks", "everstep status lists nodes and tasks"),
+        ("readmit", "everstep drain NODE --readmit undoes a drain"),
+    ],
+)
+def test_a_command_of_other_systems_is_answered_by_ours(
+    typed: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run([typed, "x"]) == 2
+    assert (
+        capfd.readouterr().err.strip() == f"everstep: No such command {typed!r}; {said}. Try everstep --help."
+    )
+
+
+def test_commands_of_other_systems_do_not_hide_ours() -> None:
+    assert not set(main._USUAL_COMMANDS) & set(main._COMMANDS)
+
+
+def test_an_empty_cluster_says_what_to_do_next(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was two lines of headings."""
+    nothing = {"nodes": [], "tasks": [], "incidents": {"open": [], "total": 0}}
+    monkeypatch.setattr(Client, "get", lambda self, path: nothing)
+    assert main.run(["status"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        cluster.NO_NODES,
+        "",
+        cluster.NO_TASKS,
+        "",
+        "0 incidents, 0 open",
+    ]
+
+
+@pytest.mark.parametrize("named", [["small"], ["--task", "small"], []])
+def test_a_report_is_of_a_task_by_its_name_and_not_cut_where_it_is_piped(
+    named: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lost = {"restore": 43.9, "slow": 32.3, "paused": 31.3, "wait": 30.1}
+    row = {"owner": "an operator", "state": "cancelled", "wall_s": 250.0, "goodput": 0.522, "lost_s": lost}
+    row |= {"productive_s": 130.0}
+    isolated = {"node": "a", "isolations": 1, "state": "isolated", "because": "it was slow"}
+    document: dict[str, Any] = {"tasks": [{"task": name, **row} for name in ("big", "small")], "total": row}
+    document |= {"incidents": [], "nodes": [isolated], "hours": []}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Client, "get", lambda self, path: document)
+    assert main.run(["report", *named]) == 0
+    out = capfd.readouterr().out
+    assert "restore 43.9 s, slow 32.3 s, paused 31.3 s, wait 30.1 s" in out
+    assert "…" not in out
+    assert "node a is isolated, isolated 1 time: it was slow" in out
+    assert ("big" in out) == (not named)
+
+
+def test_the_demos_own_kills_end_where_a_person_hurts_a_worker() -> None:
+    """On its page both were mixed."""
+    script = demo.Script(
+        kills=((Worker(0, 1), 5), (Worker(1, 0), 9), (Worker(0, 0), 12)), rejoin_after_steps=2
+    )
+    killed: list[Worker] = []
+
+    class Run:
+        step = 5
+
+        def readings(self) -> dict[Worker, Any]:
+            reading = SimpleNamespace(step=self.step, done=4, num_ops=4)
+            return dict.fromkeys((Worker(0, 1), Worker(1, 0), Worker(0, 0)), reading)
+
+        def kill(self, worker: Worker) -> None:
+            killed.append(worker)
+
+    watch, run = demo.Killer(script, lambda kind, what: None), Run()
+    watch("tick", run)
+    watch("incident", SimpleNamespace(workers=[Worker(0, 1)]))  # its own
+    run.step = 9
+    watch("tick", run)
+    assert killed == [Worker(0, 1), Worker(1, 0)]
+    watch("incident", SimpleNamespace(workers=[Worker(1, 1)]))  # a click
+    run.step = 12
+    watch("tick", run)
+    assert killed == [Worker(0, 1), Worker(1, 0)]
+
+
+def test_small_adapters_have_parameters() -> None:
+    assert render.parameters(4_608) == "4.61 k parameters", "it was 0.00 M"
+    assert render.parameters(250_000) == "0.25 M parameters"
 
 
 def test_commands_point_to_each_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from everstep.cli import render
@@ -177,7 +176,7 @@ def list_command(file: File = DEFAULT_FILE, as_json: AsJson = False) -> int:
             "yes" if not isinstance(until, float) else f"until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
         )
         table.add_row(str(row["role"]), str(row["name"]), "revoked" if row["revoked"] else valid)
-    Console(highlight=False).print(table)
+    render.show(table)
     return 0
 
 
@@ -196,7 +195,7 @@ def roles_command(as_json: AsJson = False) -> int:
     table = Table("call", *Role, box=None, pad_edge=False)
     for call, cells in rows:
         table.add_row(call, *("-" if cells[role] == "no" else cells[role] for role in Role))
-    Console(highlight=False).print(table)
+    render.show(table)
     return 0
 
 
@@ -221,7 +220,7 @@ def owners_command(
             for what in ("workers", "tasks")
         )
         table.add_row(row["owner"], *cells)
-    Console(highlight=False).print(table)
+    render.show(table)
     return 0
 
 
@@ -246,5 +245,5 @@ def audit_command(
     for row in rows:
         when = f"{datetime.fromtimestamp(row['at']):%Y-%m-%d %H:%M:%S}"
         table.add_row(when, str(row["event"]), row["by"], row["text"])
-    Console(highlight=False).print(table)
+    render.show(table)
     return 0

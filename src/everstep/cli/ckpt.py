@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from everstep.cli import render
 from everstep.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
-from everstep.cli.render import emit, note
+from everstep.cli.render import emit, note, parameters
 from everstep.convert.formats.dialects import DIALECTS
 from everstep.convert.formats.known_formats import FORMATS
 from everstep.errors import UserError
@@ -72,7 +73,7 @@ def formats_command(as_json: AsJson = False) -> None:
     table = Table("--to", "format", "reads", "writes", "optimizer state")
     for row in rows:
         table.add_row(*(row[column] for column in columns))
-    Console(highlight=False).print(table)
+    render.show(table)
 
 
 @ckpt_app.command("convert")
@@ -236,9 +237,7 @@ def export_command(
     if as_json:
         emit(asdict(made))
     else:
-        print(
-            f"{made.folder}: {made.architecture}, step {made.step}, {made.parameters / 1e6:.2f} M parameters"
-        )
+        print(f"{made.folder}: {made.architecture}, step {made.step}, {parameters(made.parameters)}")
 
 
 @ckpt_app.command("verify")

@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from everstep.cli import render
 from everstep.cli.render import note
 from everstep.errors import UserError
 
@@ -130,7 +131,7 @@ def show(doc: dict[str, Any], limit: int) -> None:
     rows = doc["tensors"]
     for row in rows[: limit or None]:
         table.add_row(row["name"], row["dtype"], " x ".join(map(str, row["shape"])), size_text(row["bytes"]))
-    console.print(table)
+    render.show(table)
     if limit and len(rows) > limit:
         console.print(f"… and {len(rows) - limit} more; --limit 0 lists all.")
     if doc["cannot_be_read"]:

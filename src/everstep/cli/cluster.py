@@ -582,6 +582,10 @@ def report(row: Any, what: str, as_json: bool) -> int:
 # ------------------------------------------------------------------ the picture
 
 
+NO_NODES = "no nodes yet; on every machine: everstep agent --slots N"
+NO_TASKS = "no tasks yet: everstep submit job.toml"
+
+
 def _picture(document: Any) -> Group:
     open_ones = document["incidents"]["open"]
     total = document["incidents"]["total"]
@@ -590,7 +594,9 @@ def _picture(document: Any) -> Group:
         line += f": {', '.join(map(str, open_ones[:10]))} (everstep explain {open_ones[0]})"
     elif total:
         line += " (everstep explain lists them)"
-    return Group(_nodes(document["nodes"]), Text(), _tasks(document["tasks"]), Text(), Text(line))
+    nodes = _nodes(document["nodes"]) if document["nodes"] else Text(NO_NODES)
+    tasks = _tasks(document["tasks"]) if document["tasks"] else Text(NO_TASKS)
+    return Group(nodes, Text(), tasks, Text(), Text(line))
 
 
 def _nodes(nodes: Any) -> Table:

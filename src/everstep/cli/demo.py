@@ -49,10 +49,12 @@ class Killer:
     """A watcher that sends SIGKILL from outside, once the victim is seen at work in the middle of its step.
 
     Not by `--kill`, which names an op: after an incident the planner may have given that op to another one.
+    Once a person hurts a worker on the page, the kills that are left are not sent.
     """
 
     def __init__(self, script: Script, watch: Watcher) -> None:
         self._left, self._watch = list(script.kills), watch
+        self._sent: list[Worker] = []  # whose incidents are still to come
 
     def __call__(self, kind: str, what: Any) -> None:
         if kind == "tick" and self._left:
@@ -60,7 +62,14 @@ class Killer:
             reading = what.readings().get(worker)
             if reading is not None and reading.step >= step and reading.done >= 3 and reading.num_ops >= 2:
                 self._left.pop(0)
+                self._sent.append(worker)
                 what.kill(worker)
+        if kind == "incident":
+            for worker in what.workers:
+                if worker in self._sent:
+                    self._sent.remove(worker)
+                else:
+                    self._left.clear()
         self._watch(kind, what)
 
 
@@ -98,7 +107,7 @@ def demo_command(
     job = demo_job(replicas, stages, steps or (_WEB_STEPS if web else _STEPS))
     script = story(job)
     console = _console(quiet=as_json)
-    _title(console, job, script)
+    _title(console, job, script, web=web)
     started = time.monotonic()
     with _page() if web else contextlib.nullcontext() as page:
         clean, healed = _both_runs(job, script, console, page, as_json=as_json)
@@ -264,7 +273,7 @@ def _console(*, quiet: bool) -> Console:
     return Console(stderr=True, highlight=False, quiet=quiet)
 
 
-def _title(console: Console, job: Job, script: Script) -> None:
+def _title(console: Console, job: Job, script: Script, *, web: bool) -> None:
     console.print(
         "\n[bold]everstep demo[/bold]  "
         f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
@@ -273,7 +282,7 @@ def _title(console: Console, job: Job, script: Script) -> None:
     (first, early), (second, late) = script.kills
     console.print(
         f"[dim]SIGKILL will hit worker {first} (replica:stage) in step {early}, "
-        f"and {second} in step {late}[/dim]\n"
+        f"and {second} in step {late}{', unless you hurt one on the page first' * web}[/dim]\n"
     )
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from everstep.cli import render
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _show(diagnosis: Diagnosis) -> None:
             for suspect in finding.suspects[:_SHOWN]:
                 who = f"rank {suspect.rank}" + (f" → {suspect.peer}" if suspect.peer is not None else "")
                 table.add_row(who, suspect.node, f"{suspect.confidence:.2f}", suspect.evidence)
-            console.print(table)
+            render.show(table)
         if len(finding.suspects) > _SHOWN:
             console.print(f"and {len(finding.suspects) - _SHOWN} more suspects; --json has them all.")
         if finding.victims:

@@ -144,12 +144,12 @@ def _show_severities(*, with_patterns: bool) -> None:
     for kind, severity in TABLE.items():
         xids = ranks_text(number for number, (of_kind, _) in XIDS.items() if of_kind is kind)
         table.add_row(Text(str(severity), style=_STYLES[severity]), str(kind), MEANINGS[kind], xids)
-    console.print(table)
+    render.show(table)
     for severity in Severity:
         console.print(Text(str(severity), style=_STYLES[severity]), f"{first_remedy(severity)};", end=" ")
     console.print("if a remedy does not help, a more severe one follows.")
     if with_patterns:
-        console.print(_pattern_table())
+        render.show(_pattern_table())
 
 
 def _pattern_table() -> Table:
@@ -275,7 +275,7 @@ def _show_incident(document: Mapping[str, Any]) -> None:
     for moment in moments:
         event = f"event:{moment.event}" if moment.event else ""
         table.add_row(_offset(moment.at - began), moment.what, Text(moment.text), event)
-    console.print(table)
+    render.show(table)
 
 
 def _show_chain(document: Mapping[str, Any]) -> None:
@@ -374,7 +374,7 @@ def show_plan(plan: Mapping[str, Any]) -> None:
             Text(option["because"]),
             style="bold" if option["chosen"] else "",
         )
-    console.print(table)
+    render.show(table)
     console.print(
         Text("earns, pays and behind: weighted work of one worker until the next expected event", style="dim")
     )

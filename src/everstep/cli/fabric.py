@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from everstep.cli import render
 from everstep.cli.fabric_files import (
     addresses_of,
     nodes_only,
@@ -127,7 +128,6 @@ def _discover(prober: Any, ends: tuple[str, dict[str, str]], target_port: int) -
 
 
 def _print_probed(found: Mapping[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     if "to" not in found:
@@ -139,4 +139,4 @@ def _print_probed(found: Mapping[str, Any]) -> None:
         for path, ports in sorted(row["paths"].items()):
             table.add_row(name, path, str(len(ports)), ", ".join(map(str, ports[:6])))
             name = ""
-    Console(highlight=False).print(table)
+    render.show(table)

@@ -53,6 +53,28 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "ckpt": "everstep.cli.ckpt:ckpt_app",
     "launch": "everstep.cli.launch:launch_app",
 }
+_USUAL_COMMANDS = {  # of other systems, and what they are called here
+    "kill": "everstep cancel ends a task",
+    "stop": "everstep cancel ends a task, everstep pause keeps it",
+    "delete": "everstep cancel ends a task",
+    "scancel": "everstep cancel ends a task",
+    "tasks": "everstep status lists nodes and tasks",
+    "jobs": "everstep status lists nodes and tasks",
+    "nodes": "everstep status lists nodes and tasks",
+    "list": "everstep status lists nodes and tasks",
+    "ps": "everstep status lists nodes and tasks",
+    "squeue": "everstep queue lists the tasks that wait, everstep status all of them",
+    "readmit": "everstep drain NODE --readmit undoes a drain",
+    "undrain": "everstep drain NODE --readmit undoes a drain",
+    "incidents": "everstep explain lists recent incidents",
+    "start": "everstep train runs a job here, everstep submit on a cluster",
+    "sbatch": "everstep submit queues a task, everstep launch slurm starts one under Slurm",
+    "torchrun": "everstep run --nproc N runs a script as torchrun does",
+    "worker": "everstep agent starts a node's workers",
+    "dashboard": "everstep coordinator serves it and prints its address",
+    "export": "it is everstep ckpt export",
+    "convert": "it is everstep ckpt convert",
+}
 # Entry points: the laboratory adds its commands here, and so can others; `fabric.show` joins group `fabric`.
 _ADDED = "everstep.commands"
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script belongs to the script
@@ -140,8 +162,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if not hasattr(error, "format_message"):  # then it is a usage error, by whichever click typer brings
             raise
         message = error.format_message()
+        if (usual := _USUAL_COMMANDS.get(next(iter(given), ""))) is not None:
+            message = f"No such command {given[0]!r}; {usual}."
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "everstep"
-        return _say(f"{message} Try {command} --help." if message else "", 2)
+        stop = "" if message.endswith((".", "?")) else "."
+        return _say(f"{message}{stop} Try {command} --help." if message else "", 2)
 
 
 def main() -> None:

@@ -42,6 +42,12 @@ def emit(document: Mapping[str, Any]) -> None:
     print(json.dumps(_plain(document), indent=2), flush=True)
 
 
+def parameters(count: int) -> str:
+    """Adapters are small: they are not 0.00 M."""
+    unit, size = ("M", 1e6) if count >= 1e5 else ("k", 1e3)
+    return f"{count / size:.2f} {unit} parameters"
+
+
 def show(picture: RenderableType) -> None:
     """Print a table: as wide as the terminal, or as wide as it is where a program or a file reads it."""
     if sys.stdout.isatty():

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.cluster import AsJson, count
 from everstep.drive.goodput import HOUR_S, PRODUCTIVE, STEPS, Cause
 from everstep.errors import UserError
 from everstep.plan.durations import duration
@@ -37,8 +36,9 @@ COLOURS = {  # name in a terminal, in a picture
 
 
 def report_command(
+    task: Annotated[str, typer.Argument(help="Only this task.", show_default="all")] = "",
     since: Annotated[str, typer.Option(help="How far back: 90min, 12h, 7d.")] = "7d",
-    task: Annotated[str, typer.Option(help="Only this task.", show_default="all")] = "",
+    only: Annotated[str, typer.Option("--task", hidden=True)] = "",
     picture: Annotated[
         Path | None, typer.Option("--picture", "-o", help="Write an SVG: time by cause, hour by hour.")
     ] = None,
@@ -55,16 +55,17 @@ def report_command(
 
       everstep report --since 7d
 
-      everstep report --since 12h --task llama-8b --json
+      everstep report llama-8b --since 12h --json
 
       everstep report --since 7d --picture week.svg
     """
+    task = task or only
     seconds, client = int(duration(since, "--since")), Client(address=address, token=token, ca=ca)
     document: dict[str, Any] = client.get(f"/v1/report?since_s={seconds}")
     if task:
         document["tasks"] = [row for row in document["tasks"] if row["task"] == task]
         if not document["tasks"]:
-            raise UserError(f"task {task!r} had no time in the last {since}; leave --task out to see all.")
+            raise UserError(f"task {task!r} had no time in the last {since}; leave the name out to see all.")
     if picture is not None:
         try:
             picture.write_text(svg(document["hours"]))
@@ -74,13 +75,12 @@ def report_command(
     if as_json:
         render.emit(document)
         return 0
-    console = Console(highlight=False)
-    console.print(_tasks(document["tasks"], document["total"] if not task else None))
+    render.show(_tasks(document["tasks"], document["total"] if not task else None))
     if document["incidents"]:
-        console.print(_incidents(document["incidents"]))
+        render.show(_incidents(document["incidents"]))
     for node in document["nodes"]:
-        times = f"isolated {node['isolations']} times"
-        console.print(f"node {node['node']} is {node['state']}, {times}: {node['because']}")
+        times = f"isolated {count(node['isolations'], 'time')}"
+        render.show(Text(f"node {node['node']} is {node['state']}, {times}: {node['because']}"))
     return 0
 
 
@@ -122,7 +122,7 @@ def history_command(
             about = " ".join(filter(None, (row["task"], *row["workers"][:2], row["node"])))
             took = _time(row["closed_at"] - row["opened_at"])
             table.add_row(when, f"incident {row['number']}", about, took, row["what"])
-    Console(highlight=False).print(table)
+    render.show(table)
     return 0
 
 

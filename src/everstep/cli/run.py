@@ -7,13 +7,14 @@ any script that torchrun can start; then a failure restarts all ranks.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
@@ -189,6 +190,10 @@ def run_command(
       everstep run --nproc 8 --nnodes 2:4 --rdzv-endpoint head:29400 train.py
     """
     log.start()
+    for name in misplaced(script, arguments or [], any_script=nproc is not None):
+        log.warn(
+            f"{name} stands after {script}, which gets it; options of everstep run stand before the script"
+        )
     if nproc is None:
         given = {
             "--module": module,
@@ -243,6 +248,27 @@ def run_command(
         node_rank=node_rank,
     )
     return scripts.run_on_nodes(run, at, as_json=as_json)
+
+
+def misplaced(script: Path, arguments: list[str], *, any_script: bool) -> list[str]:
+    """Options of ours among the script's arguments that its text does not mention."""
+    panels = (_ANY,) if any_script else (_OWN, _ANY, KILL.rich_help_panel)
+    hints = get_type_hints(run_command, include_extras=True)
+    ours = {
+        option
+        for name, hint in hints.items()
+        for info in getattr(hint, "__metadata__", ())
+        if getattr(info, "rich_help_panel", None) in panels
+        for option in (info.default, *(info.param_decls or ()), f"--{name.replace('_', '-')}")
+        if str(option).startswith("--")  # typer keeps the first name as `default`
+    }
+    given = [argument.partition("=")[0] for argument in arguments]
+    try:
+        text = script.read_text(errors="replace")
+    except OSError:  # said later
+        return []
+    words = set(re.findall(r"\w+", text.replace("--", " ").replace("-", "_")))
+    return [one for one in given if one in ours and one.strip("-").replace("-", "_") not in words]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

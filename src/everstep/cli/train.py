@@ -101,7 +101,7 @@ def train_command(
     callbacks = checked_callbacks(callbacks_of(job))
     checked = preflight(job, data=data)
     refuse_another_model(job, checked.model)
-    render.note(f"{describe(job)}, {checked.parameters / 1e6:.2f} M parameters")
+    render.note(f"{describe(job)}, {render.parameters(checked.parameters)}")
     for sentence in checked.notes:
         render.note(sentence)
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -100,8 +101,11 @@ def lines(row: Any, *, after: int, evaluated: int) -> list[str]:
 
 def _step_line(row: Any, steps: int) -> str:
     took = f"{row['seconds'] * 1e3:.0f} ms" if row["seconds"] else "-"
-    figures = f"loss {_figure(row['loss'])}  grad norm {_figure(row['grad_norm'])}"
-    return f"step {row['step']:{len(str(steps))}d}/{steps}  {figures}  {took}"
+    loss, norm = row["loss"], row["grad_norm"]
+    figures = (
+        f"loss {math.nan if loss is None else loss:.6f}  grad norm {math.nan if norm is None else norm:#.4g}"
+    )
+    return f"step {row['step']:{len(str(steps))}d}/{steps}  {figures}  {took:>9}"
 
 
 def _figure(value: float | None) -> str:
