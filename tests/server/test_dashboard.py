@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -320,6 +321,21 @@ def test_the_page_lives_with_the_cluster_and_through_a_restart_of_its_coordinato
             assert not any(TOKEN in asked or "ticket." in asked for asked in page.requests)
 
     asyncio.run(play())
+
+
+def test_workers_are_counted_against_what_the_job_asked_for() -> None:
+    """A job of 2 x 2 that the planner had put into 1 x 3 was shown as 3/3."""
+
+    def asked(*, kept: bool = False, workers: int | None = None, **job: int) -> int:
+        request = SimpleNamespace(most_workers=4, job=job)
+        bounds = SimpleNamespace(is_shape_kept=kept, workers=workers)
+        shape = SimpleNamespace(replicas=1, stages=3)
+        return views._asked(SimpleNamespace(shape=shape, request=request, bounds=bounds))  # type: ignore[arg-type]
+
+    assert asked() == 4
+    assert asked(kept=True) == 3, "an operator's shape"
+    assert asked(workers=2) == 2, "an operator's size"
+    assert asked(max_replicas=2) == 3, "an elastic job has what the planner gives"
 
 
 def test_the_curve_of_a_task_that_is_over_goes_from_its_first_loss_to_its_last() -> None:

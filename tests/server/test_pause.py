@@ -20,6 +20,7 @@ def test_a_paused_task_does_no_step_twice(tmp_path: Path) -> None:
         cluster.step_reached(4)
         cluster.client.post("/v1/tasks/job/pause")
         cluster.until(lambda: cluster.task()["state"] == "paused", "the task is paused")
+        assert cluster.task()["step"] >= 4, "a paused task was shown at step 0"
         cluster.client.post("/v1/tasks/job/unpause")
         assert cluster.finished()["state"] == "finished"
         rows = (tmp_path / "state-first" / "tasks" / "job.jsonl").read_text().splitlines()

@@ -208,6 +208,13 @@ def test_a_run_that_is_no_demo_can_be_cancelled_and_its_workers_cannot_be_hurt()
         assert run.done == [("finish", "cancelled by an operator on its page")]
 
 
+WORDS = """Promise.all([import("/web/words.js"), import("/web/chart.js")]).then(([words, chart]) => [
+    words.awaited("D[50 stage 1 2]"), words.awaited("G[23 stage 0 0.3]"),
+    chart.ticks(0, 1.25), chart.ticks(1.72, 5.56),
+    words.happened({ what: "killed by SIGKILL", workers: ["0:1"] }),
+    words.happened({ what: "node a is gone", workers: ["0:1"] })])"""
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
 def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_it(tmp_path: Path) -> None:
     async def play(address: str) -> None:
@@ -216,6 +223,18 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
             await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=20)
             await page.until(f"location.hash === '#/task/{TASK}'")  # not the token, and not a fleet of one
             assert await page.value("document.querySelector('nav a').offsetParent") is None, "no cluster here"
+            await page.click("nav a[data-view=incidents]")
+            await page.click("nav a[data-view=tasks]")  # the way back, which the page of a run did not have
+            await page.until(f"location.hash === '#/task/{TASK}'")
+            assert await page.value("document.querySelector('nav a[data-view=tasks]').innerText") == "Run"
+            assert await page.value(WORDS) == [
+                "waits for hashes of a vote of replica 2",
+                "waits for gradient 0.3",
+                [0, 0.5, 1, 1.5],
+                [1, 2, 3, 4, 5, 6],
+                "worker 0:1: killed by SIGKILL",
+                "node a is gone",
+            ]
             assert await page.value("document.getElementById('hurt-kill').disabled")
             await page.click("#places tbody td")
             await page.until("document.querySelector('#places td').getAttribute('aria-pressed') === 'true'")

@@ -150,7 +150,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "places": task.shape.replicas * task.shape.stages,
         "asked": _asked(task),
         "working": 0 if recovery is None else sum(isinstance(p, Member) for p in recovery.places.values()),
-        "step": recovery.recorded if recovery is not None else 0,
+        "step": recovery.recorded if recovery is not None else 0 if steps is None else steps.last,
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
@@ -189,9 +189,10 @@ def _curve(steps: StepRows | None) -> list[float | None]:
 
 
 def _asked(task: Task) -> int:
-    """How many workers were asked for: by an operator, else by the job."""
-    shape = task.shape if task.bounds.is_shape_kept else task.request.shape
-    places = shape.replicas * shape.stages
+    """How many workers were asked for: by an operator, else by the job, whatever shape the planner chose."""
+    places = task.shape.replicas * task.shape.stages
+    if not task.bounds.is_shape_kept and not task.request.job.get("max_replicas"):
+        places = max(places, task.request.most_workers)
     return places if task.bounds.workers is None else min(places, task.bounds.workers)
 
 
@@ -300,6 +301,7 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
             {
                 "number": i.number,
                 "what": i.what,
+                "workers": [str(worker) for worker in i.workers],
                 "step": i.step,
                 "seconds": None if i.resumed_at is None else i.resumed_at - i.evidence_at,
             }

@@ -63,6 +63,11 @@ function hear(row) {
 function land() {
   const follows = store.may.has("follow");
   document.body.classList.toggle("one-run", follows);
+  if (follows && store.tasks.size) { // its task is all there is
+    const link = document.querySelector('nav a[data-view="tasks"]');
+    link.textContent = "Run";
+    link.href = `#/task/${encodeURIComponent([...store.tasks.keys()][0])}`;
+  }
   if (landed || (follows && !store.tasks.size)) return;
   landed = true;
   if (store.tasks.size === 1 && !/^#\/./.test(location.hash)) location.replace(`#/task/${encodeURIComponent([...store.tasks.keys()][0])}`);

@@ -1,9 +1,17 @@
-// A line by step, with its axes; a mark where a new epoch began: there the step was planned anew, mostly because
-// a worker left or joined.
+// A line by step, with its axes; a mark where a new epoch began: its schedule is another one.
 
 import { clock, colour, duration, short, sized } from "./words.js";
 
 const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 30; // below: marks of epochs, then the words of the axis
+
+// Round numbers that enclose [low, high]: three to six of them.
+export function ticks(low, high) {
+  const span = high > low ? high - low : Math.abs(low) || 1;
+  const rough = span / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].find((part) => part * power >= rough * 0.999) * power;
+  const first = Math.floor(low / step + 1e-9), last = Math.max(first + 1, Math.ceil(high / step - 1e-9));
+  return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(6)));
+}
 
 export function drawChart(canvas, rows, key, { fromZero = false, compare = null } = {}) {
   const width = canvas.clientWidth, height = 170;
@@ -21,16 +29,15 @@ export function drawChart(canvas, rows, key, { fromZero = false, compare = null 
   const [first, last] = [points[0].step, points.at(-1).step];
   const beside = compare ? Object.entries(compare).map(([step, value]) => [Number(step), value]).filter(([step, value]) => step >= first && step <= last && value != null) : [];
   const values = [...points.map((row) => row[key]), ...beside.map(([, value]) => value)].sort((one, other) => one - other);
-  const low = fromZero ? 0 : values[0];
-  const high = values.at(-1) > low ? values.at(-1) : low + 1;
+  const marks = ticks(fromZero ? 0 : values[0], values.at(-1)), [low, high] = [marks[0], marks.at(-1)];
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (width - LEFT - RIGHT);
   const y = (value) => TOP + (1 - (value - low) / (high - low)) * (height - TOP - BOTTOM);
   brush.strokeStyle = line;
   brush.textAlign = "right";
-  for (let tick = 0; tick <= 3; tick++) {
-    const value = low + ((high - low) * tick) / 3, at = Math.round(y(value)) + 0.5;
+  for (const value of marks) {
+    const at = Math.round(y(value)) + 0.5;
     brush.beginPath(); brush.moveTo(LEFT, at); brush.lineTo(width - RIGHT, at); brush.stroke();
-    brush.fillText(short(value, 3), LEFT - 6, at);
+    brush.fillText(String(value), LEFT - 6, at);
   }
   brush.textAlign = "left"; brush.fillText(String(first), LEFT, height - 9);
   brush.textAlign = "right"; brush.fillText(`step ${last}`, width - RIGHT, height - 9);

@@ -144,9 +144,9 @@ export class ClusterView {
     document.querySelector("#plan-options tbody").replaceChildren(...plan.weighed.map((option) => element("tr", option.chosen ? { class: "chosen" } : {},
       element("td", {}, option.task),
       element("td", {}, (option.chosen ? "→ " : "") + option.what),
-      element("td", { class: "number" }, String(option.workers)),
-      element("td", { class: "number" }, option.throughput.toFixed(2)),
-      element("td", { class: "number" }, option.transition_s ? `${option.transition_s.toPrecision(2)} s` : ""),
+      element("td", { class: "num" }, String(option.workers)),
+      element("td", { class: "num" }, option.throughput.toFixed(2)),
+      element("td", { class: "num" }, option.transition_s ? `${option.transition_s.toPrecision(2)} s` : ""),
       element("td", {}, option.because))));
   }
 
@@ -328,9 +328,7 @@ export class ClusterView {
       const last = routine ?? this.lines[0];
       if (routine || (last && last.row.kind === row.kind && last.row.order === row.order && last.row.because === row.because)) {
         last.times++;
-        last.item.children[0].textContent = clock(row.at);
-        if (routine) last.row = row;
-        last.item.children[1].textContent = decision(last.row, last.times);
+        last.item.children[1].textContent = decision(last.row, last.times, row.at);
         continue;
       }
       const item = element("li", {}, element("time", {}, clock(row.at)), element("span", {}, decision(row, 1)), element("p", {}, row.because));

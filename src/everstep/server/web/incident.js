@@ -2,7 +2,7 @@
 
 import { drawFinding } from "./finding.js";
 import { call } from "./link.js";
-import { MOMENTS, clock, colour, duration, element, figures, openRow, sized, tone } from "./words.js";
+import { MOMENTS, clock, colour, duration, element, figures, happened, openRow, sized, tone } from "./words.js";
 
 const LISTED = 200;
 const LEAST_MS = 1000; // between two questions
@@ -21,7 +21,7 @@ export class IncidentsView {
     document.getElementById("all-incidents").parentElement.hidden = rows.length === 0;
     document.querySelector("#all-incidents tbody").replaceChildren(...rows.reverse().map((one) =>
       element("tr", { onclick: openRow }, element("td", { class: "num" }, element("a", { href: `#/incident/${one.number}` }, String(one.number))),
-        element("td", {}, clock(one.opened_at)), element("td", {}, one.task || one.node), element("td", {}, one.what),
+        element("td", {}, clock(one.opened_at)), element("td", {}, one.task || one.node), element("td", {}, happened(one)),
         element("td", {}, one.verdict ? `${one.verdict.severity} ${one.verdict.kind}` : "–"),
         element("td", { class: "num" }, one.closed_at == null ? "open" : duration(one.closed_at - one.opened_at)))));
   }
@@ -91,7 +91,8 @@ export class IncidentView {
     if (said === this.named) return;
     this.named = said;
     document.getElementById("suspects").replaceChildren(...(suspects.length ? suspects : ["none"]).map((who) => element("li", {}, who)));
-    document.getElementById("innocent").replaceChildren(...(ruled_out.length ? ruled_out : ["none"]).map((who) => element("li", {}, who)));
+    document.getElementById("innocent").replaceChildren(...ruled_out.map((who) => element("li", {}, who)));
+    document.getElementById("innocent-title").hidden = !ruled_out.length;
   }
 
   strip(moments) {

@@ -3,7 +3,7 @@
 import { drawChart } from "./chart.js";
 import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
-import { OPS, PLACES, awaited, colour, duration, element, figures, short, tone, write } from "./words.js";
+import { OPS, PLACES, awaited, colour, duration, element, figures, happened, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
@@ -107,17 +107,17 @@ export class TaskView {
     state.className = `state ${tone(task.state)}`;
     const fewer = task.state === "running" && task.working < task.asked;
     write(document.getElementById("task-because"), fewer ? `${task.because}; now ${task.working} of ${task.asked} workers train, and do the work of the others` : task.because);
-    document.getElementById("cancel").hidden = !this.store.may.has("cancel");
-    document.getElementById("cancel").disabled = OVER.includes(task.state);
+    const over = OVER.includes(task.state);
+    document.getElementById("cancel").hidden = over || !this.store.may.has("cancel");
+    document.getElementById("workers-part").hidden = over;
     document.getElementById("hurt-bar").hidden = !this.store.may.has("kill") || OVER.includes(task.state);
     const { issued, committed } = task.microbatches;
     figures(document.getElementById("task-figures"), [
       [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
       [task.step_seconds ? duration(task.step_seconds) : "–", "per step"],
-      [`${OVER.includes(task.state) ? 0 : task.working} / ${task.asked}`, "workers", fewer ? "warn" : ""],
-      [String(task.epoch), `epoch, ${task.phase ?? "not started"}`],
+      ...(over ? [] : [[`${task.working} / ${task.asked}`, "workers", fewer ? "warn" : ""], [task.phase ?? "not started", "phase"]]),
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
-      [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : "nothing saved yet", task.saved.failing ? "warn" : ""],
+      [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : `nothing saved${over ? "" : " yet"}`, task.saved.failing ? "warn" : ""],
       ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
         [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);
@@ -155,8 +155,8 @@ export class TaskView {
     const list = document.getElementById("task-incidents"), said = JSON.stringify(detail.stories);
     if (list.dataset.said === said) return;
     list.dataset.said = said;
-    list.replaceChildren(...(detail.stories.length ? detail.stories.slice().reverse().map(({ number, what, step, seconds }) =>
-      element("li", {}, element("a", { href: `#/incident/${number}` }, `incident ${number}`), ` step ${step}: ${what}, `,
+    list.replaceChildren(...(detail.stories.length ? detail.stories.slice().reverse().map(({ number, what, workers, step, seconds }) =>
+      element("li", {}, element("a", { href: `#/incident/${number}` }, `incident ${number}`), ` step ${step}: ${happened({ what, workers })}, `,
         element("b", {}, seconds == null ? "open" : `recovered in ${duration(seconds)}`))) : [element("li", { class: "quiet" }, "none")]));
   }
 
@@ -190,7 +190,6 @@ export class TaskView {
 
   fill(cell, worker, seat, row) {
     const [big, middle, small] = cell.children;
-    const over = OVER.includes(this.detail.state);
     const stopped = (this.detail.empty_stages ?? []).includes(Number(worker.split(":")[1])); // none to reroute to
     const reading = row?.reading, op = reading && OP.exec(reading.doing);
     const elsewhere = op?.[3] !== undefined && op[3] !== worker.split(":")[0];
@@ -198,10 +197,10 @@ export class TaskView {
     cell.classList.toggle("absent", !seat || away);
     cell.classList.toggle("elsewhere", Boolean(elsewhere));
     cell.style.setProperty("--c", op && reading.busy ? OPS[op[2]].colour : "var(--left)");
-    write(big, !seat ? (over ? "–" : "✕") : away ? (seat.state === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
-    write(middle, !seat ? (over ? "ended" : stopped ? "no worker" : "work rerouted") : seat.leaving || (seat.state === "absent" && stopped ? "no worker" : seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
+    write(big, !seat ? "✕" : away ? (seat.state === "absent" ? "✕" : "↻") : op ? `${op[2]}${op[3] === undefined ? "" : ` ${op[3]}.${op[4]}`}${elsewhere ? " ⇄" : ""}` : reading ? "…" : "·");
+    write(middle, !seat ? (stopped ? "no worker" : "work rerouted") : seat.leaving || (seat.state === "absent" && stopped ? "no worker" : seat.state !== "member" ? PLACES[seat.state] ?? seat.state : "")
       || (op ? OPS[op[2]].words : reading?.doing && (reading.busy ? reading.doing : awaited(reading.doing))) || "no reading");
-    write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${seat.node}:${seat.slot}`);
+    write(small, !seat ? "" : `${reading ? `${reading.done} done, ${reading.num_ops} to do · ` : ""}${this.store.may.has("follow") ? `slot ${seat.slot}` : `${seat.node}:${seat.slot}`}`);
     const carried = Object.entries(row?.carriers ?? {}).map(([peer, by]) => `\ntensors to ${peer} by ${by}`).join("");
     cell.title = seat ? `${worker} on ${seat.node}, slot ${seat.slot}: ${reading ? `step ${reading.step}, ${reading.doing}` : seat.state}${carried}` : `${worker}: empty`;
   }

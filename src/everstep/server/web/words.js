@@ -4,7 +4,7 @@ import { PARCELS } from "./tables.js";
 
 export { INCIDENT_COLUMNS, MOST_SEVERE_FIRST, NODE_STATES, OPS, PLACES, TASK_COLUMNS } from "./tables.js";
 
-const PARCEL = /^([AGPSHTNCJ])\[(\d+) stage (\d+) ([^\]]*)/;
+const PARCEL = new RegExp(`^([${Object.keys(PARCELS).join("")}])\\[(\\d+) stage (\\d+) ([^\\]]*)`);
 
 // What a worker waits for, from its beacon: G[23 stage 0 0.3] is the gradient of microbatch 0.3.
 export function awaited(doing) {
@@ -135,7 +135,14 @@ export function fillTable(body, items, key, cells) {
 export const stateBadge = (state) => element("span", { class: `state ${tone(state)}` }, state);
 
 // One decision in words; `times` of the same kind for the same reason are one line.
-export const decision = (row, times) => (times > 1 ? `${row.text} (and ${times - 1} more like it)` : row.text);
+// The list is in the order of the first ones.
+export const decision = (row, times, last = row.at) =>
+  (times === 1 ? row.text : `${row.text} (and ${times - 1} more like it${clock(last) === clock(row.at) ? "" : `, the last at ${clock(last)}`})`);
+
+// An incident in a few words: of a death the coordinator says how, the workers say who.
+export function happened({ what, workers }) {
+  return workers.length && !what.includes(workers[0]) && !what.startsWith("node ") ? `worker${workers.length > 1 ? "s" : ""} ${workers.join(", ")}: ${what}` : what;
+}
 
 export const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
 
