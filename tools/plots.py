@@ -195,6 +195,7 @@ _LEFT, _RIGHT, _WIDTH, _BAR = 120, 640, 760, 14
 def svg(chart: Chart, notes: list[str]) -> str:
     """Horizontal bars: a group per model or size, one bar per name; below it what was measured, and where."""
     names = list(dict.fromkeys(bar.name for bar in chart.bars))
+    colours = {name: _COLOURS.get(name, number) for number, name in enumerate(names)}
     groups = list(dict.fromkeys(bar.group for bar in chart.bars))
     top = max((bar.high or bar.value) for bar in chart.bars) * 1.02
     low = min(0.0, *(bar.value for bar in chart.bars))
@@ -206,7 +207,7 @@ def svg(chart: Chart, notes: list[str]) -> str:
     parts.append(f'<text x="10" y="35" class="small">{escape(chart.unit)}</text>')
     for number, name in enumerate(names):
         parts.append(
-            f'<rect x="{10 + 200 * number}" y="45" width="10" height="10" class="b{_COLOURS[name]}"/>'
+            f'<rect x="{10 + 200 * number}" y="45" width="10" height="10" class="b{colours[name]}"/>'
         )
         parts.append(f'<text x="{26 + 200 * number}" y="54" class="small">{escape(name)}</text>')
     y = first = 68
@@ -219,7 +220,7 @@ def svg(chart: Chart, notes: list[str]) -> str:
             ends = sorted((x(0.0), x(bar.value)))
             parts.append(
                 f'<rect x="{ends[0]}" y="{y + 1}" width="{max(0.5, ends[1] - ends[0]):.1f}" '
-                f'height="{_BAR - 2}" class="b{_COLOURS[bar.name]}"/>'
+                f'height="{_BAR - 2}" class="b{colours[bar.name]}"/>'
             )
             end, shown = ends[1], f"{bar.value:.{chart.digits}f}"
             if bar.low is not None and bar.high is not None:

@@ -93,7 +93,7 @@ def test_every_stage_of_the_walk_is_a_line_that_is_printed() -> None:
 def test_the_recipes_are_typed_as_the_page_shows_them() -> None:
     typed, stages = newcomer.recipes_walk()
     page = (ROOT / "docs" / "cookbook.md").read_text()
-    assert f"`{newcomer.KILL}`" in page, "the page says how to see a recipe heal"
+    assert f"`everstep run {newcomer.KILL} train.py`" in page, "the page says how to see a recipe heal"
     assert typed.count(f"everstep run {newcomer.KILL} train.py") == 2
     assert "everstep run --nproc 2" in typed
     assert "class Patches(nn.Module):" in typed
