@@ -3,9 +3,12 @@
     python -m bench.script_faults                                       all scripts and faults, Everstep
     python -m bench.script_faults --script ddp --fault kill --launcher everstep --launcher torchrun
     python -m bench.script_faults --python nvrx=/opt/nvrx/bin/python --launcher nvrx --json
+    python -m bench.script_faults --all-launchers --output faults.json --again     what faults.json lacks
 
-Machines are namespaces (`harness/machines.py`, needs root). The scripts are those of `bench/scripts`, started
-by the same command on every machine; the launcher's endpoint is the first one, the victim is the third.
+Machines are namespaces (`harness/machines.py`, needs root); where these cannot be made, or with --here, a
+machine is a set of processes of this one, and a lost machine is SIGKILL to all of them at once. The scripts
+are those of `bench/scripts`, started by the same command on every machine; the launcher's endpoint is the
+first one, the victim is the third.
 
 kill, stop   SIGKILL or SIGSTOP of a rank        exception, spin   raised, or an endless loop, in a rank
 lost         the machine is off at once; it is switched on again 5 s after the run is past the fault
@@ -14,72 +17,89 @@ past     from the fault to the first step beyond the last one before it (`-`: no
 redone   steps that were done before the fault and again after it
 back     from switching a lost machine on to a step with all ranks
 named    does the launcher say which rank (`lost`: machine) was at fault?
-All times are from lines that ranks write at the end of a step, on one clock.
+All times are from lines that ranks write at the end of a step, on one clock. `load` is the machine's load
+before the trial: what other programs took. A script or launcher whose packages are not installed is skipped,
+and says so. Peers are not asked about a spinning rank: torchrun sees none, NVRx and DLRover would need
+heartbeats in the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # also where it is not installed
 
+from everstep.ranks.looks import started_with
 from harness.machines import Machines, absent, inside
 
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 NAMES = ("n1", "n2", "n3", "n4")
 HEAD, VICTIM = "n1", "n3"
+EXTENSIONS = "/var/tmp/script-faults-extensions"  # seen by all machines
 PORT, FAULT_AFTER = 29400, 25  # steps
 RETURNS_AFTER_S = 5.0
 FAULTS = ("kill", "stop", "exception", "spin", "lost")
+
 KINDS = {
     "ddp": ("ddp.py", "--snapshot"),
-    "ddp-disk": ("ddp.py",),
     "fsdp2": ("fsdp2.py", "--snapshot"),
     "hf-trainer": ("hf_trainer.py",),
     "lightning": ("lightning_fit.py",),
     "deepspeed": ("deepspeed_zero2.py",),
+    "ddp-disk": ("ddp.py",),  # as ddp, with its own checkpoints; so it is run by other launchers
+    "fsdp2-disk": ("fsdp2.py",),
 }
+NEEDS = {"hf-trainer": "transformers", "lightning": "lightning", "deepspeed": "deepspeed"}
+PLAIN = {"ddp": "ddp-disk", "fsdp2": "fsdp2-disk"}  # for launchers that keep no states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    command: Callable[[str, str], list[str]]  # of a machine's python and its name
+    command: Callable[[str, str], list[str]]  # of a machine's python and the address of the first machine
     named: Callable[[str, int, str], bool]  # of the logs of all machines: is the rank (or machine) in there?
+    module: str  # that must be installed
     start: Callable[[str], list[str]] | None = None  # beside them, on the first machine
 
 
-def _everstep(python: str, name: str) -> list[str]:
+def _everstep(python: str, head: str) -> list[str]:
     command = [python, "-m", "everstep.run", "--nnodes", "3:4", "--nproc-per-node", str(RANKS)]
-    command += ["--max-restarts", "20", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HEAD}:{PORT}"]
-    return [*command, "--rdzv-id", "trial", "--hang-after", "5"]
+    command += ["--max-restarts", "20", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}"]
+    command += ["--rdzv-id", "trial", "--rdzv-conf", "last_call_timeout=5"]
+    return [*command, "--hang-after", "5"]
 
 
-def _torchrun(python: str, name: str) -> list[str]:
+def _torchrun(python: str, head: str) -> list[str]:
     command = [python, "-m", "torch.distributed.run", "--nnodes", "3:4", "--nproc-per-node", str(RANKS)]
-    command += ["--max-restarts", "20", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HEAD}:{PORT}"]
+    command += ["--max-restarts", "20", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}"]
     command += ["--rdzv-id", "trial", "--monitor-interval", "0.1", "--rdzv-conf", "last_call_timeout=5"]
     return command
 
 
-def _nvrx(python: str, name: str) -> list[str]:
+def _nvrx(python: str, head: str) -> list[str]:
     command = [python, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nnodes", "3:4"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "20", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"{HEAD}:{PORT}", "--rdzv-id", "trial", "--monitor-interval", "0.1"]
+    command += ["--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", "trial", "--monitor-interval", "0.1"]
     command += ["--ft-param-workload_check_interval", "1", "--rdzv-conf", "last_call_timeout=5"]
     return command
 
 
-def _dlrover(python: str, name: str) -> list[str]:
+def _dlrover(python: str, head: str) -> list[str]:
     command = [python, "-m", "dlrover.trainer.torch.main", "--nnodes", "3:4", "--nproc_per_node", str(RANKS)]
     command += ["--max_restarts", "20", "--monitor-interval", "0.1"]
     return [*command, "--rdzv-conf", "join_timeout=600,lastcall_timeout=5,pend_timeout=3600"]
@@ -104,18 +124,83 @@ def _torchelastic_names(text: str, rank: int, name: str) -> bool:
 
 
 LAUNCHERS = {
-    "everstep": Launcher(command=_everstep, named=_incident_names),
-    "torchrun": Launcher(command=_torchrun, named=_torchelastic_names),
-    "nvrx": Launcher(command=_nvrx, named=_torchelastic_names),
-    "dlrover": Launcher(command=_dlrover, named=_torchelastic_names, start=_dlrover_master),
+    "everstep": Launcher(command=_everstep, named=_incident_names, module="everstep"),
+    "torchrun": Launcher(command=_torchrun, named=_torchelastic_names, module="torch"),
+    "nvrx": Launcher(
+        command=_nvrx, named=_torchelastic_names, module="nvidia_resiliency_ext.fault_tolerance.launcher"
+    ),
+    "dlrover": Launcher(
+        command=_dlrover,
+        named=_torchelastic_names,
+        module="dlrover.trainer.torch.main",
+        start=_dlrover_master,
+    ),
 }
 RANKS = 1
 
 
-def trial(launcher: str, script: str, fault: str, python: str, limit_s: float, keep: Path | None) -> Any:
+class ProcessMachine:
+    """Of `Machine` what a trial needs, without namespaces: processes know each other by a variable."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.address = name, folder, "127.0.0.1"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.folder.mkdir(parents=True)
+        self._mark = f"TRIAL_MACHINE={folder}"
+
+    def start(self, command: Sequence[str], log: str, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        name, _, value = self._mark.partition("=")
+        own = {"OMP_NUM_THREADS": "1", "TRIAL_HOST": self.name, name: value, "GLOO_SOCKET_IFNAME": "lo"}
+        with (self.folder / log).open("ab") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env={**os.environ, **more, **own}, start_new_session=True
+            )
+        self.processes.append(process)
+        return process
+
+    def run(self, *command: str) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def switch_off(self) -> None:
+        while pids := [pid for pid in started_with([self._mark.encode()]) if pid != os.getpid()]:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self.processes:
+                process.poll()
+        for process in self.processes:
+            process.wait()
+        self.processes.clear()
+
+
+class ProcessMachines:
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.shared = folder / "shared"
+        self.shared.mkdir(parents=True)
+        self._all = {name: ProcessMachine(name, folder / name) for name in names}
+
+    def __enter__(self) -> ProcessMachines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._all:
+            self.switch_off(name)
+
+    def __getitem__(self, name: str) -> ProcessMachine:
+        return self._all[name]
+
+    def switch_on(self, name: str) -> None:
+        """It is there."""
+
+    def switch_off(self, name: str) -> None:
+        self._all[name].switch_off()
+
+
+def trial(launcher: str, script: str, fault: str, python: str, args: argparse.Namespace) -> Any:
     root = Path(tempfile.mkdtemp(prefix="script-faults-", dir="/var/tmp"))
+    limit_s, keep = args.limit_s, args.keep
     try:
-        with Machines(root, NAMES) as machines:
+        with (ProcessMachines if args.here else Machines)(root, NAMES) as machines:
             found = _Trial(machines, launcher, script, fault, python).go(limit_s)
         if keep is not None:
             shutil.copytree(root, keep / f"{launcher}-{script}-{fault}", dirs_exist_ok=True)
@@ -125,9 +210,10 @@ def trial(launcher: str, script: str, fault: str, python: str, limit_s: float, k
 
 
 class _Trial:
-    def __init__(self, machines: Machines, launcher: str, script: str, fault: str, python: str) -> None:
+    def __init__(self, machines: Any, launcher: str, script: str, fault: str, python: str) -> None:
         self._machines, self._launcher, self._python = machines, LAUNCHERS[launcher], python
         self._names = (launcher, script, fault)
+        self._head = HEAD if isinstance(machines, Machines) else machines[HEAD].address
         self._fault = fault
         self._script = [str(SCRIPTS / KINDS[script][0]), *KINDS[script][1:]]
         self._folder = machines.shared / "trial"
@@ -144,9 +230,14 @@ class _Trial:
         everywhere = len(NAMES) * RANKS
         if self._names[0] == "nvrx":  # of MIN:MAX nodes MIN train, the rest are spares
             everywhere = (len(NAMES) - 1) * RANKS
-        if not self._until(lambda: self._highest(world=everywhere) >= FAULT_AFTER, 120 + limit_s):
+
+        def is_settled() -> bool:
+            return self._highest(world=everywhere) >= FAULT_AFTER or self._has_ended()
+
+        if not self._until(is_settled, 120 + limit_s) or self._has_ended():
             return found | {"error": "it did not start", "log": self._log()[-3000:]}
         found["start_s"] = round(self._times("step")[0] - began, 2)
+        victim_pid = self._machines[VICTIM].processes[0].pid
         rank, struck = self._strike()
         before = self._highest(until=struck)
 
@@ -157,7 +248,7 @@ class _Trial:
             return min(after, default=None)
 
         # A step that was under way at the fault may still be finished by those who had all they needed.
-        self._until(lambda: past() is not None and self._is_new_life(struck), limit_s)
+        self._until(lambda: (past() is not None and self._is_new_life(struck)) or self._has_ended(), limit_s)
         new = self._new_life(struck)
         beyond = [one["at"] for one in new if one["step"] > before]
         found["past_s"] = round(min(beyond) - struck, 2) if beyond else None
@@ -165,21 +256,29 @@ class _Trial:
         found["world"] = new[-1]["world"] if new else None
         if self._fault == "lost" and beyond:
             found["back_s"] = self._return(everywhere, limit_s)
-        name = VICTIM if self._fault == "lost" else ""
+        name = ""
+        if self._fault == "lost":  # a set of processes is named by the pid of its first one
+            is_machine = isinstance(self._machines, Machines)
+            name = VICTIM if is_machine else f"{os.uname().nodename}-{victim_pid}"
         found["named"] = self._launcher.named(self._log(), rank, name)
         return found
 
+    def _has_ended(self) -> bool:
+        """On every machine: there is nothing to wait for."""
+        return all(process.poll() is not None for name in NAMES for process in self._machines[name].processes)
+
     def _start(self, name: str) -> None:
         machine = self._machines[name]
-        command = [*self._launcher.command(self._python, name), *self._script]
+        command = [*self._launcher.command(self._python, self._head), *self._script]
         machine.start(command, "log", self._environment(name))
 
     def _environment(self, name: str) -> dict[str, str]:
         number = str(NAMES.index(name))
         own = {"TRIAL_FOLDER": str(self._folder), "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu"}
         own |= {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONWARNINGS": "ignore"}
+        own |= {"TORCH_EXTENSIONS_DIR": EXTENSIONS}  # DeepSpeed compiles at its first start
         own |= {"NODE_ID": number, "NODE_RANK": number, "NODE_NUM": str(len(NAMES))}  # of DLRover
-        own |= {"POD_IP": self._machines[name].address, "DLROVER_MASTER_ADDR": f"{HEAD}:{PORT}"}
+        own |= {"POD_IP": self._machines[name].address, "DLROVER_MASTER_ADDR": f"{self._head}:{PORT}"}
         return own | {"ELASTIC_JOB_NAME": "trial"}
 
     def _strike(self) -> tuple[int, float]:
@@ -256,37 +355,81 @@ def main() -> None:
     parser.add_argument("--script", action="append", choices=list(KINDS), help="may be repeated")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="may be repeated")
     parser.add_argument("--launcher", action="append", choices=list(LAUNCHERS), help="may be repeated")
+    parser.add_argument("--all-launchers", action="store_true")
     parser.add_argument(
         "--python", action="append", default=[], metavar="LAUNCHER=PATH", help="not below /tmp"
     )
+    parser.add_argument("--here", action="store_true", help="no namespaces: machines are sets of processes")
     parser.add_argument("--limit-s", type=float, default=60)
     parser.add_argument("--keep", type=Path, help="folder for the logs")
+    parser.add_argument("--output", type=Path, help="JSON file, written after each trial")
+    parser.add_argument("--again", action="store_true", help="only what --output has no figure of yet")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if why := absent():
-        sys.exit(why)
-    inside(["-m", "bench.script_faults", *sys.argv[1:]])
+    if not args.here and (why := absent()):
+        print(f"{why}; machines are sets of processes (--here)", file=sys.stderr)
+        args.here = True
+    if not args.here:
+        inside(["-m", "bench.script_faults", *sys.argv[1:]])
+    path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
     pythons = dict(each.split("=", 1) for each in args.python)
-    rows = []
-    for script in args.script or [kind for kind in KINDS if kind != "ddp-disk"]:
-        for fault in args.fault or FAULTS:
-            for launcher in args.launcher or ["everstep"]:
-                python = pythons.get(launcher, sys.executable)
-                rows.append(trial(launcher, script, fault, python, args.limit_s, args.keep))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    names = list(LAUNCHERS) if args.all_launchers else args.launcher or ["everstep"]
+    rows: list[dict[str, Any]] = []
+    if args.again and args.output is not None and args.output.exists():
+        rows = [row for row in json.loads(args.output.read_text()) if "past_s" in row]
+    done = {(row["launcher"], row["script"], row["fault"]) for row in rows}
+    for launcher in names:
+        python = pythons.get(launcher, sys.executable)
+        for script, fault in cells(args.script, args.fault, launcher):
+            if (launcher, script, fault) in done:
+                continue
+            row = {"launcher": launcher, "script": script, "fault": fault}
+            if why := missing(python, launcher, script):
+                row["skipped"] = why
+            else:
+                row["machines"] = "processes" if args.here else "namespaces"
+                row["load"] = round(os.getloadavg()[0], 1)
+                row |= trial(launcher, script, fault, python, args)
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            if args.output is not None:
+                args.output.write_text(json.dumps(rows, indent=1))
     print(json.dumps(rows, indent=1) if args.json else table(rows))
 
 
-COLUMNS = (("launcher", 10), ("script", 10), ("fault", 10), ("start_s", 8), ("past_s", 7), ("redone", 7))
-COLUMNS += (("back_s", 7), ("named", 6))
+def cells(scripts: list[str] | None, faults: list[str] | None, launcher: str) -> list[tuple[str, str]]:
+    """What a launcher is tried with."""
+    is_ours = launcher == "everstep"
+    asked = scripts or [kind for kind in KINDS if kind not in PLAIN.values()]
+    chosen = asked if is_ours else list(dict.fromkeys(PLAIN.get(kind, kind) for kind in asked))
+    return [(s, f) for s in chosen for f in faults or FAULTS if is_ours or f != "spin"]
+
+
+def missing(python: str, launcher: str, script: str) -> str:
+    """Why this cannot be run here; empty: it can."""
+    for module in dict.fromkeys([LAUNCHERS[launcher].module, "torch", NEEDS.get(script, "torch")]):
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        tried = subprocess.run([python, "-c", f"import {module}"], capture_output=True, env=environment)
+        if tried.returncode:
+            last = (tried.stderr.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
+            return f"{module} cannot be imported by {python}: {last}"
+    return ""
+
+
+COLUMNS = (("launcher", 10), ("script", 10), ("fault", 10), ("load", 5), ("start_s", 8), ("past_s", 7))
+COLUMNS += (("redone", 7), ("back_s", 7), ("named", 6))
+
+
+_WORDS = {"None": "-", "True": "yes", "False": "no"}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["".join(f"{name:<{width}} " for name, width in COLUMNS)]
     for row in rows:
         cells = ((row.get(name), width) for name, width in COLUMNS)
-        shown = (({None: "-", True: "yes", False: "no"}.get(cell, cell), width) for cell, width in cells)
-        lines.append("".join(f"{cell!s:<{width}} " for cell, width in shown) + row.get("error", ""))
+        shown = "".join(f"{_WORDS.get(str(cell), cell)!s:<{width}} " for cell, width in cells)
+        lines.append(shown + row.get("error", row.get("skipped", "")))
     return "\n".join(lines)
 
 

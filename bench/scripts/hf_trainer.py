@@ -12,7 +12,7 @@ from trial import SAVE_EVERY, STEPS, Trial
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
-        return 1_000_000
+        return 200_000
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))

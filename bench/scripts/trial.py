@@ -16,6 +16,7 @@ from typing import Any
 STEPS = 100_000
 SAVE_EVERY = 10
 PACE_S = float(os.environ.get("TRIAL_PACE_S", "0.05"))  # of a step, besides what it computes
+HOST = os.environ.get("TRIAL_HOST") or os.uname().nodename  # of machines that are only sets of processes
 
 
 class Trial:
@@ -45,7 +46,7 @@ class Trial:
 
     def _write(self, **line: Any) -> None:
         life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        where = {"rank": self.rank, "world": int(os.environ["WORLD_SIZE"]), "host": os.uname().nodename}
+        where = {"rank": self.rank, "world": int(os.environ["WORLD_SIZE"]), "host": HOST}
         line |= where | {"pid": os.getpid(), "life": life, "at": time.monotonic()}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 

@@ -11,7 +11,7 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import TaskState
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.messages import RankPosition, RankRules, Sender
+from everstep.protocol.messages import RankPace, RankPosition, RankRules, Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 
@@ -200,6 +200,66 @@ def test_a_rank_that_left_early_is_the_cause_of_closed_connections() -> None:
     assert cluster.incident.rank == 2
 
 
+def test_a_rank_that_has_left_its_script_is_the_cause_though_its_process_has_not_ended_yet() -> None:
+    """Modules take their time to end; and it may be on a node where nothing fails."""
+    cluster = Cluster(2)
+    cluster.submit()
+    cluster.fail(3, CONNECTION, source="exception")
+    cluster.tell(0, msg.RanksLeft, ranks=(1,))
+    cluster.wait(1.0)
+    assert cluster.incident.what.startswith("rank 1 ended with code 0 while others still communicate: rank 3")
+    assert (cluster.incident.rank, cluster.incident.node) == (1, "n0")
+    assert "rank 1 came to the end of the script before the others" in cluster.incident.verdict.because
+
+
+def paces(ranks: range, late: int | None) -> tuple[RankPace, ...]:
+    return tuple(
+        RankPace(
+            rank=rank,
+            group="0",
+            step_s=0.2,
+            entered={number: number * 0.2 + 0.05 * (rank == late) for number in range(8, 24)},
+        )
+        for rank in ranks
+    )
+
+
+def test_a_rank_that_enters_collectives_last_is_reported_after_two_looks_until_it_does_not() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+
+    def look(late: int | None) -> None:
+        for group, ranks in enumerate((range(2), range(2, 4))):
+            cluster.tell(group, msg.RanksPaced, paces=paces(ranks, late))
+
+    look(3)
+    assert not cluster.machine.log.incidents
+    look(3)
+    assert cluster.incident.what == "rank 3 is slow"
+    assert (cluster.incident.rank, cluster.incident.node) == (3, "n1")
+    assert "rank 3 enters 16 of 16 collectives last, 50 ms after" in cluster.incident.verdict.because
+    assert not cluster.incident.stops_training
+    look(None)
+    assert cluster.incident.resumed_at is None
+    look(None)
+    assert cluster.incident.resumed_at is not None
+    assert len(cluster.machine.log.incidents) == 1
+    assert len(cluster.begun) == 2  # nothing was ended
+
+
+def test_a_slow_ranks_incident_ends_with_its_life_and_is_not_what_ended_it() -> None:
+    cluster = Cluster(2)
+    cluster.submit()
+    for _ in range(2):
+        for group, ranks in enumerate((range(2), range(2, 4))):
+            cluster.tell(group, msg.RanksPaced, paces=paces(ranks, 3))
+    cluster.fail(3, "killed by SIGKILL", code=-9)
+    slow, killed = cluster.machine.log.incidents
+    assert (slow.what, killed.what) == ("rank 3 is slow", "rank 3 killed by SIGKILL")
+    assert slow.resumed_at is not None
+    assert len(cluster.begun) == 4
+
+
 def test_a_lost_node_is_replaced_by_a_spare_and_costs_no_restart() -> None:
     cluster = Cluster(3)
     cluster.submit()
@@ -375,6 +435,27 @@ def test_a_spinning_rank_is_named_first_and_ended_when_it_is_still_in_the_same_p
     assert any("; it uses a CPU" in each.text for each in cluster.incident.evidence)
     assert len(cluster.begun) == 4
     assert lives.suspicion == ""
+
+
+def test_ranks_that_all_compute_in_one_long_call_are_given_more_time_than_those_that_wait() -> None:
+    """Lightning's loader made an index of ten million rows in one call; all ranks were restarted for it."""
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    made = {"stack": "__iter__ (sampler.py)", "is_busy": True}
+
+    def look(still_s: float) -> None:
+        cluster.now += 10.0
+        for group in (0, 1):
+            cluster.tell(group, msg.RanksStill, still_s=still_s)
+        for group, ranks in enumerate(((0, 1), (2, 3))):
+            positions = tuple(at(rank, 8, **made) for rank in ranks)
+            cluster.tell(group, msg.RanksLocated, positions=positions)
+
+    for still_s in (6.0, 12.0, 25.0):
+        look(still_s)
+        assert not cluster.machine.log.incidents
+    look(60.0)
+    assert cluster.incident.what == "hang: no rank has made progress for 60.0 s"
 
 
 @pytest.mark.parametrize("seconds", [10.0, 1000.0])

@@ -51,8 +51,9 @@ class Kept:
         self.code = rank_keeper.keep(settings, self.said.put, self.inbox)
 
     def hear(self, kind: type) -> Any:
-        """The next report, which is of this kind."""
-        said = self.said.get(timeout=120)
+        """The next report, which is of this kind. That a script is at its end is told besides."""
+        while isinstance(said := self.said.get(timeout=120), msg.RanksLeft) and kind is not msg.RanksLeft:
+            pass
         assert isinstance(said, kind), said
         return said
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from everstep.core.faults.testimony import Suspects, suspects_of_hang
-from everstep.ranks.keeper import Found, position
+from everstep.ranks.keeper import MOST_PACES, Found, paces, position
 from everstep.ranks.stillness import COUNTED_S, Stillness
 from everstep.ranks.words import Look
 
@@ -201,3 +201,32 @@ def test_a_rank_that_is_stopped_for_a_moment_is_told_of_when_it_stops_and_when_i
     watched = Watched()
     assert watched.look("ST", [1, 1], after=0.25) == ([1], [])
     assert watched.look("SS", [1, 1], after=3.0) == ([], [(1, 3.0)])
+
+
+def test_ranks_whose_recorders_end_at_different_moments_tell_of_the_same_collectives() -> None:
+    early, late = (
+        paces(0, record(*((n, True) for n in numbers))) for numbers in (range(1, 300), range(90, 391))
+    )
+    (one,), (other,) = early, late
+    assert one.group == other.group == "gloo 0"
+    assert len(one.entered.keys() & other.entered.keys()) >= 8
+    assert max(len(one.entered), len(other.entered)) <= 2 * MOST_PACES
+    assert one.entered[96] == pytest.approx(0.096)
+    assert one.step_s == pytest.approx(0.001)
+
+
+def test_times_of_queueing_for_a_device_say_nothing_and_those_of_the_device_do() -> None:
+    dump = json.loads(record(*((n, True) for n in range(1, 100))))
+    for entry in dump["entries"]:
+        entry["profiling_name"] = "nccl:all_reduce"
+    assert paces(0, json.dumps(dump).encode()) == []
+    for entry in dump["entries"]:
+        entry["duration_ms"] = 2.5
+    (found,) = paces(0, json.dumps(dump).encode())
+    assert found.is_by_device
+    assert set(found.entered.values()) == {-0.0025}
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"entries": [7, null, {"collective_seq_id": "x"}]}'])
+def test_a_record_that_cannot_be_read_tells_nothing(text: bytes) -> None:
+    assert paces(0, text) == []

@@ -381,6 +381,50 @@ def test_a_rank_that_leaves_early_is_named_by_those_who_wait_for_it(run: Run, wa
     assert "ank 1 ended with code 0 while the others still wait" in told.incident["because"]
 
 
+@pytest.mark.slow
+def test_a_slow_rank_is_found_by_when_it_enters_collectives_and_nothing_is_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "FIRST_PACE_S", 2.0)
+    monkeypatch.setattr(keeper, "PACE_EVERY_S", 2.0)
+    told = run(
+        """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(500):
+    if rank == 1: time.sleep(0.03)
+    dist.all_reduce(torch.ones(10))
+""",
+        ranks=3,
+    )
+    assert told.ran.code == 0
+    assert told.incident["what"] == "rank 1 is slow"
+    assert told.incident["rank"] == 1
+    assert told.incident["verdict"] == "slow worker"
+    assert "collectives last" in told.incident["because"]
+    assert told.incident["remedy"] == "none: an operator can help"
+    assert told.ran.restarts == 0
+    assert any("rank 1 is slow" in line for line in told.said)
+
+
+@pytest.mark.slow
+def test_a_rank_that_came_to_the_end_of_its_script_before_the_others_is_named(run: Run) -> None:
+    """It closes its connections, and its process is still there when the others fail for it."""
+    told = run(
+        """
+import atexit, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(5 - (rank == 2 and life == 0)): dist.all_reduce(torch.ones(10))
+dist.destroy_process_group()
+atexit.register(time.sleep, 2)
+""",
+        ranks=3,
+    )
+    assert told.ran.code == 0
+    assert told.incident["rank"] == 2
+    assert "Rank 2 came to the end of the script before the others" in told.incident["because"]
+
+
 def test_the_same_mistake_twice_is_not_tried_again(run: Run) -> None:
     told = run("undefined_name", max_restarts=9)
     assert told.document["restarts"] == 1

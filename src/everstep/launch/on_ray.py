@@ -27,7 +27,7 @@ from typing import Any
 
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import Client
-from everstep.launch.script_nodes import OVER, Followed, told_of
+from everstep.launch.script_nodes import OVER, Followed, Told, told_of
 from everstep.node.agent import Agent, AgentSettings
 from everstep.server.serve import ServerSettings, serve
 
@@ -207,7 +207,7 @@ class RayRun:
             )
             self._start_agent(order, address, token, strategy, restarts=-1)
         client.post("/v1/tasks", launch.task)
-        told = ("", "")
+        told = Told()
         while True:
             task: dict[str, Any] = client.get(f"/v1/tasks/{launch.name}")
             told, lines = told_of(client, task, told)

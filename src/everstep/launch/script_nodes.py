@@ -180,7 +180,7 @@ class RunOnNodes:
                 raise
 
     async def _until_over(self, client: Client, agent: asyncio.Task[None], followed: Followed) -> None:
-        heard_at, told = time.monotonic(), ("", "")
+        heard_at, told = time.monotonic(), Told()
         while not agent.done():
             followed.look()
             try:
@@ -212,19 +212,36 @@ class RunOnNodes:
             await asyncio.sleep(0.1)
 
 
-def told_of(client: Client, task: Any, told: tuple[str, str]) -> tuple[tuple[str, str], list[str]]:
-    """What is now to be remembered as told (a life, a suspicion); then the lines to tell."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What people have read so far."""
+
+    life: str = ""
+    suspicion: str = ""
+    incident: int = 0  # the last one
+
+
+def told_of(client: Client, task: Any, told: Told) -> tuple[Told, list[str]]:
+    """What has been told then; the lines to tell."""
     script = task["script"]
-    if script is None or not script["world"]:
+    if script is None:
         return told, []
-    life = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
+    lines, number = [], told.incident
+    for new in sorted(each for each in task["incidents"] if each > told.incident):
+        incident = client.get(f"/v1/incidents/{new}")
+        if incident["verdict"] is None:
+            break
+        number = new
+        because = "" if incident["stopped_training"] else f": {incident['verdict']['because']}"
+        lines.append(f"incident {new}: {incident['what']}{because}")
     suspicion = script.get("suspicion", "")
-    lines = [f"{suspicion}. Nothing is ended."] if suspicion and suspicion != told[1] else []
-    if life != told[0]:
-        numbers = task["incidents"][-1:] if told[0] else ()
-        whats = [f"incident {n}: {client.get(f'/v1/incidents/{n}')['what']}" for n in numbers]
-        lines += [life, *whats]
-    return (life, suspicion), lines
+    if suspicion and suspicion != told.suspicion:
+        lines.append(f"{suspicion}. Nothing is ended.")
+    life = told.life
+    if script["world"]:
+        life = f"life {script['life']}: {script['world']} ranks on {len(script['groups'])} nodes"
+    lines += [life] if life != told.life else []
+    return Told(life=life, suspicion=suspicion, incident=number), lines
 
 
 class Followed:

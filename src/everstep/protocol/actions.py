@@ -175,3 +175,14 @@ class LifeFailed(Action):
     because: str
     finding: str = ""  # what the stacks of a hang show; empty: the text says it all
     traceback: str = ""
+
+
+@message(says="{what}: {because}")
+class RanksSlow(Action):
+    """Ranks of one node are slower than the others; or no longer."""
+
+    worker: Worker
+    ranks: tuple[int, ...]
+    what: str
+    because: str
+    is_over: bool = False

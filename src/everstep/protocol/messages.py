@@ -446,6 +446,17 @@ class RankPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankPace:
+    """When a rank entered some of the last collectives of one process group; all ranks tell the same ones."""
+
+    rank: int
+    group: str
+    entered: Mapping[int, float]  # by number, in seconds; by the device: minus the time it was inside
+    step_s: float  # about: the longest usual time between two of them
+    is_by_device: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotFile:
     """What one rank has put into its node's memory of a state of the script."""
 
@@ -552,6 +563,28 @@ class RanksLocated(RankReport, WorkerReport):
     life: int
     positions: tuple[RankPosition, ...]
     finished: tuple[int, ...] = ()  # ranks of this node that have ended with code 0
+
+
+@message(by=WORKER, since=4, says="ranks {ranks} of {task} on {node} have come to the end of their script")
+class RanksLeft(RankReport, WorkerReport):
+    """They will end with code 0, and have left their process groups: who waits for them waits in vain."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    ranks: tuple[int, ...]
+
+
+@message(by=WORKER, since=4, fleeting=True, says="when the ranks of {task} on {node} entered collectives")
+class RanksPaced(RankReport, WorkerReport):
+    """From their flight recorders, every minute at most: a slow rank is the one that the others wait for."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    paces: tuple[RankPace, ...]
 
 
 @message(by=WORKER, fleeting=True, says="{task} is at step {step}, says rank {rank}")

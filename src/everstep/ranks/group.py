@@ -180,6 +180,11 @@ class RankGroup:
                 self.serve_store()
             case "recorded":
                 rank.is_recorded = True
+            case "left":
+                self._happened(words.RankLeft(rank=number, life=self.life))
+            case "paced":
+                is_written = bool(message.get("is_written"))
+                self._happened(words.RankRecorded(rank=number, life=self.life, is_written=is_written))
             case "counted" if isinstance(entered := message.get("entered"), dict):
                 rank.entered = {name: number for name, number in entered.items() if isinstance(number, int)}
             case "progress" if isinstance(step := message.get("step"), int):
@@ -288,6 +293,13 @@ class RankGroup:
         for rank in self.ranks.values():
             if rank.has_torch:
                 rank.ask(count=True)
+
+    def ask_for_paces(self, folder: Path) -> set[int]:
+        """Of ranks that have a process group: these will answer."""
+        asked = {number: rank for number, rank in self.ranks.items() if rank.entered}
+        for number, rank in asked.items():
+            rank.ask(pace=str(folder / f"pace_rank_{number}.json"))
+        return set(asked)
 
     def looks(self) -> dict[int, words.Look]:
         return {number: found for number, rank in self.ranks.items() if (found := rank.look()) is not None}

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,7 @@ from everstep.core.faults import testimony
 from everstep.errors import EverstepError, UserError
 from everstep.log import say, warn
 from everstep.protocol import messages as msg
-from everstep.protocol.messages import RankPosition, RankRules, Sender
+from everstep.protocol.messages import RankPace, RankPosition, RankRules, Sender
 from everstep.ranks import looks as rank_looks
 from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, unset_by_user
@@ -52,6 +53,9 @@ ANSWER_S = 1.5  # for ranks to write their stacks and records
 SAMPLES, SAMPLE_EVERY_S = 3, 0.15  # of a rank's stack: one that works is elsewhere each time
 LEAST_ANSWER_S = 0.2  # after the last of them: a stack that is half written would blame the wrong rank
 BUSY_IO_BYTES = 1 << 16  # while stacks are taken; who reads or writes more than this is at work
+# A flight recorder of 2,000 collectives takes a rank some 60 ms to write: a thousandth of its time.
+FIRST_PACE_S, PACE_EVERY_S = 10.0, 60.0  # looks for slow ranks; the first ones come sooner
+MOST_PACES, MOST_PACED_GROUPS = 32, 4  # collectives of a group, and groups, of which a rank tells
 IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
 
 Say = Callable[[Any], None]  # a row of RankReport
@@ -107,6 +111,11 @@ class _Life:
     told_steps: bool = False
     tell_at: float = 0.0  # progress is told no sooner
     handed: dict[int, dict[int, words.RankHandedOver]] = field(default_factory=dict)  # by step and rank
+    left: list[int] = field(default_factory=list)  # their script has ended, and that is not told yet
+    pace_at: float
+    pace_every_s: float = FIRST_PACE_S
+    pacing: set[int] = field(default_factory=set)  # ranks that write down when they entered collectives
+    paces: list[RankPace] = field(default_factory=list)
     terminate_at: float | None = None  # those that were saying last words
     kill_at: float | None = None  # it is ending
     is_killed: bool = False
@@ -183,6 +192,7 @@ class Keeper:
             else:
                 self._group.take(rank, what)
         if self._life is not None:
+            self._tell_left(self._life)
             self._press(self._life, time.monotonic())
             self._look(self._life, time.monotonic())
 
@@ -215,7 +225,10 @@ class Keeper:
         here = range(order.first_rank, order.first_rank + rules.ranks)
         self._number, self._look_at, self._family_at = order.life, now + LOOK_EVERY_S, now
         self._life = _Life(
-            number=order.life, ranks=here, stillness=Stillness(idle_share=IDLE_SHARE, moved_at=now)
+            number=order.life,
+            ranks=here,
+            stillness=Stillness(idle_share=IDLE_SHARE, moved_at=now),
+            pace_at=now + FIRST_PACE_S,
         )
         if not order.hosts_store:
             self._group.stop_listening()
@@ -344,6 +357,10 @@ class Keeper:
                 self._progressed(life, event, now)
             case words.RankHandedOver():
                 self._handed_over(life, event)
+            case words.RankRecorded():
+                self._paced(life, event)
+            case words.RankLeft() if life.kill_at is None:
+                life.left.append(event.rank)
 
     def _fail(self, life: _Life, *, rank: int, **fields: Any) -> None:
         """Once for each rank, and not for what follows from our own signals."""
@@ -351,6 +368,12 @@ class Keeper:
             life.failed.add(rank)
             finished = tuple(sorted(each for each, code in life.codes.items() if code == 0))
             self._say(msg.RankFailed, rank=rank, finished=finished, **fields)
+
+    def _tell_left(self, life: _Life) -> None:
+        """Before their processes have ended: peers that wait for them may fail at once."""
+        if life.left:
+            self._say(msg.RanksLeft, ranks=tuple(sorted(life.left)))
+            life.left = []
 
     def _is_over(self, life: _Life) -> None:
         if not self._group.ranks and len(life.codes) == len(life.ranks):
@@ -488,6 +511,24 @@ class Keeper:
                 )
         if not life.stillness.stopped:  # else that is the reason, and it is on its way
             self._tell_stillness(life, now)
+
+        if now >= life.pace_at and self._question is None:
+            life.pace_every_s = min(2 * life.pace_every_s, PACE_EVERY_S)
+            life.pace_at = now + life.pace_every_s
+            life.pacing, life.paces = self._group.ask_for_paces(self._memory.folder), []
+
+    def _paced(self, life: _Life, event: words.RankRecorded) -> None:
+        """Told once all ranks of this node have answered."""
+        path = self._memory.folder / f"pace_rank_{event.rank}.json"
+        if event.rank not in life.pacing:
+            return
+        life.pacing.discard(event.rank)
+        with contextlib.suppress(OSError):
+            if event.is_written:
+                life.paces += paces(event.rank, path.read_bytes())
+            path.unlink(missing_ok=True)
+        if not life.pacing:
+            self._say(msg.RanksPaced, paces=tuple(life.paces))
 
     def _tell_stillness(self, life: _Life, now: float) -> None:
         """Where the script tells its steps, by these once they are late."""
@@ -676,6 +717,61 @@ def _entered(record: bytes) -> tuple[dict[str, int], dict[str, str], int]:
         if isinstance(number, int) and not entry.get("is_p2p") and number >= entered.get(name, 0):
             entered[name], kinds[name] = number, str(entry.get("profiling_name", ""))
     return entered, kinds, num_ops
+
+
+def paces(rank: int, record: bytes) -> list[RankPace]:
+    """Of the groups with most collectives, when it entered some of them. Only numbers that a power of two
+    divides are told: then all ranks tell the same ones, though their recorders end at different moments.
+    """
+    try:
+        dump = json.loads(record)
+        entries, configured = dump["entries"], dump.get("pg_config")
+    except (ValueError, KeyError, TypeError):
+        return []
+    times: dict[str, dict[int, tuple[float, float | None]]] = {}  # entered; inside, by the device
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        number, created = entry.get("collective_seq_id"), entry.get("time_created_ns")
+        if entry.get("is_p2p") or not isinstance(number, int) or not isinstance(created, int):
+            continue
+        inside = entry.get("duration_ms")  # where TORCH_NCCL_ENABLE_TIMING is set
+        inside_s = inside / 1e3 if isinstance(inside, int | float) else None
+        times.setdefault(_full_name(entry, configured), {})[number] = (created / 1e9, inside_s)
+    most = sorted(times.items(), key=lambda item: (-len(item[1]), item[0]))[:MOST_PACED_GROUPS]
+    return [pace for group, entered in most if (pace := _pace(rank, group, entered)) is not None]
+
+
+def _pace(rank: int, group: str, times: dict[int, tuple[float, float | None]]) -> RankPace | None:
+    is_by_device = all(inside is not None for _, inside in times.values())
+    if len(times) < MOST_PACES or (group.startswith("nccl") and not is_by_device):
+        return None  # what is queued for a device early says nothing of when it begins
+    stride = 1
+    while len(times) // stride > MOST_PACES:
+        stride *= 2
+    created = [times[number][0] for number in sorted(times)]
+    gaps = sorted(after - before for before, after in pairwise(created))
+    return RankPace(
+        rank=rank,
+        group=group,
+        entered={
+            number: round(-inside if is_by_device and inside is not None else at, 6)
+            for number, (at, inside) in times.items()
+            if number % stride == 0
+        },
+        step_s=gaps[-3],  # two may be pauses, as for a checkpoint
+        is_by_device=is_by_device,
+    )
+
+
+def _full_name(entry: Mapping[str, Any], configured: Any) -> str:
+    """Groups that are split from another one may share a name, and have other members."""
+    group = entry.get("process_group")
+    name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
+    about = configured.get(name) if isinstance(configured, dict) else None
+    members = about.get("ranks", "") if isinstance(about, dict) else ""
+    backend = str(entry.get("profiling_name", "")).partition(":")[0]
+    return f"{backend} {name} {members}".strip()
 
 
 def check(rules: RankRules) -> None:

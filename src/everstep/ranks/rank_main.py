@@ -44,6 +44,8 @@ def answer_questions(line: KeeperLine) -> None:
     while (question := line.question()) is not None:
         if "record" in question:
             line.say(kind="recorded", is_written=_write_record(question["record"]))
+        elif "pace" in question:
+            line.say(kind="paced", is_written=_write_record(question["pace"]))
         elif "count" in question and (entered := _entered()):
             line.say(kind="counted", entered=entered)
 
@@ -136,7 +138,10 @@ def run(arguments: list[str], line: KeeperLine) -> None:
             _run_module(arguments[1], arguments[2:])
         else:
             _run_script(arguments[0], arguments[1:])
-    except SystemExit:
+        line.say(kind="left")  # the process ends when its threads and its modules have; that may take long
+    except SystemExit as end:
+        if end.code in (None, 0):
+            line.say(kind="left")
         raise
     except BaseException as error:
         own = _own_frames(error.__traceback__)

@@ -66,4 +66,21 @@ class RankHandedOver:
     failed: str = ""
 
 
-Event = RankRaised | RankExited | StepSeen | RankHandedOver
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLeft:
+    """Its script has come to an end, and raised nothing."""
+
+    rank: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecorded:
+    """Its flight recorder is written where `RankGroup.ask_for_paces` asked for it, if it has one."""
+
+    rank: int
+    life: int
+    is_written: bool
+
+
+Event = RankRaised | RankExited | StepSeen | RankHandedOver | RankLeft | RankRecorded

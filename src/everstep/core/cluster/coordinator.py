@@ -193,7 +193,7 @@ class Coordinator:
         moment = Moment(now, self.events)
         self.log.event = self.events
         actions = self._handle(event, moment)
-        actions += self._failures.judge_lives(self._later, moment)
+        actions += self._failures.judge_lives(self._later, moment) + self._note_slow_ranks(moment)
         actions += self._failures.judge_replays(self._later, moment) + self._tasks.settle(moment)
         self._retention.handled(self.events)
         return actions
@@ -392,6 +392,17 @@ class Coordinator:
             self._later.slots_changed(f"the link from {event.worker} to {event.peer} of {task.name} is slow")
         return self._slowness.link(task, event, now)
 
+    def _note_slow_ranks(self, now: Moment) -> Actions:
+        actions: Actions = []
+        while self._later.slow_ranks:
+            task, wish = self._later.slow_ranks.pop(0)
+            seat = task.seats.get(wish.worker)
+            if seat is not None or wish.is_over:
+                actions += self._slowness.ranks(task, wish, now)
+            if seat is not None and not wish.is_over:
+                actions += self._failures.noted(self.nodes[seat.node], gray.SLOW, now)
+        return actions
+
     # -------------------------------------------------------------- reports of nodes
 
     @on
@@ -493,6 +504,8 @@ class Coordinator:
         | msg.RanksStarted
         | msg.RanksLocated
         | msg.RankProgressed
+        | msg.RanksPaced
+        | msg.RanksLeft
         | msg.SnapshotTaken
         | msg.SnapshotCopied
         | msg.SnapshotDrained,

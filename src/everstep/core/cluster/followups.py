@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.cluster.task import Ending, Task
-from everstep.protocol.actions import LifeFailed, RecordStep
+from everstep.protocol.actions import LifeFailed, RanksSlow, RecordStep
 
 
 @dataclass(slots=True)
@@ -17,6 +17,7 @@ class FollowUps:
     endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
     leaving: list[tuple[Task, str]] = field(default_factory=list)  # at the next step boundary, and why
     failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
+    slow_ranks: list[tuple[Task, RanksSlow]] = field(default_factory=list)  # to be written down
     replayed: list[tuple[Task, RecordStep]] = field(default_factory=list)  # suspected steps, to be judged
     pauses: list[tuple[Task, str]] = field(default_factory=list)  # tasks to pause, and by what rule
     vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone

@@ -17,7 +17,9 @@ No innocent rank is named. A rank that is killed takes its peers' connections wi
 No rank is called hung while a rank of any node enters a collective, writes output or reports a step. Where
 none does, all are asked where they are: after half of `hang_after_s`, or `REPORT_S` if there is none, for
 people to read (`suspicion`), and once more before anything is ended. A rank that uses a CPU is at work if it
-is not in the same functions both times, and is left alone; an endless loop is where it was. A node that is
+is not in the same functions both times, and is left alone; an endless loop is where it was. Where all ranks
+use a CPU and none is behind, they may be in one long call (an index of a large dataset is made): that gets
+`ALL_BUSY` times as long. A node that is
 lost, drained or new ends a life as well, but is no failure of the script: `max_restarts` is not touched. New
 nodes are let in when the script has said that it can continue from where it is, or, if it never says so, once
 `join_s` have passed.
@@ -29,7 +31,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from everstep.core.faults import testimony
+from everstep.core.faults import arrivals, testimony
+from everstep.core.faults.arrivals import SlowRanks
 from everstep.core.faults.testimony import Witness
 from everstep.core.task.states import Absent, Lived, Member, Over, PlaceState, Started, Starting
 from everstep.protocol import actions as act
@@ -38,7 +41,14 @@ from everstep.protocol import messages as msg
 from everstep.protocol.actions import Action
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import IncidentLog, TaskIncidents
-from everstep.protocol.messages import KeptFile, KeptSnapshot, RankPosition, RankRules, SnapshotFile
+from everstep.protocol.messages import (
+    KeptFile,
+    KeptSnapshot,
+    RankPace,
+    RankPosition,
+    RankRules,
+    SnapshotFile,
+)
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import AnyMessage, Document, Handlers
 
@@ -46,6 +56,7 @@ SETTLE_S = 0.3
 LOCATE_S = 10.0  # for keepers to say where their ranks are
 REPORT_S = 60.0  # without progress, after which ranks that wait are reported, though nothing is to be ended
 RELOOK_S = 2.0  # from one look to the next, at least
+ALL_BUSY = 4  # times the limit, for ranks that all use a CPU in one place and of which none waits for another
 CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
 GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
 LONG_LIFE_S = 600.0  # after which waits between lives start from the beginning
@@ -72,12 +83,15 @@ class Living:
     began_at: float
     starting: set[Worker]
     finished: set[Worker] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)  # ranks whose script has ended without an error
     still: dict[Worker, float] = field(default_factory=dict)  # since when
     late_steps: set[Worker] = field(default_factory=set)  # of these, whose scripts tell steps, and are late
     look_after_s: float  # without progress, after which they are asked where they are
     look_at: float | None = None  # if nothing moves until then
     seen: dict[int, RankPosition] = field(default_factory=dict)  # where ranks were, by the last look
     grow_at: float | None = None  # nodes wait to be let in: at the latest then
+    paces: dict[Worker, tuple[RankPace, ...]] = field(default_factory=dict)  # of the present look
+    slow: SlowRanks = field(default_factory=SlowRanks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -511,6 +525,13 @@ class Lives:
     # -------------------------------------------------------------- evidence
 
     @on
+    def _left(self, event: msg.RanksLeft, now: float) -> list[Action]:
+        life = self._living()
+        if life is not None and event.life == self._book.life:
+            life.left.update(event.ranks)
+        return []
+
+    @on
     def _failed(self, event: msg.RankFailed, now: float) -> list[Action]:
         phase, life = self.phase, self._living()
         if life is None or event.life != self._book.life:
@@ -536,7 +557,7 @@ class Lives:
         assert life is not None
         cause = testimony.cause_of(witnesses)
         others = [each for each in witnesses if each is not cause]
-        early = tuple(sorted(rank for rank, code in book.codes.items() if code == 0))
+        early = tuple(sorted(life.left | {rank for rank, code in book.codes.items() if code == 0}))
         if cause.is_hearsay and early:
             cause = testimony.left_early(cause, early, life.members[early[0] // book.rules.ranks])
         before, book.program_error = book.program_error, cause.program_error
@@ -658,10 +679,12 @@ class Lives:
         is_late = limit_s is not None and still_s >= limit_s
         knows_steps = life.late_steps >= {w for w in life.members if w not in life.finished}
         busy = {} if knows_steps else {rank: p for rank, p in at.items() if p.is_busy}
+        found = testimony.suspects_of_hang(list(at.values()), tuple(sorted(phase.finished)))
+        if limit_s is not None and len(busy) == len(at) and not found.ranks:
+            is_late = still_s >= ALL_BUSY * limit_s
         if is_late and not any(testimony.may_work(p, life.seen.get(rank)) for rank, p in busy.items()):
             return self._hung(phase, now)
         at_work = [r for r, p in busy.items() if r in life.seen and testimony.may_work(p, life.seen[r])]
-        found = testimony.suspects_of_hang(list(at.values()), tuple(sorted(phase.finished)))
         if len(at_work) < len(at):
             told = [found.because, *found.evidence]
             if at_work:
@@ -701,6 +724,32 @@ class Lives:
             worker=None if rank is None else members[rank // ranks],
         )
         return self._conclude([witness], now)
+
+    # -------------------------------------------------------------- slow ranks
+
+    @on
+    def _paced(self, event: msg.RanksPaced, now: float) -> list[Action]:
+        life = self.phase
+        if not isinstance(life, Living) or event.life != self._book.life or event.worker not in life.members:
+            return []
+        life.paces[event.worker] = event.paces
+        if life.finished or len(life.paces) < len(life.members):
+            return []
+        late = arrivals.slowest((p for each in life.paces.values() for p in each), self.rules.ranks)
+        life.paces = {}
+        before = life.slow.slow
+        if not life.slow.see(late):
+            return []
+        ended = self._slow_ended(life, before, "it enters collectives together with the others again")
+        return ended if late is None else [*ended, self._slow(life, late.ranks, str(late))]
+
+    def _slow_ended(self, life: Living, ranks: tuple[int, ...], because: str) -> list[Action]:
+        return [self._slow(life, ranks, because, is_over=True)] if ranks else []
+
+    def _slow(self, life: Living, ranks: tuple[int, ...], because: str, *, is_over: bool = False) -> Action:
+        worker = life.members[ranks[0] // self.rules.ranks]
+        what = f"{testimony.names(ranks)} {'is' if len(ranks) == 1 else 'are'} slow"
+        return act.RanksSlow(worker=worker, ranks=ranks, what=what, because=because, is_over=is_over)
 
     # -------------------------------------------------------------- what the script tells
 
@@ -834,6 +883,8 @@ class Lives:
     ) -> list[Action]:
         book = self._book
         awaited = {worker for worker, place in book.places.items() if isinstance(place, Member)}
+        life = self._living()
+        ended = [] if life is None else self._slow_ended(life, life.slow.slow, "its life ends")
         phase = Closing(
             awaited=awaited,
             until=now + self.rules.grace_s + CLOSE_S,
@@ -850,17 +901,20 @@ class Lives:
         for worker in awaited:  # no member: a node that is lost now is not waited for as one that trains
             book.places[worker] = Started(self._incarnation(worker))
         if not awaited:
-            return self._closed(phase, now)
+            return [*ended, *self._closed(phase, now)]
         return [
-            msg.EndLife(
-                task=self.task,
-                worker=worker,
-                incarnation=self._incarnation(worker),
-                life=book.life,
-                grace_s=self.rules.grace_s,
-                because=because,
-            )
-            for worker in sorted(awaited)
+            *ended,
+            *(
+                msg.EndLife(
+                    task=self.task,
+                    worker=worker,
+                    incarnation=self._incarnation(worker),
+                    life=book.life,
+                    grace_s=self.rules.grace_s,
+                    because=because,
+                )
+                for worker in sorted(awaited)
+            ),
         ]
 
     def _idle_in(self, phase: Closing, worker: Worker, now: float) -> list[Action]:

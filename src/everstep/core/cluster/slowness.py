@@ -20,6 +20,7 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Seat, Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
 from everstep.core.faults.severity import ErrorKind, known
+from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident, IncidentLog, PacesSeen
@@ -114,6 +115,19 @@ class Slowness:
         self._incidents.judge(incident, judgement, now)
         choice = choose(Situation(judgement=judgement, is_alive=True), self._policy.patience)
         self._incidents.treat(incident, choice.what, choice.because, now)
+        return []
+
+    def ranks(self, task: Task, wish: act.RanksSlow, now: Moment) -> Actions:
+        """Of a script: written down. Its ranks cannot give work to each other."""
+        incident = self._incidents.of_worker(task, wish.worker, wish.what)
+        if wish.is_over:
+            return [] if incident is None else self._incidents.close(incident, wish.because, now)
+        incident = incident or self._open(task, wish.worker, wish.what, task.next_step, now)
+        incident.rank = wish.ranks[0] if len(wish.ranks) == 1 else None
+        self._incidents.tell(incident, "pace", (wish.because,), now)
+        self._incidents.judge(incident, known(ErrorKind.SLOW_WORKER, wish.because), now)
+        helps = f"draining node {incident.node} moves its ranks to another one, if there is one"
+        self._incidents.treat(incident, "none: an operator can help", helps, now)
         return []
 
     def asked(self, task: Task) -> dict[Worker, float]:

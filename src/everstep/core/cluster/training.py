@@ -333,6 +333,11 @@ class Training:
         return []
 
     @on_wish
+    def _ranks_slow(self, task: Task, wish: act.RanksSlow, now: Moment) -> Actions:
+        self._later.slow_ranks.append((task, wish))
+        return []
+
+    @on_wish
     def _record(self, task: Task, wish: act.RecordStep, now: Moment) -> Actions:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)

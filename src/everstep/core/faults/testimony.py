@@ -87,6 +87,7 @@ def left_early(cause: Witness, early: tuple[int, ...], worker: Worker) -> Witnes
         rank=early[0] if len(early) == 1 else None,
         worker=worker,
         what=f"{names(early)} ended with code 0 while others still communicate: {cause.what}",
+        finding=f"{names(early)} came to the end of the script before the others, and closed its connections",
     )
 
 

@@ -323,14 +323,15 @@ def document(launch: ScriptLaunch, ran: Ran) -> dict[str, Any]:
 
 
 def _incident(incident: Incident, ran: Ran) -> dict[str, Any]:
-    verdict, is_over = incident.verdict, not incident.epoch  # no life came after it
+    verdict = incident.verdict
+    is_over = incident.stops_training and not incident.epoch  # no life came after it
     resumed = None if is_over else incident.resumed_at
     noticed_at = incident.evidence_at if verdict is None else verdict.at
     return {
         "number": incident.number,
         "what": incident.what,
         "rank": incident.rank,
-        "life": ran.restarts if is_over else incident.epoch - 2,  # from 0
+        "life": ran.restarts if is_over else incident.epoch - 2 if incident.epoch else None,  # from 0
         "at_s": round(noticed_at - ran.started, 3),
         "evidence": [each.text for each in incident.evidence],
         "traceback": incident.traceback or None,
