@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -162,3 +163,21 @@ def test_python_m_everstep_run_runs_a_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0] trainer ['--nnodes']\n"
     assert "--redirects has no effect" in done.stderr
+
+
+def test_an_endpoint_whose_port_is_taken_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was three sentences in one, with an option that the person had not given."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        assert torchrun.main([*options, "--rdzv-conf", "is_host=1", "train.py"]) == 2
+    said = capfd.readouterr().err
+    assert f"the rendezvous endpoint {endpoint} cannot be used (" in said
+    assert "in use); give another port." in said
+    assert "--port" not in said

@@ -189,7 +189,7 @@ def test_a_port_that_is_taken_is_a_sentence_and_the_keeper_stays(keep: Keep) -> 
         assert kept.hear(msg.RanksIdle).address[1] == 0
         kept.order(msg.BeginLife, master=("127.0.0.1", 0), hosts_store=True, **PLACE)
         failed = kept.hear(msg.RankFailed)
-        assert "cannot be used (Address already in use); leave it out for a free one" in failed.what
+        assert "cannot be used for the rendezvous of the ranks (Address already in use)" in failed.what
         assert failed.program_error
         kept.hear(msg.RanksIdle)
 

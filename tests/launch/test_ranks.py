@@ -451,7 +451,9 @@ def test_a_port_that_is_taken_is_a_sentence(run: Run) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UserError, match=r"cannot be used .* leave it out for a free one"):
+        with pytest.raises(
+            UserError, match=r"cannot be used for .* leave --rdzv-port \(torchrun: --master-port\) out"
+        ):
             run("", port=taken.getsockname()[1])
 
 

@@ -147,9 +147,9 @@ class RunOnNodes:
             say(f"coordinator: http://{host}:{port}")
             return True
         if run.is_endpoint:
-            error = serving.exception()
+            reason = str(serving.exception()).rstrip(".").rpartition(": ")[2]
             raise UserError(
-                f"the rendezvous endpoint {host}:{port} cannot be used: {error} Give another port."
+                f"the rendezvous endpoint {host}:{port} cannot be used ({reason}); give another port."
             ) from None
         serving.exception()  # another one of this machine has come first
         return False

@@ -130,8 +130,8 @@ class RankGroup:
             self._listener = rank_store.listen(address, port)
         except OSError as error:
             raise UserError(
-                f"--rdzv-port {port} on {address} cannot be used ({error.strerror}); leave it out for a "
-                "free one."
+                f"port {port} on {address} cannot be used for the rendezvous of the ranks "
+                f"({error.strerror}); leave --rdzv-port (torchrun: --master-port) out for a free one."
             ) from None
         self.selector.register(self._listener, selectors.EVENT_READ, (-1, "connection"))
         return address, self._listener.getsockname()[1]

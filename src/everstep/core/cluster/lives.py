@@ -569,7 +569,8 @@ class Lives:
                 refusal += f", or it needs more than the {had} ranks it had; MIN is {least}"
         elif book.failures >= book.rules.max_restarts:
             allowed = book.rules.max_restarts
-            refusal = f"All {allowed} restarts are used up" if allowed else "No restarts are allowed"
+            used_up = "The only restart is" if allowed == 1 else f"All {allowed} restarts are"
+            refusal = f"{used_up} used up" if allowed else "No restarts are allowed"
         wait_s = 0.0
         if not refusal:
             wait_s = self._backoff_s(now - life.began_at)
