@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from everstep.cli import cluster, demo, main, render, worker_output
 from everstep.cli.client import Client
 from everstep.cli.run import misplaced
+from everstep.cli.train import describe
+from everstep.job.job import Job
 from everstep.launch.local import script_run
 from everstep.launch.local.plain_lines import PlainLines
 from everstep.launch.local.report import times
@@ -114,7 +117,12 @@ def test_logs_say_where_a_worker_runs_and_what_its_task_recorded() -> None:
 
 
 def test_a_number_agrees_with_its_noun() -> None:
-    assert [cluster.count(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    assert [render.count(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    model = {"preset": "gpt-tiny"}
+    job = Job.from_dict({"model": model, "replicas": 2, "stages": 1, "microbatches": 1, "steps": 3})
+    said = "gpt-tiny: 2 replicas × 1 stage, 1 microbatch per replica, 3 steps, fp32 on cpu"
+    assert describe(job) == said, "it said 1 stages"
+    assert "2 microbatches per" in describe(replace(job, microbatches=2))
 
 
 def test_an_error_of_the_users_script_is_shown_from_the_script_on(

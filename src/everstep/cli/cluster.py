@@ -512,7 +512,9 @@ def resize_command(
         raise UserError("give a number of workers, or --shape, such as 3x2.")
     row = client.post(f"/v1/tasks/{task}/resize", {"workers": workers})
     now = f"it has {row['workers']} of {row['asked']}"
-    return answer(row, f"task {task} uses at most {count(workers, 'worker')} from now on; {now}", as_json)
+    return answer(
+        row, f"task {task} uses at most {render.count(workers, 'worker')} from now on; {now}", as_json
+    )
 
 
 def _will_take(counts: Mapping[str, int], before: Any, row: Any) -> str:
@@ -568,10 +570,6 @@ def answer(row: Any, sentence: str, as_json: bool) -> int:
     return 0
 
 
-def count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def report(row: Any, what: str, as_json: bool) -> int:
     if as_json:
         render.emit(row)
@@ -589,7 +587,7 @@ NO_TASKS = "no tasks yet: everstep submit job.toml"
 def _picture(document: Any) -> Group:
     open_ones = document["incidents"]["open"]
     total = document["incidents"]["total"]
-    line = f"{count(total, 'incident')}, {len(open_ones)} open"
+    line = f"{render.count(total, 'incident')}, {len(open_ones)} open"
     if open_ones:
         line += f": {', '.join(map(str, open_ones[:10]))} (everstep explain {open_ones[0]})"
     elif total:

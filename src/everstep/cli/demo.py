@@ -276,7 +276,7 @@ def _console(*, quiet: bool) -> Console:
 def _title(console: Console, job: Job, script: Script, *, web: bool) -> None:
     console.print(
         "\n[bold]everstep demo[/bold]  "
-        f"a small GPT on {job.replicas} replicas × {job.stages} stages, {job.steps} steps "
+        f"a small GPT on {job.replicas} replicas × {render.count(job.stages, 'stage')}, {job.steps} steps "
         f"of {job.microbatches_in_step} microbatches"
     )
     (first, early), (second, late) = script.kills

@@ -42,10 +42,15 @@ def emit(document: Mapping[str, Any]) -> None:
     print(json.dumps(_plain(document), indent=2), flush=True)
 
 
-def parameters(count: int) -> str:
+def count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def parameters(number: int) -> str:
     """Adapters are small: they are not 0.00 M."""
-    unit, size = ("M", 1e6) if count >= 1e5 else ("k", 1e3)
-    return f"{count / size:.2f} {unit} parameters"
+    unit, size = ("M", 1e6) if number >= 1e5 else ("k", 1e3)
+    return f"{number / size:.2f} {unit} parameters"
 
 
 def show(picture: RenderableType) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson, count
+from everstep.cli.cluster import AsJson
 from everstep.drive.goodput import HOUR_S, PRODUCTIVE, STEPS, Cause
 from everstep.errors import UserError
 from everstep.plan.durations import duration
@@ -79,7 +79,7 @@ def report_command(
     if document["incidents"]:
         render.show(_incidents(document["incidents"]))
     for node in document["nodes"]:
-        times = f"isolated {count(node['isolations'], 'time')}"
+        times = f"isolated {render.count(node['isolations'], 'time')}"
         render.show(Text(f"node {node['node']} is {node['state']}, {times}: {node['because']}"))
     return 0
 

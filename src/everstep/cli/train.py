@@ -151,11 +151,10 @@ def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
 def describe(job: Job) -> str:
     """A job in one short line."""
     what = job.model.preset or job.model.hf or job.model.build
+    shape = f"{render.count(job.replicas, 'replica')} × {render.count(job.stages, 'stage')}"
     shards = f" × {job.shards} shards" if job.shards > 1 else ""
-    return (
-        f"{what}: {job.replicas} replicas × {job.stages} stages{shards}, {job.microbatches} microbatches per "
-        f"replica, {job.steps} steps, {job.precision} on {job.device}"
-    )
+    batch, steps = render.count(job.microbatches, "microbatch"), render.count(job.steps, "step")
+    return f"{what}: {shape}{shards}, {batch} per replica, {steps}, {job.precision} on {job.device}"
 
 
 # ------------------------------------------------------------------
