@@ -49,6 +49,10 @@ def named_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A call with an argument that `function` does not have, or without one that it needs, is a UserError."""
     signature = inspect.signature(function)
     known, name = list(signature.parameters), f"everstep.{function.__name__}"
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        key for key, one in signature.parameters.items() if one.default is one.empty and one.kind not in free
+    ]
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -59,9 +63,14 @@ def named_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 hint = f"here it is called {usual}." if here else closest_key(key, known)
                 raise UserError(f"{key} is not an argument of {name}; {hint}")
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise UserError(f"{name}: {error}; its arguments: {', '.join(known)}.") from None
+            given = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            raise UserError(
+                f"{name} takes one argument without a name; name the others: {', '.join(known[1:])}."
+            ) from None
+        missing = [key for key in needed if key not in given]
+        if missing:
+            raise UserError(f"{name} needs {' and '.join(missing)}; its arguments: {', '.join(known)}.")
         return function(*args, **kwargs)
 
     return checked
