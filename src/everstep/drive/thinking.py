@@ -28,6 +28,8 @@ from everstep.schedule.modes import training_mode
 from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.task_scheduler import TaskScheduler
 
+MOST_AHEAD = 512  # workers of all tasks: a look at what may come next takes 25 us for each of them
+
 
 class Thinking:
     """Schedulers and watches, one of each per task, made when they are first needed."""
@@ -78,8 +80,10 @@ class Thinking:
         return [chosen]
 
     def think_ahead(self, machine: Coordinator, now: float) -> int:
-        """In an idle moment: prepare the planner's answer to one of the events that may come next."""
-        if not machine.policy.planned:
+        """In an idle moment: prepare the planner's answer to one of the events that may come next. Of large
+        tasks the question takes longer than its answer, and must be asked when the event comes all the same.
+        """
+        if not machine.policy.planned or sum(len(t.seats) for t in machine.tasks.values()) > MOST_AHEAD:
             return 0
         self._measure_ops(machine)
         return self.ready.prepare(machine, now, self.measured)

@@ -194,11 +194,16 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
     def pattern(self, worker: Worker) -> str:
         return self.patterns[self.numbers[worker.stage][worker.replica]]
 
+    def find(self, worker: Worker) -> str | None:
+        """Its pattern, if it has one."""
+        replica, stage = worker
+        if not 0 <= stage < len(self.numbers):
+            return None
+        row = self.numbers[stage]
+        return self.patterns[row[replica]] if 0 <= replica < len(row) and row[replica] >= 0 else None
+
     def __contains__(self, worker: object) -> bool:
-        if not isinstance(worker, Worker) or not 0 <= worker.stage < len(self.numbers):
-            return False
-        row = self.numbers[worker.stage]
-        return 0 <= worker.replica < len(row) and row[worker.replica] >= 0
+        return isinstance(worker, Worker) and self.find(worker) is not None
 
     def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
         if worker not in self:

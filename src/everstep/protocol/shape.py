@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from everstep.protocol.ops import Microbatch, Worker
 
@@ -31,7 +32,17 @@ class Shape:
         )
 
     def workers(self) -> list[Worker]:
-        return [Worker(k, s) for k in range(self.replicas) for s in range(self.stages)]
+        return list(_workers(self.replicas, self.stages))
 
     def all_microbatches(self) -> list[Microbatch]:
-        return [Microbatch(k, m) for k in range(self.replicas) for m in range(self.microbatches)]
+        return list(_microbatches(self.replicas, self.microbatches))
+
+
+@lru_cache(maxsize=16)  # asked several times per event, and there may be 16,384
+def _workers(replicas: int, stages: int) -> tuple[Worker, ...]:
+    return tuple([Worker(k, s) for k in range(replicas) for s in range(stages)])
+
+
+@lru_cache(maxsize=16)
+def _microbatches(replicas: int, each: int) -> tuple[Microbatch, ...]:
+    return tuple([Microbatch(k, m) for k in range(replicas) for m in range(each)])

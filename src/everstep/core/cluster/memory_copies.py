@@ -93,22 +93,27 @@ class MemoryCopies:
         keepers = placement.Keepers(self._roster, task)
         used: dict[str, Node] = {}
         found: dict[Worker, StateDirections] = {}
+        shared: dict[tuple[str, bool, bool], StateDirections] = {}  # of those that load nothing
         for own, here in workers.items():
             copy_away = nodes[own].admin is not NodeAdmin.UP
             here = tuple(here)  # not those that are still to join: they may have no state when the shape ends
             leaders = placement.copied_at_end(here)
             for worker in here:
                 keeper = keepers.after(own, worker.stage)
-                parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
-                found[worker] = StateDirections(
-                    copy_to=keepers.address(keeper),
-                    copy_at_end=worker in leaders,
-                    copy_away=copy_away,
-                    copies=tuple([holders[0] for holders in parts]) if parts else (),
-                    other_holders=tuple([holders[1:] for holders in parts]) if parts else (),
-                )
                 if keeper != own:
                     used[keeper] = nodes[keeper]
+                leads = worker in leaders
+                if kept is None and (known := shared.get((keeper, leads, copy_away))) is not None:
+                    found[worker] = known
+                    continue
+                parts = () if kept is None else placement.copies_for(nodes, kept, worker, own)
+                found[worker] = shared[keeper, leads, copy_away] = StateDirections(
+                    copy_to=keepers.address(keeper),
+                    copy_at_end=leads,
+                    copy_away=copy_away,
+                    copies=tuple([holders[0] for holders in parts]),
+                    other_holders=tuple([holders[1:] for holders in parts]),
+                )
         actions: Actions = []
         for node in used.values():
             actions += self._open_memory(task, node, now)

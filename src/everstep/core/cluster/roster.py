@@ -58,7 +58,7 @@ class Roster:
         self.tasks[task.name] = task
         seats, task.seats = task.seats, {}
         for worker, seat in seats.items():
-            self._put(task, worker, seat)
+            self._put(task, self._seats(task), worker, seat)
 
     def drop_task(self, name: str) -> None:
         """It was over, and is forgotten."""
@@ -184,7 +184,8 @@ class Roster:
             if node is None:
                 break
             slots = self._free[node][:shards]
-            self._put(task, worker, Seat(node, slots[0], more=tuple(slots[1:])))
+            more = tuple(slots[1:]) if shards > 1 else ()
+            self._put(task, seated, worker, Seat(node, slots[0], more=more))
             choice.seated(worker, node)
             found.append(worker)
             vacant = seated.vacant[stage]
@@ -208,15 +209,19 @@ class Roster:
             self.node_changed(node)
         return seat
 
-    def _put(self, task: Task, worker: Worker, seat: Seat) -> None:
+    def _put(self, task: Task, seated: _Seated, worker: Worker, seat: Seat) -> None:
         _own(task)[worker] = seat
-        self._seats(task).add(worker, seat)
+        seated.add(worker, seat)
         there = self._tasks_at.setdefault(seat.node, {})
         there[task.name] = there.get(task.name, 0) + 1
         free = self._free.get(seat.node)
         if free is not None:
-            before, slots = len(free), seat.slots
-            free[:] = [slot for slot in free if slot not in slots]
+            before = len(free)
+            if not seat.more and free[0] == seat.slot:  # most of thousands
+                del free[0]
+            else:
+                slots = seat.slots
+                free[:] = [slot for slot in free if slot not in slots]
             self._num_free -= before - len(free)
             if not free:
                 del self._free[seat.node]
@@ -334,7 +339,10 @@ class _NodeChoice:
         top = self._top(worker.stage)
         if top is None:
             return None
-        near = [n for n in self._where(worker.replica) if self._roster.has_room(n, self._shards)]
+        where = self._where(worker.replica)
+        if not where or (len(where) == 1 and top in where):
+            return top
+        near = [n for n in where if self._roster.has_room(n, self._shards)]
         if not near or near == [top]:
             return top
         return min((top, *near), key=lambda node: self._unease(worker, node))

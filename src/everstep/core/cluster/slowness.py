@@ -32,12 +32,14 @@ SLOW = "is slow"
 
 def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
     """Links whose incidents are open: a watch that starts over must know them, or they stay open."""
-    receivers = {_at_link(worker): worker for worker in task.shape.workers()}
-    return [
-        (incident.workers[0], receivers[incident.what])
+    at_link = _at_link("")
+    found = [
+        incident
         for incident in log.open_ones()
-        if incident.task == task.name and incident.workers and incident.what in receivers
+        if incident.task == task.name and incident.workers and incident.what.startswith(at_link)
     ]
+    receivers = {_at_link(worker): worker for worker in task.shape.workers()} if found else {}
+    return [(one.workers[0], receivers[one.what]) for one in found if one.what in receivers]
 
 
 def node_of_slow_links(links: Sequence[tuple[Worker, Worker]], seats: Mapping[Worker, Seat]) -> str | None:
@@ -49,7 +51,7 @@ def node_of_slow_links(links: Sequence[tuple[Worker, Worker]], seats: Mapping[Wo
     return common.pop() if len(common) == 1 and all(len(pair) == 2 for pair in ends) else None
 
 
-def _at_link(receiver: Worker) -> str:
+def _at_link(receiver: Worker | str) -> str:
     return f"{SLOW} at the link to {receiver}"
 
 
@@ -140,7 +142,7 @@ class Slowness:
 
         A sentence, if another schedule is wanted: speeds have changed while this one was made.
         """
-        for worker in task.speeds.planned.keys() & plan.steady.keys():
+        for worker in [w for w in task.speeds.planned if w in plan.steady]:
             incident = self._incidents.of_worker(task, worker, SLOW)
             if incident is None or not incident.remedies:
                 continue

@@ -230,10 +230,13 @@ class Training:
     def _by_node(self, task: Task, workers: Iterable[Worker]) -> dict[str, list[Worker]]:
         """Those of these workers that have a process."""
         found: dict[str, list[Worker]] = {}
+        seats = task.seats
         for worker in workers:
-            seat = task.seats.get(worker)
+            seat = seats.get(worker)
             if seat is not None and seat.incarnation:
-                found.setdefault(seat.node, []).append(worker)
+                if (here := found.get(seat.node)) is None:
+                    here = found[seat.node] = []
+                here.append(worker)
         return found
 
     @on_wish

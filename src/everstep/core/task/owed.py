@@ -131,11 +131,13 @@ class _StepView:
     def _done(self) -> dict[Place, tuple[int, str]]:
         """What is run, and all of a stage that holds its sum."""
         done = {place: by for place, by in self.run.items() if not self.complete[place[1]]}
+        whole = [(replica, "FIW") for replica in range(self.shape.replicas)]
         for stage in (stage for stage, complete in enumerate(self.complete) if complete):
-            anyone = self.holders[stage][0].replica
+            by_anyone = whole[self.holders[stage][0].replica]
             for microbatch in self.shape.all_microbatches():
                 place = (microbatch, stage)
-                done[place] = (self.run[place][0] if place in self.run else anyone, "FIW")
+                by = self.run.get(place)
+                done[place] = by_anyone if by is None else whole[by[0]]
         return done
 
     def ahead_and_behind(self, stage: int) -> dict[Worker, tuple[int, ...]]:

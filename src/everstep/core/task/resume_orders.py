@@ -97,17 +97,16 @@ class _Lists:
 
     def of(self, worker: Worker, at: int) -> dict[int, str]:
         """From step `at` on."""
-        phase, stage = self._phase, worker.stage
+        phase, (replica, stage) = self._phase, worker
         ledger, steady = phase.ledgers.get(worker), self._plan.steady.pattern(worker)
         lists: dict[int, str] = {}
         for step, broken in self._plan.lists.items():
-            if step < at or worker not in broken:
+            if step < at or (ops := broken.find(worker)) is None:
                 continue
-            ops = broken.pattern(worker)
             if ledger is not None and step <= self._counts_up_to and self._has_sum(ledger, step, stage):
                 ops = self._without_reduce(ops, stage)
             if ops != steady:
-                lists[step] = ops.replace(OWN, str(worker.replica))
+                lists[step] = ops.replace(OWN, str(replica))
         if phase.rewind is not None and phase.rewind < phase.owed.low:
             lists[phase.rewind] = str(Op(Kind.U, None, stage))
         return lists
