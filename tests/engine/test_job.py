@@ -291,6 +291,24 @@ def test_a_worker_is_told_what_its_agent_says() -> None:
     assert str(spec.lifeline) == "/run/beacon-t.life"
 
 
+def test_workers_of_a_task_with_a_dot_in_its_name_have_lifelines_of_their_own() -> None:
+    """`beacon-gpt-1.3b-0-0-1` became `beacon-gpt-1.life`, for every worker of the node."""
+    spec = WorkerSpec(
+        sender=Sender("gpt-1.3b", Worker(0, 0), 1),
+        job={},
+        secret="00",
+        node="a",
+        host="10.0.0.1",
+        slots=(0,),
+        slots_on_node=2,
+        agent="/run/agent",
+        memory="/dev/shm/a",
+        beacon="/run/beacon-gpt-1.3b-0-0-1",
+    )
+    other = replace(spec, beacon="/run/beacon-gpt-1.3b-0-1-1")
+    assert spec.lifeline != other.lifeline
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [({"slots": ["x"]}, "'x' is not int"), ({"secret": None}, "None is not str"), (None, "lacks 'secret'")],

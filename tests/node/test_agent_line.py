@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ from everstep.errors import UserError
 from everstep.net.sockets import UNANSWERED_MS, watch_path
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
+from everstep.node.worker_processes import WorkerLogs
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import LeaveNoticed, NodeReport
+from everstep.protocol.ops import Worker
 from harness.cluster import small_job
 from tests.server.served import served
 
@@ -175,6 +178,60 @@ def test_an_agent_without_a_coordinator_does_not_use_up_its_grace(monkeypatch: p
         agent.leave("it is late")
         async with asyncio.timeout(30):
             await agent.run()
+
+    asyncio.run(play())
+
+
+def test_a_log_on_storage_that_hangs_stops_neither_heartbeats_nor_what_is_done_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was read on the event loop: an agent that was asked for a log fell silent with the storage."""
+    answers = threading.Event()
+
+    def read(logs: WorkerLogs, task: str, worker: Worker, **most: Any) -> dict[str, Any]:
+        assert answers.wait(60)
+        return {"text": "", "next": 0, "at": 0.0}
+
+    monkeypatch.setattr(WorkerLogs, "read", read)
+    heard: list[dict[str, Any]] = []
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        line = web.WebSocketResponse()
+        await line.prepare(request)
+        await line.receive_json()
+        await line.send_json({"welcome": "n1", "heard": 0, "term": 1, "journal": "j"})
+        for number in range(40):
+            asked = {"ask": number, "what": "log", "task": "t", "worker": "0:0", "bytes": 10, "from": None}
+            await line.send_json({"term": 1, **asked})
+        await line.send_json({"term": 1, "ask": 99, "what": "readings", "task": "t"})
+        async for message in line:
+            heard.append(json.loads(message.data))
+        return line
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/agent", serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        settings = AgentSettings(node="n1", slots=1, coordinators=(f"http://127.0.0.1:{port}",), beat_s=0.05)
+        agent = Agent(settings, say=lambda line: None, warn=lambda line: None)
+        job = asyncio.create_task(agent.run())
+        async with asyncio.timeout(60):
+            while {"answer": 99, "value": []} not in heard or sum("beat" in one for one in heard) < 5:
+                await asyncio.sleep(0.01)
+            done = asyncio.Event()
+            agent._do_beside(lambda: None, lambda found: done.set())  # as processes are started
+            await done.wait()
+            assert not any(one.get("answer") == 0 for one in heard)
+            answers.set()
+            while sum("answer" in one for one in heard) < 41:
+                await asyncio.sleep(0.01)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        await runner.cleanup()
 
     asyncio.run(play())
 

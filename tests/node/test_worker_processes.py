@@ -123,6 +123,20 @@ def test_a_start_waits_for_the_death_of_the_process_before_it(node: Node) -> Non
     assert not Path(f"/proc/{first}").exists(), "the new process came before the old one was gone"
 
 
+def test_files_of_a_process_go_with_it(node: Node) -> None:
+    """266 KB of every process that ever ran here stayed until the agent ended."""
+    folder = node.workers.settings.folder
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    assert [path.name for path in sorted(folder.glob("beacon-*"))][:2] == [
+        "beacon-t-0-0-1",
+        "beacon-t-0-0-1.life",
+    ]
+    node.kill(1)
+    node.until(lambda: node.events(ev.WorkerExited))
+    assert list(folder.glob("beacon-*")) == []
+
+
 def test_a_worker_gets_the_devices_of_its_node_or_is_not_started(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from everstep.errors import UserError
+from everstep.store import owned_folders
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
 
 _OWNER = """
@@ -71,3 +73,12 @@ def test_a_folder_that_cannot_be_made_is_for_the_saves_to_say(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with one_run_at_a_time(tmp_path / "file", "checkpoint.folder"):
         pass
+
+
+def test_beacons_live_in_memory_where_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk an op waits in page_mkwrite while the disk is busy."""
+    with owned_folders.temporary_folder("everstep-test-", in_memory=True) as folder:
+        assert folder.parent == Path("/dev/shm")
+    monkeypatch.setattr(owned_folders, "LEAST_ROOM", 1 << 60)
+    with owned_folders.temporary_folder("everstep-test-", in_memory=True) as folder:
+        assert folder.parent == Path(tempfile.gettempdir())

@@ -41,7 +41,7 @@ class WorkerSpec:
     @property
     def lifeline(self) -> Path | None:
         """Beside the beacon."""
-        return None if self.beacon is None else Path(self.beacon).with_suffix(".life")
+        return None if self.beacon is None else Path(f"{self.beacon}.life")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON, with an exact inverse."""

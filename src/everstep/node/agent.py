@@ -19,10 +19,12 @@ import os
 import random
 import secrets
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 ALONE_S = 3.0  # without a coordinator an agent that was told to end waits no longer than this
 QUIET_S = 0.2  # after the last of its workers has gone: a commit of their state may be ordered here
 MAX_MESSAGE = 64 << 20
+MOST_ON_STORAGE = 4  # threads that wait for file systems
 STUCK_S = 10.0  # without a look at its workers, after which the agent is not alive
 
 
@@ -127,6 +130,7 @@ class Agent:
         self._welcomed = False
         self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last printed
         self._beside: set[asyncio.Task[None]] = set()
+        self._storage_turns = asyncio.Semaphore(MOST_ON_STORAGE)
         self._line: aiohttp.ClientWebSocketResponse | None = None
         self._alone_since = 0.0
         self._told_to_end = asyncio.Event()
@@ -137,8 +141,11 @@ class Agent:
 
     async def run(self) -> None:
         """Until cancelled, or until it has left. Workers end with the agent."""
-        with temporary_folder("everstep-node-") as folder:
-            await self._run(folder)
+        with (
+            temporary_folder("everstep-node-") as folder,
+            temporary_folder("everstep-beacons-", in_memory=True) as memory,
+        ):
+            await self._run(folder, memory)
 
     def leave(self, because: str) -> None:
         """Let the workers go with their state safe, as a drain does, then end; within the grace period."""
@@ -152,10 +159,11 @@ class Agent:
             self.say(f"node {self.settings.node} leaves in {leaves_in_s:.0f} s, says {by}")
             self._report(msg.LeaveNoticed(leaves_in_s=leaves_in_s, by=by), None)
 
-    async def _run(self, folder: Path) -> None:
+    async def _run(self, folder: Path, memory: Path) -> None:
         probes = await self._answer_probes() if self.settings.probe_port else None
         node = NodeSettings(
             folder=folder,
+            memory=memory,
             node=self.settings.node,
             host=self.settings.host,
             slots=self.settings.slots,
@@ -172,6 +180,7 @@ class Agent:
             report=self._report,
             fork_server=self._fork_server,
             beside=self._do_beside,
+            on_storage=self._do_on_storage,
             devices=self.devices,
         )
         self.workers.open()
@@ -301,12 +310,24 @@ class Agent:
                 await self._line.send_str(json.dumps({"left": True}))
                 await self._line.close()
 
-    def _do_beside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def _do_on_storage(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Apart from what else is done beside: a file system that hangs keeps its threads, and nothing else
+        may wait for one of them, nor the end of this process.
+        """
+        self._do_beside(work, done, apart=True)
+
+    def _do_beside(
+        self, work: Callable[[], Any], done: Callable[[Any], None], *, apart: bool = False
+    ) -> None:
         """In a thread: heartbeats and healing must continue meanwhile."""
 
         async def run() -> None:
             try:
-                found = await asyncio.to_thread(work)
+                if apart:
+                    async with self._storage_turns:
+                        found = await _in_own_thread(work)
+                else:
+                    found = await asyncio.to_thread(work)
             except Exception as error:
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 self.warn(f"node {self.settings.node}: {kind}{error}")
@@ -416,7 +437,9 @@ class Agent:
                     raise PeerError("the coordinator sent something that is not text")
                 heard = json.loads(message.data)
                 if heard.get("what") == "stacks":
-                    self._answer_later(line, heard)
+                    self._answer_later(line, heard, self._stacks(heard["task"]), self._do_beside)
+                elif heard.get("what") == "log":  # the folder of logs may be on a file system that hangs
+                    self._answer_later(line, heard, partial(self._answer, heard), self._do_on_storage)
                 elif "ask" in heard:
                     await line.send_str(json.dumps({"answer": heard["ask"], "value": self._answer(heard)}))
                 else:
@@ -445,12 +468,12 @@ class Agent:
             raise PeerError(left.because)
         self.workers.perform([action for action in found if not isinstance(action, LeaveLine)])
 
-    def _answer_later(self, line: aiohttp.ClientWebSocketResponse, asked: dict[str, Any]) -> None:
-        """The stacks of a task's workers: each takes a moment."""
+    def _stacks(self, of_task: str) -> Callable[[], list[dict[str, Any]]]:
+        """How to read those of a task's workers: each takes a moment."""
         found = {
             str(worker): (process.child.pid, process.beacon.path)
             for (task, worker), process in self.workers.processes.items()
-            if task == asked["task"]
+            if task == of_task
         }
 
         def read() -> list[dict[str, Any]]:
@@ -461,6 +484,15 @@ class Agent:
                     for (worker, (pid, _)), stacks in zip(found.items(), told, strict=True)
                 ]
 
+        return read
+
+    def _answer_later(
+        self,
+        line: aiohttp.ClientWebSocketResponse,
+        asked: dict[str, Any],
+        read: Callable[[], Any],
+        beside: Callable[[Callable[[], Any], Callable[[Any], None]], None],
+    ) -> None:
         async def answer(value: Any) -> None:
             with contextlib.suppress(OSError, aiohttp.ClientError):
                 await line.send_str(json.dumps({"answer": asked["ask"], "value": value}))
@@ -472,7 +504,7 @@ class Agent:
             self._beside.add(task)
             task.add_done_callback(self._beside.discard)
 
-        self._do_beside(read, done)
+        beside(read, done)
 
     def _answer(self, asked: dict[str, Any]) -> Any:
         """For people who look: the end of a worker's log, what every worker does now or did lately."""
@@ -538,6 +570,28 @@ def _watch(sock: Any) -> None:
     with contextlib.suppress(OSError):
         if sock is not None:
             watch_path(sock)
+
+
+async def _in_own_thread(work: Callable[[], Any]) -> Any:
+    """Not of a pool: the interpreter waits for those before it ends."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Any] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not found.done():
+            found.set_result(value) if error is None else found.set_exception(error)
+
+    def run() -> None:
+        value, failed = None, None
+        try:
+            value = work()
+        except BaseException as error:  # it belongs to the waiter
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, value, failed)
+
+    threading.Thread(target=run, name="storage", daemon=True).start()
+    return await found
 
 
 class _Loop:

@@ -8,12 +8,13 @@ asyncio's in the agent, a selector in a local run.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
-from everstep.engine.shards.marks import read_marks
+from everstep.engine.shards.marks import mark_path, read_marks
 from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError, UserError
@@ -83,7 +84,8 @@ class NodeSettings:
     measure what the rest costs.
     """
 
-    folder: Path  # for sockets and beacons
+    folder: Path  # for sockets
+    memory: Path | None = None  # for beacons and rings: training must not wait for a disk to write them
     node: str = "here"
     host: str = "127.0.0.1"  # where peers reach its workers
     slots: int = 1
@@ -128,15 +130,19 @@ class WorkerProcesses:
         fork_server: Callable[[TaskHere], ForkServer],
         decide: Decide | None = None,
         beside: Callable[[Callable[[], Any], Done], None] = at_once,
+        on_storage: Callable[[Callable[[], Any], Done], None] = at_once,
         devices: NodeDevices | None = None,
     ) -> None:
-        """`decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long."""
+        """`decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
+        `on_storage`: how to do what waits for a file system that may hang; processes start all the same.
+        """
         self.settings, self.machine, self.report = settings, machine, report
         self.devices = devices or NodeDevices()
         self.memory = MemoryStore()
         self.pairs = PairServer(settings.host)  # an agent opens it
         self.tasks: dict[str, TaskHere] = {}
-        self._loop, self._fork_server, self._beside = loop, fork_server, beside
+        self._loop, self._fork_server = loop, fork_server
+        self._beside, self._on_storage = beside, on_storage
         self._decide: Decide = decide or machine.handle
         self.logs = WorkerLogs(settings.logs or settings.folder)
         self._all: dict[Sender, WorkerProcess] = {}
@@ -179,12 +185,15 @@ class WorkerProcesses:
             for name in dict.fromkeys(sender.task for sender in self._all):  # not all that were ever here
                 self._look_into_rings(name, now)
         if now >= self._trim_at:
-            self._trim_at = now + TRIM_EVERY_S
+            self._trim_at = math.inf  # until this time is over: the file system may hang
             here = list(self.processes)
-            self._beside(lambda: self.logs.trim(here), lambda done: None)
+            self._on_storage(lambda: self.logs.trim(here), self._trimmed)
         due = self.machine.due_at()
         if due is not None and due <= now:
             self.happened(msg.TimePassed())
+
+    def _trimmed(self, done: object) -> None:
+        self._trim_at = time.monotonic() + TRIM_EVERY_S
 
     def carry_out(self, order: msg.Order) -> None:
         self.happened(ag.OrderGiven(order))
@@ -276,9 +285,9 @@ class WorkerProcesses:
             case ag.WorkOnDisk(order=given):
                 self._num_on_disk += 1
                 if isinstance(given, ag.CommitWhole):
-                    self._beside(partial(self._commit_whole, given), partial(self._committed, given))
+                    self._on_storage(partial(self._commit_whole, given), partial(self._committed, given))
                 else:
-                    self._beside(partial(self._work_on_disk, given), partial(self._worked, given))
+                    self._on_storage(partial(self._work_on_disk, given), partial(self._worked, given))
             case ag.ProbeFromHere(order=wanted):
                 self._beside(lambda: probed(wanted), lambda found: self.report(found, None))
 
@@ -351,11 +360,12 @@ class WorkerProcesses:
         if not server.warm:
             server.warm_up()
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
-        path = self.settings.folder / f"beacon-{name}"
-        beacon = Beacon(path, create=True)
-        lifeline = Lifeline(path.with_suffix(".life"), create=True)
-        output = self.log_path(sender.task, sender.worker)
+        path = (self.settings.memory or self.settings.folder) / f"beacon-{name}"
         spec = self._spec(sender, path, devices)
+        beacon = Beacon(path, create=True)
+        assert spec.lifeline is not None
+        lifeline = Lifeline(spec.lifeline, create=True)
+        output = self.log_path(sender.task, sender.worker)
         child = server.spawn(spec.to_dict(), output=output)
         glances = Glances(sender, child.pid, beacon, len(spec.slots))
         return WorkerProcess(sender, child, server, beacon, lifeline, glances)
@@ -447,6 +457,9 @@ class WorkerProcesses:
         process.server.reap(process.child)
         self._lines.hang_up(process.sender)
         process.beacon.close()
+        for left in _files(process.beacon.path, process.glances.shards):
+            with contextlib.suppress(OSError):
+                left.unlink()
         process.dead = True
         self._all.pop(process.sender, None)
 
@@ -469,6 +482,15 @@ class WorkerProcesses:
         for news in self._rings[task].look(rings, now):
             if news.worker in there:
                 self.report(news, there[news.worker].sender)
+
+
+def _files(beacon: Path, shards: int) -> Iterator[Path]:
+    """What a process writes into the memory of its node."""
+    yield beacon
+    for name in ("life", "ring", "stacks"):
+        yield beacon.with_name(f"{beacon.name}.{name}")
+    for shard in range(shards):
+        yield mark_path(beacon, shard)
 
 
 def _kill(process: WorkerProcess) -> None:

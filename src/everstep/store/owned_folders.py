@@ -17,6 +17,9 @@ from pathlib import Path
 
 from everstep.errors import UserError
 
+MEMORY = Path("/dev/shm")
+LEAST_ROOM = 16 << 20
+
 
 def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
     """An empty folder, and the lock that says it is in use. Folders of dead owners are removed first."""
@@ -32,9 +35,12 @@ def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """In the system's folder for temporary files; removed at the end, or by the next process of its kind."""
-    folder, lock = new_folder(prefix, Path(tempfile.gettempdir()))
+def temporary_folder(prefix: str, *, in_memory: bool = False) -> Iterator[Path]:
+    """In the system's folder for temporary files, or in memory if there is room; removed at the end, or by
+    the next process of its kind.
+    """
+    root = MEMORY if in_memory and _has_room(MEMORY) else Path(tempfile.gettempdir())
+    folder, lock = new_folder(prefix, root)
     try:
         yield folder
     finally:
@@ -72,3 +78,10 @@ def _locked(folder: Path) -> int:
         os.close(number)
         raise
     return number
+
+
+def _has_room(root: Path) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(root)
+        return os.access(root, os.W_OK) and found.f_bavail * found.f_frsize >= LEAST_ROOM
+    return False

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
+import os
 import platform
 import time
 from collections import defaultdict
@@ -43,7 +44,7 @@ class Recorder:
     def __init__(self, path: Path, *, rank: int, world_size: int = 0, capacity: int = 4096) -> None:
         size = ring.size_of(capacity)
         with path.open("w+b") as file:
-            file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises here, and is no SIGBUS in an op
             self._map = mmap.mmap(file.fileno(), size)
         self._rank, self._capacity = rank, capacity
         self._count = itertools.count()  # next() is one step of the interpreter: threads cannot share a turn

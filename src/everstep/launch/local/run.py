@@ -110,10 +110,11 @@ class LocalTask:
         with contextlib.ExitStack() as held:
             # Short, because the path of a Unix socket may have no more than 107 characters.
             folder = held.enter_context(temporary_folder("everstep-run-"))
+            memory = held.enter_context(temporary_folder("everstep-beacons-", in_memory=True))
             if isinstance(root := self._checkpoint_root(), Path):
                 held.enter_context(one_run_at_a_time(root, "checkpoint.folder"))
             self.workers = WorkerProcesses(
-                NodeSettings(folder=folder, slots=self._slots, detect=self._node.detect),
+                NodeSettings(folder=folder, memory=memory, slots=self._slots, detect=self._node.detect),
                 loop=self._loop,
                 machine=NodeProcesses(DetectorLimits()),
                 report=self._reported,
