@@ -1,6 +1,7 @@
 """Every mistake: exit 2, one sentence that names it, nothing on stdout, nothing started."""
 
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,14 @@ def test_an_address_at_which_no_peer_reaches_the_workers_is_refused(
 def test_addresses_of_this_machine_are_taken() -> None:
     check_host("127.0.0.1", ["http://localhost:7077", "@coordinator.txt"])
     check_host("localhost", ["127.0.0.1:7077"])
+    check_host("203.0.113.7", ["https://203.0.113.9:7077"], bind="0.0.0.0")  # behind NAT
+    if socket.has_dualstack_ipv6():
+        check_host("::1", ["http://[::1]:7077"])
+
+
+def test_an_address_to_listen_at_that_is_not_here_is_refused() -> None:
+    with pytest.raises(UserError, match=re.escape("--bind 203.0.113.7 cannot be bound on this machine")):
+        check_host("203.0.113.8", ["http://127.0.0.1:7077"], bind="203.0.113.7")
 
 
 def test_an_agent_with_an_address_that_cannot_be_bound_ends_with_a_sentence(

@@ -172,7 +172,7 @@ def test_what_is_not_a_message_is_refused_before_memory_is_taken(sent: bytes, wh
 class End:
     """One worker's links and what they delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", bind: str = "") -> None:
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.opened: queue.SimpleQueue = queue.SimpleQueue()
         events = LinkEvents(
@@ -184,7 +184,8 @@ class End:
         self.links = Links(
             events,
             token=TOKEN,
-            host="127.0.0.1",
+            host=host,
+            bind=bind,
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
         self.links.start()
@@ -200,6 +201,25 @@ def ends() -> Iterator[tuple[End, End]]:
 
 def name(step: int) -> Parcel:
     return Parcel(ParcelKind.ACTIVATION, 0, step, 1, Microbatch(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "told"),
+    [("::1", "", "::1"), ("127.0.0.1", "0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1", "127.0.0.1")],
+)
+def test_links_listen_at_one_address_and_tell_another_by_ipv4_or_ipv6(
+    host: str, bind: str, told: str
+) -> None:
+    """`--host` was both, and IPv4 alone: peers of a node behind NAT, or of IPv6, could not be reached."""
+    here, there = End(host, bind), End(host, bind)
+    try:
+        assert there.links.address.host in (told, "::1")
+        here.links.send(there.links.address, name(1), Envelope(), torch.ones(3))
+        kind, frame = there.inbox.get(timeout=20)
+        assert (kind, frame.parcel) == ("frame", name(1))
+    finally:
+        here.links.stop()
+        there.links.stop()
 
 
 def test_messages_of_any_size_arrive_in_the_order_they_were_sent(ends: tuple[End, End]) -> None:

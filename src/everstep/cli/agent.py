@@ -19,6 +19,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS
 from everstep.cli.coordinator import Signalled, until_signalled
 from everstep.errors import UserError
+from everstep.net.sockets import listening
 
 if TYPE_CHECKING:
     from everstep.node.fabric_settings import FabricSettings
@@ -38,8 +39,20 @@ def agent_command(
         int, typer.Option(min=0, help="Number of workers this node can run.", show_default="GPUs, or CPUs")
     ] = 0,
     host: Annotated[
-        str, typer.Option(help="Address at which workers of other nodes reach this node.")
+        str,
+        typer.Option(
+            help="Address at which workers of other nodes reach this node, of the network that carries "
+            "their data; IPv4, IPv6 or a name."
+        ),
     ] = "127.0.0.1",
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Address of this machine at which its workers listen, where --host is not one of its own: "
+            "behind NAT, or a container's published address. 0.0.0.0 or :: for all.",
+            show_default="--host",
+        ),
+    ] = "",
     token: Annotated[
         str,
         typer.Option(
@@ -170,6 +183,7 @@ def agent_command(
         slots=slots,
         coordinators=tuple(filter(None, coordinator.split(","))),
         host=host,
+        bind=bind,
         token=lambda: coordinator_token.found(token, token_file),
         tls=lambda: client_context(coordinator_token.tls_place(ca)),
         words=log_dir,
@@ -185,7 +199,7 @@ def agent_command(
         CloudNotice(cloud, log.warn)
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
-    check_host(host, settings.coordinators)
+    check_host(host, settings.coordinators, bind=bind)
     if check is not False:
         found = _checked(check_command or []) if check else _checked_quickly()
         settings = replace(
@@ -205,24 +219,27 @@ def agent_command(
     return until_signalled(run)
 
 
-def check_host(host: str, coordinators: Sequence[str]) -> None:
+def check_host(host: str, coordinators: Sequence[str], *, bind: str = "") -> None:
     """Refuse an address at which workers of other nodes could not reach this one. Unreachable workers start,
     and then all wait for each other.
     """
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise UserError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
+        of = "" if bind else " of this machine"
+        raise UserError(f"--host {host} is not an address{of}: {error.strerror}.") from None
     if any(ipaddress.ip_address(address.partition("%")[0]).is_unspecified for address in found):
         raise UserError(
             f"--host {host} is not an address that others can reach; give that of a network card."
         )
+    option, listens = ("--bind", bind) if bind else ("--host", host)
     try:
-        socket.create_server((host, 0)).close()
+        listening(listens).close()
     except OSError as error:
+        others = "" if bind else ", or --bind with one if others reach this node at another address"
         raise UserError(
-            f"--host {host} cannot be bound on this machine ({os.strerror(error.errno or 0)}); give an IPv4 "
-            "address of one of its network cards."
+            f"{option} {listens} cannot be bound on this machine ({_why(error)}); give the address of "
+            f"one of its network cards{others}."
         ) from None
     remote = [address for address in coordinators if not address.startswith("@") and not _is_here(address)]
     if remote and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
@@ -231,6 +248,10 @@ def check_host(host: str, coordinators: Sequence[str]) -> None:
             f"--host {host} is loopback{means}, and the coordinator {remote[0]} is on another machine: other "
             "nodes could not reach this node's workers. Give --host the address of a network card."
         )
+
+
+def _why(error: OSError) -> str:
+    return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
 
 
 def _is_here(coordinator: str) -> bool:

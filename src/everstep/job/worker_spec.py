@@ -21,6 +21,7 @@ class WorkerSpec:
     secret: str  # of the task: its workers know each other by it
     node: str
     host: str  # where peers reach this node's workers
+    bind: str = ""  # where they listen, if that is another address
     slots: tuple[int, ...]  # of this worker: one for each of its shards
     slots_on_node: int  # to know whether slots share devices
     devices: tuple[tuple[str, str, str], ...] = ()  # of the node, as `node.slot_devices` has them

@@ -33,7 +33,7 @@ from everstep.net import frames
 from everstep.net.envelope import Envelope, FrameKind
 from everstep.net.handshake import PLAIN, Acceptor, Opener
 from everstep.net.seal import Sealer, Suite, TamperedError
-from everstep.net.sockets import FlowProgress, progress_of, watch_path
+from everstep.net.sockets import FlowProgress, family_of, in_numbers, listening, progress_of, watch_path
 from everstep.protocol.parcels import Parcel
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
@@ -89,7 +89,8 @@ class LinkEvents:
 class Links:
     """All connections of one worker. `empty`: memory to receive into. `identity`: what a peer hears of this
     worker. `source_port` is asked with the peer's host and port when a connection is opened, for fabrics on
-    which the source port decides the path. `accepts`: how a connection with this host may be protected.
+    which the source port decides the path. `bind`: where it listens, if that is not `host`, where peers reach
+    it. `accepts`: how a connection with this host may be protected.
     """
 
     def __init__(
@@ -102,14 +103,16 @@ class Links:
         source_port: Callable[[str, int], int | None] | None = None,
         identity: bytes = b"",
         listener: socket.socket | None = None,
+        bind: str = "",
         accepts: Callable[[str], Sequence[Suite]] = lambda host: PLAIN,
     ) -> None:
         self.events, self._token, self._identity, self._accepts = events, token, identity, accepts
         self._empty, self._source_port = empty, source_port
         self._selector = selectors.DefaultSelector()
-        self._listener = listener or socket.create_server((host, 0), backlog=128)
+        self._listener = listener or listening(bind or host)
         self._listener.setblocking(False)
-        self.address = Address(*self._listener.getsockname()[:2])
+        self._here, port = self._listener.getsockname()[:2]
+        self.address = Address(in_numbers(host) if bind else self._here, port)
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)
@@ -215,14 +218,14 @@ class Links:
     # -------------------------------------------------------------- sending
 
     def _open(self, to: Address) -> _Outgoing:
-        sock = socket.socket()
+        sock = socket.socket(family_of(to.host))
         sock.setblocking(False)
         watch_path(sock)
         port = self._source_port(*to) if self._source_port is not None else None
         if port is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):  # taken since: any path is better than none
-                sock.bind((self.address.host, port))
+                sock.bind((self._here, port))
         with contextlib.suppress(BlockingIOError):
             sock.connect(to)
         link = _Outgoing(to, sock)

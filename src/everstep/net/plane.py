@@ -156,6 +156,7 @@ def _namespace(kind: str) -> str:
 class PlaneSettings:
     secret: bytes  # by which the workers of a task know each other
     host: str  # where peers reach this worker
+    bind: str = ""  # where it listens, if that is another address
     device: torch.device
     transport: str = "auto"
     net: NetSpec = field(default_factory=NetSpec)
@@ -189,6 +190,7 @@ class DataPlane:
             ),
             token=settings.secret,
             host=settings.host,
+            bind=settings.bind,
             empty=lambda shape, dtype: host_memory.host_empty(shape, dtype, device),
             source_port=settings.source_port,
             identity=self.identity.encode(),

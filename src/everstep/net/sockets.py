@@ -28,6 +28,22 @@ def watch_path(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
 
 
+def listening(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at an address or a name of this machine, IPv4 or IPv6."""
+    family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(at, family=family, backlog=128)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of an address in numbers."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_numbers(host: str) -> str:
+    """An address or a name, as an address."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def allow_many_files() -> None:
     """As many connections as the system allows this process."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -81,6 +81,7 @@ class AgentSettings:
     slots: int
     coordinators: Sequence[str]  # http(s) addresses, or @FILE that holds one now; tried in turn
     host: str = "127.0.0.1"  # where this node's workers are reached by their peers
+    bind: str = ""  # where they listen, if that is another address
     token: Callable[[], str] = lambda: ""  # asked at every attempt: a file may hold another one by then
     tls: Callable[[], ssl.SSLContext | None] = lambda: None  # asked, too: certificates are replaced
     beat_s: float = BEAT_EVERY_S
@@ -166,6 +167,7 @@ class Agent:
             memory=memory,
             node=self.settings.node,
             host=self.settings.host,
+            bind=self.settings.bind,
             slots=self.settings.slots,
             logs=self.settings.words,
             fabric=self.settings.fabric,
@@ -187,7 +189,7 @@ class Agent:
         self.workers.pairs.open()
         # Now: when a GPU breaks, its slots must be known, and nvidia-smi may no longer answer.
         self._do_beside(self.devices.find, lambda found: None)
-        self._door = MemoryServer(self.workers.memory, self.settings.host)
+        self._door = MemoryServer(self.workers.memory, self.settings.bind or self.settings.host)
         self._door.open()
         kernel = KernelLog()
         if kernel.fd is not None:
@@ -265,7 +267,7 @@ class Agent:
         app.router.add_get("/{path:.*}", answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        host, port = self.settings.host, self.settings.probe_port
+        host, port = self.settings.bind or self.settings.host, self.settings.probe_port
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import xxhash
 
+from everstep.net.sockets import listening
 from everstep.protocol.messages import MeasurePair, PairMeasured
 
 KEY_S = 30.0  # how long a key is known
@@ -51,7 +52,7 @@ class PairServer:
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
-        self._listener = socket.create_server((self.host, 0))
+        self._listener = listening(self.host)
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), name="pairs", daemon=True).start()
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
+from everstep.net.sockets import listening
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
 
@@ -152,11 +153,11 @@ def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
 def neighbouring_ports(host: str, count: int) -> list[socket.socket]:
     """Listening sockets on ports p, p + 1, …: a peer that knows the first knows them all."""
     for _ in range(_TRIES):
-        found = [socket.create_server((host, 0), backlog=128)]
+        found = [listening(host)]
         first = found[0].getsockname()[1]
         try:
             for port in range(first + 1, first + count):
-                found.append(socket.create_server((host, port), backlog=128))
+                found.append(listening(host, port))
             return found
         except (OSError, OverflowError):
             for one in found:

@@ -75,7 +75,7 @@ def main(given: Mapping[str, Any]) -> int:
         call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
         return 1
     folder = None if spec.beacon_path is None else spec.beacon_path.parent
-    group = fork(job.shards, spec.host, folder) if job.shards > 1 else None
+    group = fork(job.shards, spec.bind or spec.host, folder) if job.shards > 1 else None
     if job.device.startswith("cuda"):
         _take_device(spec, job, 0 if group is None else group.index)
     if group is not None and group.index:
@@ -119,7 +119,9 @@ def _take_device(spec: WorkerSpec, job: Job, shard: int) -> None:
     device = slot_devices.take(spec.slots[shard % len(spec.slots)], there)
     shared = slot_devices.sharers(len(there), slots=spec.slots_on_node) > 1
     forced = job.transport == "nccl" or job.shards > 1
-    nccl.prepare(spec.host, alone=device is not None and (device.is_instance or (forced and shared)))
+    nccl.prepare(
+        spec.bind or spec.host, alone=device is not None and (device.is_instance or (forced and shared))
+    )
 
 
 def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
@@ -171,6 +173,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         PlaneSettings(
             secret=bytes.fromhex(spec.secret),
             host=spec.host,
+            bind=spec.bind,
             device=device,
             transport=job.transport,
             net=job.net,

@@ -88,6 +88,7 @@ class NodeSettings:
     memory: Path | None = None  # for beacons and rings: training must not wait for a disk to write them
     node: str = "here"
     host: str = "127.0.0.1"  # where peers reach its workers
+    bind: str = ""  # where they listen, if that is another address
     slots: int = 1
     logs: Path | None = None  # for what workers print, if their job names no folder
     detect: bool = True
@@ -139,7 +140,7 @@ class WorkerProcesses:
         self.settings, self.machine, self.report = settings, machine, report
         self.devices = devices or NodeDevices()
         self.memory = MemoryStore()
-        self.pairs = PairServer(settings.host)  # an agent opens it
+        self.pairs = PairServer(settings.bind or settings.host)  # an agent opens it
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server = loop, fork_server
         self._beside, self._on_storage = beside, on_storage
@@ -398,6 +399,7 @@ class WorkerProcesses:
             secret=here.secret,
             node=settings.node,
             host=settings.host,
+            bind=settings.bind,
             slots=(order.slot, *order.more_slots),
             slots_on_node=settings.slots,
             devices=tuple(map(astuple, devices)),
