@@ -384,7 +384,7 @@ def test_the_state_of_a_step_without_votes_counts_once_a_later_one_was_voted_on(
 
     def seal(step: int, *, voted: bool) -> None:
         sealed = ev.StepSealed(step=step, stage=0, attempt=1, microbatches=2, executed=6, voted=voted)
-        book.seal(sealed, epoch=1, attempt=1)
+        book.seal(sealed, epoch=1, attempt=1, alone=lambda step: ())
 
     seal(1, voted=True)
     assert not book.is_state_verified(1), "states are compared in the next step"
@@ -402,3 +402,24 @@ def test_the_state_of_a_step_without_votes_counts_once_a_later_one_was_voted_on(
     assert not book.is_state_verified(5)
     seal(105, voted=False)
     assert book.is_state_verified(5), "a task must not lose everything because no vote is complete"
+
+
+def test_a_stage_with_one_worker_is_not_waited_for_but_the_others_are() -> None:
+    """Its state cannot be checked. What the others wrote can, and counted without it until here."""
+    book = StepBook(shape=Shape(2, 2, 1), steps=9, recorded=0, is_voting=True, every=True)
+
+    def seal(step: int, *, voted: tuple[bool, bool], alone: tuple[int, ...] = ()) -> None:
+        for stage in (0, 1):
+            sealed = ev.StepSealed(
+                step=step, stage=stage, attempt=1, microbatches=2, executed=6, voted=voted[stage]
+            )
+            book.seal(sealed, epoch=1, attempt=1, alone=lambda step: alone)
+
+    seal(1, voted=(False, False), alone=(1,))
+    seal(2, voted=(False, False), alone=(1,))
+    assert not book.is_state_verified(1), "stage 0 could vote, and a new epoch kept it from that"
+    seal(3, voted=(True, False), alone=(1,))
+    assert book.is_state_verified(1) and book.is_state_verified(2)
+    seal(4, voted=(True, False))
+    seal(5, voted=(True, False))
+    assert not book.is_state_verified(4), "stage 1 can vote again"

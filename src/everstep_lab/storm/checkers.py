@@ -52,7 +52,7 @@ class Checkers:
         self.bad: Flip | None = None  # a machine that computes wrong numbers
         self.bad_at: tuple[int, frozenset[int]] | None = None  # its node and slots
         self.bad_ended = False  # its process is gone
-        self.was_alone = False  # a stage had one worker: its steps could not be voted on, nor their states
+        self.was_alone = False  # in its stage: its steps could not be voted on, nor their states
         self.spoiled: set[int] = set()  # steps that were sealed with a wrong contribution, as they are now
         self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
 
@@ -141,7 +141,8 @@ class Checkers:
 
     def voters_counted(self, recovery: Recovery) -> None:
         """At a recorded step."""
-        self.was_alone |= bool(recovery.members) and min(map(len, recovery.members[-1].live)) < 2
+        if self.bad is not None and recovery.members:
+            self.was_alone |= any(len(row.live[self.bad.worker.stage]) < 2 for row in recovery.members)
 
     def chunks_held(self, recovery: Recovery, workers: Mapping[Worker, WorkerState]) -> None:
         """At a recorded step. Letting a third holder go takes a report and a new epoch."""

@@ -428,8 +428,8 @@ class ClusterWorld:
         """It stands still; `asleep`: in the kernel, where SIGKILL does not reach it either."""
         process = self.workers[worker]
         self.nodes[process.node].struck = True
-        process.hung = not asleep
-        process.asleep = asleep
+        process.hung = not asleep and not process.asleep  # who sleeps in the kernel cannot be stopped again
+        process.asleep |= asleep
 
     def kill_shard(self, worker: Worker, target: int) -> None:
         """One of a worker's processes, not the first."""

@@ -104,9 +104,18 @@ class Groups:
             return ownership.first_holders(self.shape.chunks, live)
         return ownership.reassigned(self.members[-1].holders[stage], live, filled.get(stage, {}))
 
-    def _holders_at(self, stage: int, step: int) -> Holders:
+    def at(self, step: int) -> Members:
+        """Who takes part in a step."""
         fitting = [m for m in self.members if m.from_step <= step] or self.members[:1]
-        return fitting[-1].holders[stage]
+        return fitting[-1]
+
+    def alone_at(self, step: int) -> frozenset[int]:
+        """The stages that have one worker in it: nobody can check what it computes."""
+        live = self.at(step).live if self.members else ()
+        return frozenset(stage for stage, here in enumerate(live) if len(here) == 1)
+
+    def _holders_at(self, stage: int, step: int) -> Holders:
+        return self.at(step).holders[stage]
 
     def _round(self, stage: int, step: int, live: tuple[int, ...]) -> int:
         fitting = [m for m in self.members if m.from_step <= step]

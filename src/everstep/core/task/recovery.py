@@ -202,8 +202,8 @@ class Recovery:
         return self._book.verified
 
     def is_state_verified(self, step: int) -> bool:
-        """Where it can be: not if votes have stopped, or a stage has one worker."""
-        can_vote = self._book.votes and all(len(live) > 1 for live in self.members[-1].live)
+        """Where it can be: not if votes have stopped, or every stage has one worker."""
+        can_vote = self._book.votes and any(len(live) > 1 for live in self.members[-1].live)
         return not can_vote or self._book.is_state_verified(step)
 
     @property
@@ -470,7 +470,8 @@ class Recovery:
     @on
     def _sealed(self, event: ev.StepSealed, now: float) -> list[Action]:
         book = self._book
-        records = book.seal(event, epoch=self.epoch, attempt=self._phases.groups.attempts[-1][1])
+        groups = self._phases.groups
+        records = book.seal(event, epoch=self.epoch, attempt=groups.attempts[-1][1], alone=groups.alone_at)
         for record in records:
             self.log.recorded(record.step, record.replayed_elsewhere)
         actions: list[Action] = list(records)

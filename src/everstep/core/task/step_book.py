@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from everstep.protocol.actions import RecordStep
@@ -27,7 +27,7 @@ class StepBook:
     saves: bool = False  # its last state is a checkpoint
     sealed: dict[int, dict[int, StepSealed]] = field(default_factory=dict)  # by step and stage
     shares: dict[int, dict[int, float]] = field(default_factory=dict)  # of the norm, of the last few steps
-    verified: int = 0  # the last recorded step that was voted on at every stage, or the state it began with
+    verified: int = 0  # the last recorded step in which all that could did vote, or the state it began with
     is_voting: bool = False  # such a step was seen, or every step is
     every: bool = False  # step is voted on: one that is not was broken by a new epoch
     votes: bool = True  # there are to be votes, where the task's rules say so
@@ -68,8 +68,12 @@ class StepBook:
         if self.must_stop and step < self.steps:
             self.until = step
 
-    def seal(self, event: StepSealed, *, epoch: int, attempt: int) -> list[RecordStep]:
-        """One stage has sealed a step. Every step that all stages have sealed now is recorded, in order."""
+    def seal(
+        self, event: StepSealed, *, epoch: int, attempt: int, alone: Callable[[int], Collection[int]]
+    ) -> list[RecordStep]:
+        """One stage has sealed a step. Every step that all stages have sealed now is recorded, in order.
+        `alone`: the stages that had one worker in a step. Their votes are not waited for.
+        """
         oldest = self.recorded - _KEPT_SHARES
         if event.step > oldest:
             self.shares.setdefault(event.step, {})[event.stage] = event.sum_of_squares
@@ -80,7 +84,10 @@ class StepBook:
         self._imply_earlier_seals(event)
         records = []
         while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
-            records.append(self._record(self.sealed.pop(self.recorded + 1), epoch=epoch, attempt=attempt))
+            step = self.recorded + 1
+            records.append(
+                self._record(self.sealed.pop(step), epoch=epoch, attempt=attempt, alone=alone(step))
+            )
         return records
 
     def go_back_to(self, step: int) -> None:
@@ -117,9 +124,12 @@ class StepBook:
             )
             self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
 
-    def _record(self, stages: dict[int, StepSealed], *, epoch: int, attempt: int) -> RecordStep:
+    def _record(
+        self, stages: dict[int, StepSealed], *, epoch: int, attempt: int, alone: Collection[int]
+    ) -> RecordStep:
         self.recorded += 1
-        if all(sealed.voted for sealed in stages.values()):
+        voted = {stage for stage, sealed in stages.items() if sealed.voted}
+        if voted and len(voted.union(alone)) == len(stages):
             self.verified, self.is_voting = self.recorded, True
         total = self.shape.replicas * self.shape.microbatches
         once = all(sealed.microbatches == total for sealed in stages.values())
