@@ -419,7 +419,8 @@ def test_a_stage_with_one_worker_is_not_waited_for_but_the_others_are() -> None:
     seal(2, voted=(False, False), alone=(1,))
     assert not book.is_state_verified(1), "stage 0 could vote, and a new epoch kept it from that"
     seal(3, voted=(True, False), alone=(1,))
-    assert book.is_state_verified(1) and book.is_state_verified(2)
+    assert book.is_state_verified(1)
+    assert book.is_state_verified(2)
     seal(4, voted=(True, False))
     seal(5, voted=(True, False))
     assert not book.is_state_verified(4), "stage 1 can vote again"
