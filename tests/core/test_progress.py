@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 from everstep.core.cluster.progress import costs_of_drain, why_stalled
-from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE
+from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE, SkippedSteps
 from everstep.core.cluster.task import Task, TaskState
 from everstep.protocol import messages as msg
+from everstep.protocol.actions import RecordStep
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
 from everstep.server.outlook import foresee
@@ -157,3 +159,23 @@ def test_many_skipped_steps_in_a_row_are_an_incident_that_the_next_update_closes
     cluster.seal()
     assert incident.closed
     assert task_of(cluster).state is TaskState.RUNNING
+
+
+def test_a_closing_step_has_no_gradient_and_is_not_a_skipped_one() -> None:
+    """A start with nothing left but the last evaluation failed: all 1 steps were skipped."""
+    skips = SimpleNamespace(recorded=0, total=0, in_a_row=0)
+    task = SimpleNamespace(progress=SimpleNamespace(skips=skips, losses={}), steps=14)
+    closing = RecordStep(
+        step=15,
+        epoch=1,
+        attempt=0,
+        losses=(),
+        norm=math.nan,
+        microbatches_committed=0,
+        replayed_elsewhere=0,
+        because="",
+        trains=False,
+    )
+    book = SkippedSteps(incidents=None)  # type: ignore[arg-type]
+    assert book.recorded(task, closing, None) == []  # type: ignore[arg-type]
+    assert book.why_failed(task, None) == ""  # type: ignore[arg-type]

@@ -29,6 +29,8 @@ class SkippedSteps:
         self._incidents = incidents
 
     def recorded(self, task: Task, record: RecordStep, now: Moment) -> Actions:
+        if not record.trains:  # the closing step has no gradient
+            return []
         skips, losses = task.progress.skips, task.progress.losses
         if (mean := mean_loss(record.losses)) is not None and math.isfinite(mean):
             losses[record.step] = mean
