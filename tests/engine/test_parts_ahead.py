@@ -146,6 +146,32 @@ def test_a_sum_of_parts_in_pieces_has_the_bits_of_one_of_whole_parts() -> None:
     assert means[0][1] == means[1][1]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
+def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(sharded: bool) -> None:
+    """Integers of 40 bits, as on a GPU: sent in 5 bytes, ahead or not, they are what they were."""
+    means = []
+    for ahead in (True, False, None):  # None: read in place
+        owner, peer = worker(1, sharded=sharded), worker(0, sharded=sharded)
+        for tensors in (owner, peer):
+            stage = tensors.stage
+            stage.sums = type(stage.sums)(
+                stage.slots, stage.size, kind="strict40", contributions=256, device=stage.device, late=True
+            )
+        computed(owner, (0, 1), to=None)
+        sent = computed(peer, (2, 3), to=1 if ahead else None)
+        parcel = part(0, 1)
+        told, made = peer.contents(Send(parcel, 1, 0, None), MEMBERS, in_place=ahead is None)
+        found = delivered([*sent, (parcel, told, made)])
+        assert found is not None
+        stretches = [t for t in made if t.numel() > 64]
+        assert {t.dtype for t in stretches} == {torch.int64 if ahead is None else torch.uint8}
+        owner.received(parcel, found[1], found[0].beside)
+        chunks = (2, 3) if sharded else ()
+        squares = owner.sum_chunk(SumChunk(1, MEMBERS, (parcel,), 4.0, chunks))
+        means.append(squares)
+    assert means[0] == means[1] == means[2]
+
+
 def test_a_piece_from_which_something_was_taken_back_is_sent_again() -> None:
     """As on a GPU: whether a contribution fits is known after it was added and sent."""
     tensors = worker(0)

@@ -15,8 +15,9 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels, sum_units
 from everstep.engine.sums import sums as gradient_sums
 from everstep.engine.sums.device_sums import reciprocal
-from everstep.engine.sums.sum_parts import owned, peaks_of, virtual_chunks
+from everstep.engine.sums.sum_parts import owned, peaks_of, restored, shortened, virtual_chunks
 from everstep.engine.sums.sums import GradientSums
+from everstep.errors import PeerError
 
 CPU = torch.device("cpu")
 SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}
@@ -24,7 +25,8 @@ SIZE = 256
 WHOLE = slice(0, SIZE)
 COUNT = 13
 LIMITS = [-3, 0, 2]
-KINDS = [("strict", False), ("strict", True), ("strict32", False), ("strict32", True)]
+STRICT: list[grids.StrictKind] = ["strict", "strict40", "strict32"]
+KINDS = [(kind, late) for kind in STRICT for late in (False, True)]
 
 Contribution = tuple[torch.Tensor, ...]
 
@@ -51,6 +53,9 @@ def reduced(workers: list[GradientSums], replicas: int = 3) -> torch.Tensor:
         mine = owned(chunks, range(len(workers)), owner)
         stretch = slice(mine[0].start, mine[-1].stop)
         parts = [worker.part(stretch) for worker in workers]
+        for other in {*range(len(workers))} - {owner}:
+            sent = workers[other].for_wire(parts[other].tensors[0])
+            parts[other] = parts[other]._replace(tensors=(sent, *parts[other].tensors[1:]))
         workers[owner].means(stretch, mine, parts, 1.0, out)
     return out
 
@@ -67,7 +72,7 @@ def drawn(rng: random.Random, count: int = COUNT, *, wild: float = 0.15) -> list
             x = torch.randn(slot.shape, generator=generator) * 2.0 ** rng.uniform(-12, 0)
             most = 2.0**limit * (1 - 2**-24)
             x = x.clamp(-most, most)
-            half_units = [limit - grids.grid(kind, COUNT).depth - 1 for kind in ("strict", "strict32")]
+            half_units = [limit - grids.grid(kind, COUNT).depth - 1 for kind in STRICT]
             ties = torch.randint(-9, 9, slot.shape, generator=generator) * 2.0 ** rng.choice(half_units)
             x = torch.where(torch.rand(slot.shape, generator=generator) < 0.3, ties.float(), x)
             x = torch.where(torch.rand(slot.shape, generator=generator) < 0.1, x * 2.0**-140, x)
@@ -151,7 +156,7 @@ def test_any_order_and_any_grouping_gives_the_same_bits(kind: str, late: bool) -
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", ["strict", "strict32"])
+@pytest.mark.parametrize("kind", STRICT)
 def test_with_the_kernel_of_a_gpu_too(kind: str) -> None:
     rng = random.Random(kind)
     for _ in range(3):
@@ -165,7 +170,7 @@ def test_with_the_kernel_of_a_gpu_too(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", ["strict", "strict32"])
+@pytest.mark.parametrize("kind", STRICT)
 def test_the_kernel_of_a_gpu_gives_the_sums_of_the_reference(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +229,7 @@ def test_a_sum_is_the_sum_of_what_was_rounded_once(kind: str, late: bool) -> Non
                 unit = Fraction(2) ** made.grid.unit(made.limits[index], level)
                 totals = levels.setdefault(level, [Fraction(0)] * slot.size)
                 for i, value in enumerate(x.tolist()):
-                    totals[i] += _rounded(Fraction(value) / unit, away=kind == "strict" and not late) * unit
+                    totals[i] += _rounded(Fraction(value) / unit, away=kind != "strict32" and not late) * unit
             expected = [
                 # One after the other: from Python 3.12 on `sum` makes up for what floats lose.
                 reduce(operator.add, (float(levels[level][i]) for level in sorted(levels)), 0.0)
@@ -255,7 +260,7 @@ def _rounded(value: Fraction, *, away: bool) -> int:
 @given(
     values=st.lists(st.floats(width=32, min_value=-4, max_value=4), min_size=2, max_size=COUNT),
     limit=st.integers(-20, 3),
-    kind=st.sampled_from(["strict", "strict32"]),
+    kind=st.sampled_from(STRICT),
     seed=st.integers(0, 1000),
 )
 def test_no_single_number_depends_on_its_neighbours(
@@ -271,7 +276,7 @@ def test_no_single_number_depends_on_its_neighbours(
     assert torch.equal(total(values), total(random.Random(seed).sample(values, len(values))))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("strict", 40), ("strict32", 20)])
+@pytest.mark.parametrize(("kind", "bits"), [("strict", 40), ("strict40", 30), ("strict32", 20)])
 def test_sums_are_as_close_to_the_truth_as_their_bits_allow(kind: str, bits: int) -> None:
     contributions = [tuple(x.clamp(-1, 1) for x in one) for one in drawn(random.Random(3), wild=0)]
     found = added(sums(kind, late=False, limits=[1, 1, 1]), contributions).values()
@@ -332,7 +337,7 @@ def test_chunks_do_not_depend_on_who_lives_and_are_all_owned_once() -> None:
                 assert shared == chunks
 
 
-@pytest.mark.parametrize("kind", ["strict", "strict32"])
+@pytest.mark.parametrize("kind", STRICT)
 @pytest.mark.parametrize(("group", "block"), [(1, 7), (40, 16), (1 << 18, 5)])
 def test_how_many_contributions_are_added_at_once_does_not_show(
     monkeypatch: pytest.MonkeyPatch, kind: str, group: int, block: int
@@ -347,7 +352,7 @@ def test_how_many_contributions_are_added_at_once_does_not_show(
     assert torch.equal(pieces.flat, whole.flat)
 
 
-@pytest.mark.parametrize("kind", ["strict", "strict32", "fp64", "fp32"])
+@pytest.mark.parametrize("kind", [*STRICT, "fp64", "fp32"])
 def test_where_nothing_counts_there_is_no_mean(kind: str) -> None:
     """The step behind the last one only evaluates: on a GPU its sums ended the run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -358,3 +363,44 @@ def test_where_nothing_counts_there_is_no_mean(kind: str) -> None:
     assert all(mean[slot.offset : slot.offset + slot.size].isnan().all() for slot in SLOTS.values())
     assert math.isnan(reciprocal(0.0))
     assert reciprocal(4.0) == 0.25
+
+
+def test_sums_of_40_bits_are_sent_in_5_bytes_and_come_as_they_were() -> None:
+    most = 1 << 38
+    numbers = [0, 1, -1, most, -most, 1 << 32, -(1 << 32), (1 << 32) - 1, -(1 << 31), 255, -256]
+    generator = torch.Generator().manual_seed(1)
+    drawn_ones = torch.randint(-most, most, (1001,), generator=generator)
+    total = torch.cat([torch.tensor(numbers), drawn_ones])
+    short = shortened(total[3:])
+    assert short.nbytes == 5 * (total.numel() - 3)
+    assert torch.equal(restored(short, slice(0, total.numel() - 3)), total[3:])
+    assert torch.equal(restored(short, slice(7, 500)), total[10:503])
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), short])[3:]  # as a message may bring it
+    assert torch.equal(restored(shifted, slice(7, 500)), total[10:503])
+    with pytest.raises(PeerError, match="too short"):
+        restored(short[:-5], slice(0, total.numel() - 3))
+
+
+def test_only_integers_of_40_bits_are_sent_in_fewer_bytes() -> None:
+    for kind, late in KINDS:
+        made = sums(kind, late)
+        is_short = made.for_wire(made.flat).nbytes < made.flat.nbytes
+        assert is_short == (kind == "strict40" and late), kind
+
+
+def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
+    """After deaths a worker may compute more than 63, and their sum may have more than 40 bits."""
+    for count in (grids.MOST_SHORT - 1, grids.MOST_SHORT, 2 * grids.MOST_SHORT):
+        made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
+        made.begin(1, LIMITS)
+        for _ in range(count):
+            for index, (slot, limit) in enumerate(zip(SLOTS.values(), LIMITS, strict=True)):
+                made.add(
+                    index, lambda slot=slot, limit=limit: torch.full(slot.shape, 2.0**limit * (1 - 2**-24))
+                )
+            made.added()
+        flat = made.part(WHOLE).tensors[0]
+        assert made.num_promoted == 0
+        assert (made.for_wire(flat).dtype == torch.uint8) == (count < grids.MOST_SHORT)
+        assert torch.equal(restored(made.for_wire(flat), WHOLE), flat)
+        assert torch.equal(restored(shortened(flat), WHOLE), flat) == (count <= grids.MOST_SHORT)

@@ -358,6 +358,11 @@ class Job:
         return self.verify.period(self.microbatches)
 
     @property
+    def sums(self) -> Literal["strict", "strict40", "strict32", "fp64", "fp32"]:
+        """Strict sums in the width that the precision needs: a product of bf16 numbers has few right bits."""
+        return "strict40" if self.accumulate == "strict" and self.precision == "bf16" else self.accumulate
+
+    @property
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches
 

@@ -255,7 +255,7 @@ def _computes_with(job: Job, device: torch.device) -> str:
     """What the worker's bits depend on; empty: on the order of its sums as well."""
     if job.accumulate == "fp32":
         return ""
-    units = units_of(job.accumulate, late=True)
+    units = units_of(job.sums, late=True)
     return computes_with(device, has_kernels=units is None or kernels.usable(device, units.dtype))
 
 

@@ -31,7 +31,8 @@ from enum import StrEnum
 
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
 
-SUMS = {"strict": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
+SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
+PARTS = {"strict40": 10.0}  # where that is more: what is sent is a copy of 5 bytes, what comes another
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
@@ -143,10 +144,11 @@ def received(stage: StageFigures, settings: Settings) -> float:
     if settings.in_place:  # only a copy of the new weights that it sends to those who do not hold the chunk
         sends = settings.sharded and settings.replicas > HOLDERS
         return stage.parameters * WEIGHTS[settings.precision] / settings.replicas if sends else 0.0
+    part = PARTS.get(settings.accumulate, SUMS[settings.accumulate])
     if settings.sharded:  # parts of what it owns, sums of what it guards, and the others' new weights
-        arriving = SUMS[settings.accumulate] + REDUCED / settings.replicas
+        arriving = part + REDUCED / settings.replicas
         return others * stage.parameters * max(arriving, WEIGHTS[settings.precision])
-    return others * stage.parameters * (SUMS[settings.accumulate] + REDUCED)
+    return others * stage.parameters * (part + REDUCED)
 
 
 def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -> list[Item]:

@@ -52,7 +52,7 @@ class LayerFigures:
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
     return Settings(
         precision=job.precision,
-        accumulate=job.accumulate,
+        accumulate=job.sums,
         eager=job.stages > 1 and job.optimizer.stagger != "never" and not job.optimizer.shard,
         sharded=job.optimizer.shard,
         clip=job.optimizer.clip is not None,

@@ -92,7 +92,7 @@ class Program:
             empty=empty,
             seed=job.seed,
             precision=job.precision,
-            accumulate=job.accumulate,
+            accumulate=job.sums,
             recompute=recompute_of(job),
             contributions=job.microbatches_in_step,
             shards=shards,

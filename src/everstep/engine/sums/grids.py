@@ -22,11 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-StrictKind = Literal["strict", "strict32"]
+StrictKind = Literal["strict", "strict40", "strict32"]
 
 NO_PEAK = -(1 << 15)  # no contribution, or only zeros
 NOT_FINITE = 1 << 15  # an element was NaN or infinite: the sum of the tensor is NaN
 NO_LIMIT = NO_PEAK  # nothing is known of the tensor yet
+MOST_SHORT = 63  # contributions
 _LOWEST, _HIGHEST = -90, 128  # of a limit; what is below 2**-90 does not move any weight
 _RISE, _FALL = 2, 2  # bits per step: one wild step must not make the next one coarse
 
@@ -62,10 +63,14 @@ class SumGrid:
 
 
 def grid(kind: StrictKind, contributions: int) -> SumGrid:
-    """So that the sum of this many contributions stays below 2**51 units, or 2**31."""
+    """So that the sum of this many contributions is at most 2**50 units, or 2**30. Of `strict40` also the sum
+    of MOST_SHORT contributions is below 2**39: what one worker has to send.
+    """
     bits = max(contributions - 1, 1).bit_length()
     if kind == "strict":
         return SumGrid(first=2, headroom=5, span=12, depth=50 - bits)
+    if kind == "strict40":
+        return SumGrid(first=2, headroom=4, span=10, depth=min(39 - MOST_SHORT.bit_length(), 50 - bits))
     return SumGrid(first=2, headroom=2, span=6, depth=30 - bits)
 
 

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from everstep.errors import PeerError
 from everstep.schedule.footprint import CHUNK
+
+SHORT = torch.uint8  # the type of sums of 40 bits on their way
+_BYTES = 5
 
 
 class SumPart(NamedTuple):
@@ -27,6 +32,34 @@ class SumPart(NamedTuple):
     def arrived(tensors: tuple[Tensor, ...], facts: Any) -> SumPart:
         peaks, promoted = facts
         return SumPart(tensors, peaks, [(int(slot), int(level)) for slot, level in promoted])
+
+
+def shortened(sums: Tensor) -> Tensor:
+    """Integers of 40 bits in as many: the low 32 of all of them, then the high 8."""
+    count = sums.numel()
+    made = torch.empty(_BYTES * count, dtype=SHORT, device=sums.device)
+    made[: 4 * count].view(torch.int32).copy_(sums.view(torch.int32)[::2])
+    made[4 * count :].view(torch.int8).copy_(sums.view(torch.int8)[4::8])
+    return made
+
+
+def restored(sums: Tensor, where: slice) -> Tensor:
+    """Some of them, as they were; of sums that were not shortened a view."""
+    if sums.dtype != SHORT:
+        return sums[where]
+    count, some = sums.numel() // _BYTES, where.stop - where.start
+    if not 0 <= where.start <= where.stop <= count:
+        raise PeerError("a peer sent sums that are too short")
+    low, high = sums[4 * where.start : 4 * where.stop], sums[4 * count :][where]
+    found = torch.empty(some, dtype=torch.int64, device=sums.device)
+    halves = found.view(torch.int32)
+    halves[::2].copy_((low if low.storage_offset() % 4 == 0 else low.clone()).view(torch.int32))
+    halves[1::2].copy_(high.view(torch.int8))  # with their sign
+    return found
+
+
+def length_of(sums: Tensor) -> int:
+    return sums.numel() // _BYTES if sums.dtype == SHORT else sums.numel()
 
 
 def virtual_chunks(size: int, replicas: int, align: int = 64) -> list[slice]:

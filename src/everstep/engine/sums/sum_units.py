@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Accumulate = Literal["strict", "strict32", "fp64", "fp32"]
+Accumulate = Literal["strict", "strict40", "strict32", "fp64", "fp32"]
 
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
 _LARGER = 1 + 2.0**-52
@@ -37,7 +37,7 @@ class SumUnits(NamedTuple):
 
 def units_of(kind: Accumulate, *, late: bool) -> SumUnits | None:
     """None: plain sums. `late`: what was added may have to be taken back, so it must be an integer."""
-    if kind == "strict":
+    if kind in ("strict", "strict40"):
         return _LONGS if late else _DOUBLES
     return _INTEGERS if kind == "strict32" else None
 

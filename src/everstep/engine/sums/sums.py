@@ -3,6 +3,7 @@
     fp32       4 bytes   plain sums; other bits in another order
     fp64       8 bytes   plain sums; the same bits in any order, practically always
     strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
+    strict40   8 bytes   the same on a coarser grid, for products of bf16: 5 bytes where they are sent
     strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
 How a strict sum is kept is in `sum_units`.
@@ -19,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, reciprocal
-from everstep.engine.sums.sum_parts import SumPart
+from everstep.engine.sums.sum_parts import SHORT, SumPart, restored, shortened
 from everstep.engine.sums.sum_units import Accumulate, Addition, units_of
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
@@ -37,6 +38,7 @@ Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
+_RESTORED = 1 << 25  # elements
 _GROUP = 1 << 18  # elements of contributions that are held until they are added: they are in a cache
 
 
@@ -71,7 +73,8 @@ class GradientSums:
         self._ends = [slot.offset + slot.size for slot in self.slots]
         self._is_late = device.type != "cpu" if late is None else late
         self._units = units_of(kind, late=self._is_late)
-        self.grid = grids.grid("strict32" if kind == "strict32" else "strict", contributions)
+        plain = kind in ("fp64", "fp32")
+        self.grid = grids.grid("strict" if plain else cast(grids.StrictKind, kind), contributions)
         dtype = self._units.dtype if self._units else _PLAIN[kind]
         self.flat = self._empty((size,), dtype=dtype)
         has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
@@ -103,6 +106,7 @@ class GradientSums:
         self._known = [self.grid.known(limit) for limit in limits]
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
+        self._num_added = 0  # microbatches
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._packed: list[Tensor] = []  # peers may read them until the step is over
         self.changed: set[int] = set()  # slots from which something was taken back, until this is cleared
@@ -179,6 +183,7 @@ class GradientSums:
 
     def added(self) -> None:
         """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
+        self._num_added += 1
         adding, self._adding = self._adding, []
         self.settle()
         if adding:
@@ -238,6 +243,11 @@ class GradientSums:
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
         return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
 
+    def for_wire(self, sums: Tensor) -> Tensor:
+        """A stretch in as few bytes as it needs, also while a microbatch is added."""
+        fits = self.kind == "strict40" and self._num_added < grids.MOST_SHORT
+        return shortened(sums) if fits and sums.dtype == torch.int64 else sums
+
     def packed(self, part: SumPart, most: int = MOST_PROMOTED) -> SumPart:
         """For sending: promoted sums that are more than so many are copied into one tensor."""
         stretch, *promoted = part.tensors
@@ -263,12 +273,14 @@ class GradientSums:
         Plain sums are added in the order of the parts.
         """
         levels = self._levels(stretch, parts) if self.is_strict else {}
+        flats = [part.tensors[0] for part in parts]
         if self._device_sums is not None:
-            flats = [part.tensors[0] for part in parts]
-            self._device_sums.means(stretch, flats, weight, out, origin)
+            for whole in _blocks(stretch) if any(flat.dtype == SHORT for flat in flats) else [stretch]:
+                sums = [restored(flat, _shifted(whole, stretch.start)) for flat in flats]
+                self._device_sums.means(whole, sums, weight, out, origin)
             chunks = self._uncommon(stretch, levels, parts)
         for chunk in chunks:
-            here = [part.tensors[0][_shifted(chunk, stretch.start)] for part in parts]
+            here = [restored(flat, _shifted(chunk, stretch.start)) for flat in flats]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
                 total = self._total(chunk, here, levels, parts)
                 torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
@@ -391,6 +403,12 @@ def _added(sums: Sequence[Tensor]) -> Tensor:
     for one in sums[2:]:
         total.add_(one)
     return total
+
+
+def _blocks(stretch: slice) -> list[slice]:
+    """What is restored at once: it has to be held."""
+    starts = range(stretch.start, stretch.stop, _RESTORED)
+    return [slice(start, min(start + _RESTORED, stretch.stop)) for start in starts]
 
 
 def _shifted(piece: slice, start: int) -> slice:

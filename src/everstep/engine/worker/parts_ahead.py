@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from everstep.engine.sums.sum_parts import length_of, restored
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
 from everstep.net.envelope import MAX_BYTES, Envelope, PartAhead, PartRest, Stretch
@@ -87,7 +88,8 @@ class PartsAhead:
         part.sent.append(piece)
         where = part.stretches[piece.stretch]
         told = Envelope(piece=PartAhead(self.number, piece, where.stop - where.start))
-        post(parcel, told, self._sums.flat[where.start + piece.start : where.start + piece.stop])
+        own = self._sums.flat[where.start + piece.start : where.start + piece.stop]
+        post(parcel, told, self._sums.for_wire(own))
 
     def clear(self) -> None:
         """What was sent counts for nothing."""
@@ -112,7 +114,7 @@ class PartsAhead:
         missing = tuple(gap for k, size in enumerate(sizes) for gap in _gaps(k, size, pieces))
         told = PartRest(self.number, pieces, missing, tuple(places), sizes)
         others = [tensor for at, tensor in enumerate(tensors) if at not in set(places)]
-        own = [tensors[places[k]][start:stop] for k, start, stop in missing]
+        own = [self._sums.for_wire(tensors[places[k]][start:stop]) for k, start, stop in missing]
         return envelope._replace(piece=told), (*own, *others)
 
 
@@ -200,8 +202,9 @@ class ArrivingParts:
     @staticmethod
     def _put(arriving: _Arriving, piece: Stretch, size: int, tensor: Tensor) -> None:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
-        if not 0 <= piece.start <= piece.stop <= size or tensor.numel() != piece.stop - piece.start:
+        if not 0 <= piece.start <= piece.stop <= size or length_of(tensor) != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
+        tensor = restored(tensor, slice(0, piece.stop - piece.start))
         if size * tensor.element_size() > MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
         if tensor.numel() == size:

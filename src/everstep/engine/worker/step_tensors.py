@@ -151,8 +151,8 @@ class StepTensors:
             case _:
                 return Payload(())
 
-    def contents(self, command: Send, members: tuple[int, ...]) -> Message:
-        """What goes with a parcel."""
+    def contents(self, command: Send, members: tuple[int, ...], *, in_place: bool = False) -> Message:
+        """What goes with a parcel. `in_place`: its receiver reads it where it is."""
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             boundary = self.boundaries[command.parcel]
             return Envelope(beside=boundary.facts), boundary.tensors
@@ -160,9 +160,14 @@ class StepTensors:
             return self._inputs(command.parcel)
         payload = self.outgoing(command.parcel, members)
         envelope = Envelope(command.value, payload.facts)
-        if command.parcel.what is ParcelKind.PART:
-            return self.ahead.rest(command.parcel, envelope, payload.tensors, self._places(payload))
-        return envelope, payload.tensors
+        if command.parcel.what is not ParcelKind.PART:
+            return envelope, payload.tensors
+        places = self._places(payload)
+        envelope, tensors = self.ahead.rest(command.parcel, envelope, payload.tensors, places)
+        if envelope.piece is None and not in_place:
+            for_wire = self.stage.sums.for_wire
+            tensors = tuple(for_wire(one) if at in places else one for at, one in enumerate(tensors))
+        return envelope, tensors
 
     def _inputs(self, replay: Parcel) -> Message:
         """What this worker has computed a microbatch from, for one who is to compute it again."""

@@ -258,8 +258,11 @@ class WorkerLoop:
         address = self.control.book.get(Worker(command.replica, command.stage))
         if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
             parcel = command.parcel
-            envelope, tensors = self.tensors.contents(command, self.state.mail.peers(parcel.step))
-            self._post(self.work.address(address), command, envelope, tensors)
+            to = self.work.address(address)
+            members = self.state.mail.peers(parcel.step)
+            in_place = parcel.what is ParcelKind.PART and self.plane.in_place(to)
+            envelope, tensors = self.tensors.contents(command, members, in_place=in_place)
+            self._post(to, command, envelope, tensors)
             if self.recorder is not None and tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
                 self.recorder.sent(parcel, command.replica, command.stage, sent)
