@@ -267,3 +267,15 @@ def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 def test_pieces_that_cannot_be_are_refused(told: PartAhead | PartRest) -> None:
     with pytest.raises(PeerError):
         ArrivingParts().take(part(0, 1), Envelope(piece=told), (torch.ones(3),))
+
+
+def test_a_worker_on_a_cpu_asks_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether memory is pinned is a question to CUDA, which took half a GiB of a GPU for each worker."""
+
+    def asked(tensor: Tensor) -> bool:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(Tensor, "is_pinned", asked)
+    tensors = worker(0)
+    sent = computed(tensors, (0, 1), to=1)
+    assert delivered([*sent, closing(tensors, 1)]) is not None

@@ -211,7 +211,6 @@ class ArrivingParts:
             arriving.wholes[piece.stretch] = tensor
             return
         if piece.stretch not in arriving.wholes:
-            pinned = tensor.device.type == "cpu" and tensor.is_pinned()
-            whole = torch.empty(size, dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
+            whole = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
             arriving.wholes[piece.stretch] = whole
         arriving.wholes[piece.stretch][piece.start : piece.stop].copy_(tensor, non_blocking=True)
