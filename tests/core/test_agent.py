@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -516,6 +517,14 @@ class AnyNode(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self._happens(msg.TimePassed())
+
+    @rule()
+    def agent_is_replaced(self) -> None:
+        """The next one has nothing but the record."""
+        image = json.loads(json.dumps(self.machine.image()))
+        self.machine = NodeProcesses(DetectorLimits(), LIMITS)
+        self.machine.restore(image, self.now)
+        assert self.machine.image() == image
 
     @invariant()
     def is_sound(self) -> None:

@@ -29,7 +29,7 @@ from everstep_lab.storm import (
     run_storm,
     with_sharded_states,
 )
-from everstep_lab.storm.faults import OF_CLUSTERS, OF_HANGS
+from everstep_lab.storm.faults import OF_AGENTS, OF_CLUSTERS, OF_HANGS
 from everstep_lab.storm.shrink import shrink
 from everstep_lab.storm.spec import OF_TASKS
 from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
@@ -354,6 +354,16 @@ def test_twenty_five_storms_with_hangs_break_nothing() -> None:
         assert report.violation is None, f"everstep sim storm --hangs --seeds {seed}: {report.violation}"
         struck |= {fault.split()[0] for fault in report.faults_struck}
     assert set(OF_HANGS) <= struck, "some kind of fault never struck"
+
+
+def test_twenty_storms_with_agents_that_are_replaced_break_nothing() -> None:
+    """The next agent has the record of the one before; workers train on meanwhile, and some die."""
+    struck = set()
+    for seed in range(20):
+        report = run_storm(draw_storm(seed, "agents"), cluster=True)
+        assert report.violation is None, f"everstep sim storm --agents --seeds {seed}: {report.violation}"
+        struck |= {fault.split()[0] for fault in report.faults_struck}
+    assert set(OF_AGENTS) <= struck
 
 
 def test_fifteen_storms_with_a_dead_data_network_leave_that_node_and_no_other() -> None:

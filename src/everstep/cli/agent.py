@@ -115,6 +115,26 @@ def agent_command(
             "the agent at once.",
         ),
     ] = 25.0,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of this agent alone, such as /run/everstep: its workers then outlive it, and the "
+            "next agent with the same directory takes them over.",
+            show_default="none: workers end with the agent",
+        ),
+    ] = None,
+    replace_: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="With --state: take over from the agent that is running there, as SIGUSR2 does."
+        ),
+    ] = False,
+    alone: Annotated[
+        float,
+        typer.Option(
+            min=1, help="With --state: seconds after which workers without an agent end themselves."
+        ),
+    ] = 120.0,
     beat: Annotated[
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
@@ -156,6 +176,8 @@ def agent_command(
 
     If the connection breaks or the coordinator rejects the token, the workers keep training and the agent
     retries. It reads a token file again at each attempt. SIGTERM drains the node, then the agent ends.
+    With --state, an agent that crashes, or gets SIGUSR2, leaves its workers training: start it again within
+    --alone seconds, for example with a new version.
 
     [bold]Examples[/bold]
 
@@ -166,6 +188,8 @@ def agent_command(
       everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
 
       everstep agent --coordinator https://head:7077 --tls n1 --cloud aws
+
+      everstep agent --coordinator https://head:7077 --tls n1 --state /run/everstep --replace
 
       everstep agent --coordinator https://head:7077 --tls n1 --check --check-command "dcgmi diag -r 1"
     """
@@ -192,6 +216,8 @@ def agent_command(
         notice=notice_file,
         cloud=cloud,
         probe_port=probe_port,
+        state=state,
+        alone_s=alone,
         fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
     )
     settings.token(), settings.tls()  # report unreadable files now
@@ -211,12 +237,21 @@ def agent_command(
     async def run(signalled: Signalled) -> None:
         agent = Agent(settings)
         signalled.gently = agent.leave
+        if state is not None:
+            signalled.replaced = agent.hand_over
         if notice_on_signal:
             signalled.warned = lambda: agent.notice(notice_on_signal, "SIGUSR1")
         agent.warm_up()
         await agent.run()
 
-    return until_signalled(run)
+    if state is None:
+        if replace_:
+            raise UserError("--replace needs --state, the directory of the agent that is to be replaced.")
+        return until_signalled(run)
+    from everstep.node.agent_record import held
+
+    with held(state, replace=replace_):
+        return until_signalled(run)
 
 
 def check_host(host: str, coordinators: Sequence[str], *, bind: str = "") -> None:

@@ -228,10 +228,13 @@ def coordinator_command(
 
 @dataclass(slots=True)
 class Signalled:
-    """What a first SIGINT or SIGTERM does, if the process is not to end at once; and what SIGUSR1 does."""
+    """What a first SIGINT or SIGTERM does, if the process is not to end at once; and what SIGUSR1 and SIGUSR2
+    do.
+    """
 
     gently: Callable[[str], None] | None = None
     warned: Callable[[], None] = lambda: None
+    replaced: Callable[[], None] = lambda: None
 
 
 def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:
@@ -257,6 +260,7 @@ def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> i
             loop.add_signal_handler(number, end, number)
         # Slurm's --signal=USR1@120 reaches every process of a job; by default it would end them.
         loop.add_signal_handler(signal.SIGUSR1, lambda: signalled.warned())
+        loop.add_signal_handler(signal.SIGUSR2, lambda: signalled.replaced())
         with contextlib.suppress(asyncio.CancelledError):
             await job
         return 128 + first[0] if first is not None else 0

@@ -26,6 +26,7 @@ class WorkerSpec:
     slots_on_node: int  # to know whether slots share devices
     devices: tuple[tuple[str, str, str], ...] = ()  # of the node, as `node.slot_devices` has them
     agent: str  # the path of its socket
+    alone_s: float = 0.0  # so long it continues without an agent; 0: it ends with the one that started it
     memory: str  # the folder of this node's copies of states
     beacon: str | None = None  # None: nobody looks
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
@@ -41,8 +42,7 @@ class WorkerSpec:
 
     @property
     def lifeline(self) -> Path | None:
-        """Beside the beacon."""
-        return None if self.beacon is None else Path(f"{self.beacon}.life")
+        return None if self.beacon is None else lifeline_beside(Path(self.beacon))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON, with an exact inverse."""
@@ -54,3 +54,8 @@ class WorkerSpec:
         """PeerError names what is missing or wrong."""
         found: Self = decode(cls, table)
         return found
+
+
+def lifeline_beside(beacon: Path) -> Path:
+    """Not `with_suffix`: a task's name may have a dot, and its workers would share one."""
+    return beacon.with_name(f"{beacon.name}.life")

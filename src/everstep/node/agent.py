@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.agent import (
     AgentEvent,
     AgentState,
@@ -47,22 +48,24 @@ from everstep.core.faults.xids import place_of_xid
 from everstep.errors import PeerError, UserError
 from everstep.log import say, warn
 from everstep.net.sockets import watch_path
+from everstep.node.agent_record import AgentRecord, Left, line_row, report_row
 from everstep.node.cloud_notice import ASK_EVERY_S, CloudNotice
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
-from everstep.node.fork_server import ForkServer
+from everstep.node.fork_server import WARM_S, ForkServer, InheritedServer, Lasting
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps, recorded
 from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.stacks import stacks_of
 from everstep.node.worker_processes import NodeSettings, TaskHere, WorkerProcesses
+from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import parse_worker
 from everstep.protocol.table import PROTOCOL
 from everstep.store.memory_server import MemoryServer
-from everstep.store.owned_folders import temporary_folder
+from everstep.store.owned_folders import share, temporary_folder
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
@@ -72,6 +75,7 @@ ALONE_S = 3.0  # without a coordinator an agent that was told to end waits no lo
 QUIET_S = 0.2  # after the last of its workers has gone: a commit of their state may be ordered here
 MAX_MESSAGE = 64 << 20
 MOST_ON_STORAGE = 4  # threads that wait for file systems
+SOON_S = 1.0  # for a fork server of the agent before to say who its children are
 STUCK_S = 10.0  # without a look at its workers, after which the agent is not alive
 
 
@@ -95,6 +99,10 @@ class AgentSettings:
     checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
     check_commands: tuple[str, ...] = ()  # checks of its own, for later ones
     checks_network: bool = False  # it gets no workers before its network is checked
+    state: Path | None = (
+        None  # a folder in which workers wait for the next agent; None: they end with this one
+    )
+    alone_s: float = 120.0  # and for how long
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
 
 
@@ -122,6 +130,17 @@ class Agent:
         warn: Callable[[str], None] = warn,
     ) -> None:
         self.settings, self.say, self.warn = settings, say, warn
+        self._record: AgentRecord | None = None
+        self._recorded: dict[str, Any] = {}  # the last image
+        self._num_recorded = self._num_kept = 0  # the last report; the last one that the coordinator has
+        self._is_changed = False  # since then, perhaps
+        self._is_replaced = asyncio.Event()
+        self._inherited: list[InheritedServer] = []  # fork servers of the agent before
+        self._late: list[InheritedServer] = []  # that have not said yet who their children are
+        self._opened: list[msg.OpenTask | msg.OpenMemory] = []
+        self._warm: bool | None = (
+            None  # a fork server is started at once: for workers, or for keepers of ranks
+        )
         self.boot = secrets.token_hex(8)
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
@@ -141,12 +160,49 @@ class Agent:
         self._looked_at = time.monotonic()
 
     async def run(self) -> None:
-        """Until cancelled, or until it has left. Workers end with the agent."""
-        with (
-            temporary_folder("everstep-node-") as folder,
-            temporary_folder("everstep-beacons-", in_memory=True) as memory,
-        ):
-            await self._run(folder, memory)
+        """Until cancelled, or until it has left. Workers end with the agent, unless it has a folder for its
+        state: then only if it was told to leave.
+        """
+        if self.settings.state is None:
+            with (
+                temporary_folder("everstep-node-") as folder,
+                temporary_folder("everstep-beacons-", in_memory=True) as memory,
+            ):
+                await self._run(folder, memory, None)
+            return
+        folder = self.settings.state.absolute()
+        record = AgentRecord(folder)
+        left = await asyncio.to_thread(self._what_is_left, record, folder)
+        self._record = record
+        await self._run(folder, folder, left)  # beacons outlive the agent
+
+    def hand_over(self) -> None:
+        """End at once; the workers train on, and wait for the next agent."""
+        self._is_replaced.set()
+
+    def _what_is_left(self, record: AgentRecord, folder: Path) -> Left | None:
+        """By the agent before. What cannot be used is ended."""
+        left: Left | None = None
+        try:
+            left = record.read()
+        except (OSError, ValueError, KeyError, TypeError, PeerError) as error:
+            self.warn(f"the record in {folder} is of no use ({error}): the workers of the agent before end")
+        there = [server for path in folder.glob("fork-*") if (server := InheritedServer(path)).ask()]
+        # Else its processes are found by their numbers, and a server that is late can be waited for later.
+        waits = left is not None and any(not each["is_up"] for each in left.image["processes"])
+        with ThreadPoolExecutor(len(there) or 1) as pool:
+            answers = list(pool.map(lambda one: one.answers(WARM_S if waits else SOON_S), there))
+        self._inherited = [server for server, answered in zip(there, answers, strict=True) if answered]
+        self._late = [server for server in there if server not in self._inherited]
+        (folder / "agent").unlink(missing_ok=True)
+        if left is None:
+            for server in there:
+                server.close()
+            self._inherited, self._late = [], []
+            for path in folder.glob("beacon-*"):
+                path.unlink(missing_ok=True)
+            return None
+        return left
 
     def leave(self, because: str) -> None:
         """Let the workers go with their state safe, as a drain does, then end; within the grace period."""
@@ -160,7 +216,7 @@ class Agent:
             self.say(f"node {self.settings.node} leaves in {leaves_in_s:.0f} s, says {by}")
             self._report(msg.LeaveNoticed(leaves_in_s=leaves_in_s, by=by), None)
 
-    async def _run(self, folder: Path, memory: Path) -> None:
+    async def _run(self, folder: Path, memory: Path, left: Left | None) -> None:
         probes = await self._answer_probes() if self.settings.probe_port else None
         node = NodeSettings(
             folder=folder,
@@ -173,6 +229,7 @@ class Agent:
             fabric=self.settings.fabric,
             order=self.settings.order,
             check_commands=self.settings.check_commands,
+            alone_s=0.0 if self._record is None else self.settings.alone_s,
         )
         self.workers = WorkerProcesses(
             node,
@@ -184,16 +241,26 @@ class Agent:
             beside=self._do_beside,
             on_storage=self._do_on_storage,
             devices=self.devices,
+            on_record=self._commit,
         )
+        if left is not None:
+            self._continue(left)
+        if self._record is not None:
+            share(self.workers.memory.lock)
         self.workers.open()
         self.workers.pairs.open()
         # Now: when a GPU breaks, its slots must be known, and nvidia-smi may no longer answer.
         self._do_beside(self.devices.find, lambda found: None)
-        self._door = MemoryServer(self.workers.memory, self.settings.bind or self.settings.host)
+        port = 0 if left is None else left.memory_port
+        self._door = MemoryServer(self.workers.memory, self.settings.bind or self.settings.host, port)
         self._door.open()
+        if self._record is not None:
+            self._write_record()
         kernel = KernelLog()
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
+        if self._warm is not None:
+            self._started((1, (), self._warm))
         self._look()
         if self.settings.notice is not None:
             notice = LeaveNotice(self.settings.notice, self.warn)
@@ -201,7 +268,11 @@ class Agent:
         if self.settings.cloud:
             cloud = CloudNotice(self.settings.cloud, self.warn)
             self._beside.add(asyncio.create_task(self._look_for_notice(cloud, ASK_EVERY_S)))
-        ends = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._has_left())]
+        ends = [
+            asyncio.create_task(self._stay_connected()),
+            asyncio.create_task(self._has_left()),
+            asyncio.create_task(self._is_replaced.wait()),
+        ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -213,21 +284,118 @@ class Agent:
             if probes is not None:
                 await probes.cleanup()
             self._door.close()
-            self.workers.close()
+            if lasts := self._record is not None and not self._told_to_end.is_set():
+                self._let_go()
+            else:
+                self.workers.close()
             if kernel.fd is not None:
                 asyncio.get_running_loop().remove_reader(kernel.fd)
                 kernel.close()
-            for server in self._servers.values():
-                server.close()
+            if not lasts:
+                servers: list[ForkServer | InheritedServer] = [*self._servers.values(), *self._inherited]
+                for server in servers:
+                    server.close()
+                if self._record is not None:
+                    self._record.remove()
+
+    # -------------------------------------------------------------- what it leaves to the next agent
+
+    def _continue(self, left: Left) -> None:
+        """As the agent before, under its name for this boot."""
+        workers, now = self.workers, time.monotonic()
+        self.boot = left.boot
+        self.state.restore(left.image, now)
+        self.state.reports.restore(left.reports.values(), left.number)
+        if not workers.memory.adopt(Path(left.memory)):
+            self.warn(f"node {self.settings.node}: the copies of states in memory are gone")
+        workers.lines.counts.update(left.counts)
+        workers.adopt(self._inherited, left.opened.values())
+        for late in self._late:
+            self._do_beside(late.answers, lambda found, late=late: workers.attach(late))  # type: ignore[misc]
+        self._inherited = [server for server in (*self._inherited, *self._late) if server.is_open]
+        self.say(f"node {self.settings.node} takes over {len(workers.processes)} workers of the agent before")
+
+    def _commit(self) -> None:
+        """Whatever was decided or heard is on record when this returns."""
+        if self._record is None or not self._record.is_open:
+            return
+        reports = self.state.reports
+        line: dict[str, Any] = {}
+        if reports.number != self._num_recorded:
+            line["reports"] = [
+                report_row(kept) for kept in reports.after(self._num_recorded, at_most=1 << 30)
+            ]
+            line["number"] = self._num_recorded = reports.number
+        if reports.num_heard != self._num_kept:
+            line["kept"] = self._num_kept = reports.num_heard
+        if self._is_changed:
+            self._is_changed = False
+            if (image := self.state.image()) != self._recorded:
+                line["image"] = self._recorded = image
+        if news := self.workers.lines.news():
+            line["lines"] = [line_row(sender, *one) for sender, one in news.items()]
+        if self.workers.opened:
+            line["opened"] = [encode(order) for order in self.workers.opened]
+            self._opened += self.workers.opened
+            self.workers.opened = []
+        if line and not self._put(lambda record: record.append(line)):
+            self._write_record()
+
+    def _write_record(self) -> None:
+        """All of it."""
+        reports, lines = self.state.reports, self.workers.lines
+        lines.news()
+        opened = {
+            f"{type(order).__name__} {order.task}": order for order in (*self._opened, *self.workers.opened)
+        }
+        self._opened, self.workers.opened = list(opened.values()), []
+        self._recorded, self._is_changed = self.state.image(), False
+        self._num_recorded, self._num_kept = reports.number, reports.num_heard
+        line = {
+            "boot": self.boot,
+            "memory": str(self.workers.memory.folder),
+            "memory_port": self._door.port,
+            "image": self._recorded,
+            "opened": [encode(order) for order in self._opened],
+            "reports": [report_row(kept) for kept in reports.after(0, at_most=1 << 30)],
+            "number": reports.number,
+            "lines": [line_row(sender, one, list(one.kept)) for sender, one in lines.counts.items()],
+        }
+        self._put(lambda record: record.rewrite(line))
+
+    def _put(self, write: Callable[[AgentRecord], bool]) -> bool:
+        """A record that cannot be written would be wrong: the next agent must not believe it. False: write
+        all of it anew.
+        """
+        assert self._record is not None
+        try:
+            return write(self._record)
+        except OSError as error:
+            self.warn(
+                f"node {self.settings.node}: {self.settings.state} cannot be written ({error.strerror}): if "
+                "this agent is replaced, its workers end"
+            )
+            record, self._record = self._record, None
+            with contextlib.suppress(OSError):
+                record.remove()
+            return True
+
+    def _let_go(self) -> None:
+        self._commit()
+        self.say(f"node {self.settings.node} leaves {len(self.workers.processes)} workers to the next agent")
+        self.workers.let_go()
+        for server in self._inherited:
+            server.let_go()
 
     def warm_up(self, *, trains: bool = True) -> None:
         """Load torch before the first worker is asked for; for a script's ranks, what their keeper needs."""
-        self._servers[1, (), trains] = ForkServer(trains=trains).start()
+        self._warm = trains
 
     # -------------------------------------------------------------- decisions
 
     def _decide(self, event: AgentEvent, now: float) -> Sequence[Any]:
         last = self.state.reports.number
+        self._is_changed = self._is_changed or not _leaves_no_trace(event)
         try:
             return self.state.handle(event, now)
         finally:
@@ -286,8 +454,16 @@ class Agent:
     def _fork_server(self, task: TaskHere) -> ForkServer:
         needs, trains = task.needs, task.ranks is None
         key = (needs.threads, needs.modules, trains)
+        return self._started(key)
+
+    def _started(self, key: tuple[int, tuple[str, ...], bool]) -> ForkServer:
         if key not in self._servers:
-            made = ForkServer(threads=needs.threads, preload=needs.modules, trains=trains)
+            lasts = None
+            if self.settings.state is not None:
+                folder, keep = self.settings.state.absolute(), (self.workers.memory.lock,)
+                lasts = Lasting(folder=folder, alone_s=self.settings.alone_s, keep=keep)
+            threads, modules, trains = key
+            made = ForkServer(threads=threads, preload=modules, trains=trains, lasts=lasts)
             self._servers[key] = made.start()
         return self._servers[key]
 
@@ -416,7 +592,9 @@ class Agent:
             "checks_network": self.settings.checks_network,
             "journal": self.state.journal,
             "runs": encode(self.state.processes.runs()),
+            "alone_s": 0.0 if self._record is None else self.settings.alone_s,
         }
+        self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
         done, term = self.state.done, self.state.term
         await line.send_str(json.dumps({"hello": hello, "done": done, "facts": facts, "term": term}))
@@ -464,6 +642,7 @@ class Agent:
 
     def _hear(self, event: LineEvent) -> None:
         """Of a coordinator that is deposed nothing counts, and its line is left."""
+        self._is_changed = True
         found = self.state.handle(event, time.monotonic())
         self._news.set()
         for left in (action for action in found if isinstance(action, LeaveLine)):
@@ -551,6 +730,7 @@ class Agent:
     async def _speak(self, line: aiohttp.ClientWebSocketResponse, sent: int) -> None:
         while True:
             self._news.clear()
+            self._commit()
             while waiting := list(self.state.reports.after(sent)):
                 for kept in waiting:
                     said = {
@@ -564,8 +744,17 @@ class Agent:
 
     async def _beat(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
+            self._commit()
             await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.state.done}))
             await asyncio.sleep(self.settings.beat_s)
+
+
+def _leaves_no_trace(event: AgentEvent) -> bool:
+    """A look at a worker, or most of what it says: reports are on record as reports."""
+    if isinstance(event, ag.ProcessSpoke):
+        said = event.report.event if isinstance(event.report, msg.TaskEvent) else event.report
+        return not isinstance(said, ev.WorkerRaised | msg.ShardEnded | msg.OrderTaken)
+    return isinstance(event, ag.Glanced)
 
 
 def _watch(sock: Any) -> None:

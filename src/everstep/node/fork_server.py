@@ -5,8 +5,9 @@ passed, and a test can afford real processes. The fork server runs no torch op a
 forked after that would be broken.
 
 It hands out a pidfd with each child and does not reap a child before it is asked to, so that the exit code
-can be read. When its owner goes away, it ends its children and itself. If it dies itself, its children live
-on, and its owner starts another one.
+can be read. When its owner goes away, it ends its children and itself; or it waits for the next owner for a
+while (`node.agent_record`), so that the exit code of a worker that dies meanwhile is known. If it dies
+itself, its children live on, and its owner starts another one.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep import log
 from everstep.errors import EverstepError
 from everstep.log import warn
+from everstep.node.process_facts import born, end_leftovers
+from everstep.protocol.codec import decode
+from everstep.protocol.messages import Sender
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
@@ -61,10 +67,87 @@ class ForkedProcess(NamedTuple):
     pid: int
     pidfd: int
     server: int = 1  # which of the owner's fork servers made it
+    born: int = 0  # its start time
 
 
 class ForkServerDied(EverstepError):
     """Another one may do better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lasting:
+    """For a fork server that waits for another owner when this one is gone."""
+
+    folder: Path  # for its socket
+    alone_s: float  # it ends its children and itself after so long without one
+    keep: tuple[int, ...] = ()  # file numbers that stay open as long as it or a child of it lives
+
+    def sockets(self) -> tuple[socket.socket, socket.socket]:
+        """The owner's, and the one at which the server is called."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = str(self.folder / f"fork-{secrets.token_hex(4)}")
+        listener.bind(path)
+        listener.listen(4)
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.connect(path)
+        return ours, listener
+
+
+class InheritedServer:
+    """A fork server of an owner that is gone, with the children that it still has. It makes no more of them:
+    its code may be of the version before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.children = path, dict[Sender, int]()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def ask(self) -> bool:
+        """Who are its children? False: it is gone too."""
+        try:
+            self._socket.connect(str(self.path))
+            self._socket.send(b'{"children": true}')
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            self._socket.close()
+            return False
+        return True
+
+    def answers(self, within_s: float = WARM_S) -> bool:
+        """False: not yet. It may still load torch, and has no children then."""
+        try:
+            self._socket.settimeout(within_s)
+            told = json.loads(self._socket.recv(1 << 20) or b'{"children": []}')
+        except OSError:
+            return False
+        self.children = {decode(Sender, sender): pid for pid, sender in told["children"]}
+        return True
+
+    def reap(self, child: ForkedProcess) -> None:
+        """And let it end with the last one."""
+        try:
+            self._socket.settimeout(1.0)
+            self._socket.send(json.dumps({"reap": child.pid}).encode())
+        except OSError:
+            end_leftovers(child.pid, child.born)
+        os.close(child.pidfd)
+        self.children = {sender: pid for sender, pid in self.children.items() if pid != child.pid}
+        if not self.children:
+            self.close()
+
+    def close(self) -> None:
+        """It ends its children and itself."""
+        with contextlib.suppress(OSError):
+            self._socket.send(b'{"end": true}')
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket.fileno() >= 0
+
+    def let_go(self) -> None:
+        self._socket.close()
 
 
 class ForkServer:
@@ -81,7 +164,9 @@ class ForkServer:
         preload: tuple[str, ...] = (),
         trains: bool = True,
         answer_s: float = ANSWER_S,
+        lasts: Lasting | None = None,
     ) -> None:
+        self._lasts = lasts
         self._threads, self._preload, self.answer_s = threads, preload, answer_s
         self._always = _TRAINING if trains else _KEEPING
         self.warm = False
@@ -91,8 +176,13 @@ class ForkServer:
         self._lock = threading.Lock()  # one question at a time, from whatever thread
 
     def start(self) -> ForkServer:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno())]
+        lasts = self._lasts
+        if lasts is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        else:
+            ours, theirs = lasts.sockets()
+        alone_s, keep = (0.0, ()) if lasts is None else (lasts.alone_s, lasts.keep)
+        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), f"{alone_s:g}"]
         command += [",".join(self._always), *self._preload]
         threads = {
             OUTER_THREADS: os.environ.get("OMP_NUM_THREADS", ""),
@@ -101,7 +191,7 @@ class ForkServer:
         env = {**ALLOCATOR, **os.environ, **threads}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         self._process = subprocess.Popen(
-            command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            command, env=env, pass_fds=[theirs.fileno(), *keep], stdin=subprocess.DEVNULL
         )
         theirs.close()
         self._socket = ours
@@ -131,17 +221,26 @@ class ForkServer:
     def spawn(self, spec: dict[str, Any], *, output: Path) -> ForkedProcess:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
         data, fds = self._ask({"spawn": spec, "output": str(output)}, self.answer_s if self.warm else WARM_S)
-        return ForkedProcess(json.loads(data)["pid"], fds[0], self.number)
+        pid: int = json.loads(data)["pid"]
+        return ForkedProcess(pid, fds[0], self.number, born(pid))
 
     def reap(self, child: ForkedProcess) -> None:
         """A child of an earlier server was reaped by the system."""
-        if child.server == self.number and self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.send(json.dumps({"reap": child.pid}).encode(), socket.MSG_DONTWAIT)
+        try:
+            if child.server != self.number or self._socket is None:
+                raise ConnectionResetError
+            self._socket.send(json.dumps({"reap": child.pid}).encode(), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        except OSError:
+            end_leftovers(child.pid, child.born)
         os.close(child.pidfd)
 
     def close(self) -> None:
         if self._socket is not None:
+            if self._lasts is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.send(b'{"end": true}', socket.MSG_DONTWAIT)
             self._socket.close()
         if self._process is not None:
             try:
@@ -195,7 +294,7 @@ def exit_reason(pid: int) -> str:
 # ------------------------------------------------------------------ the fork server itself
 
 
-def serve(fd: int, always: list[str], preload: list[str]) -> None:
+def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) -> None:
     for name in always:
         importlib.import_module(name)
     for name in preload:
@@ -204,9 +303,19 @@ def serve(fd: int, always: list[str], preload: list[str]) -> None:
     gc.collect()
     gc.freeze()  # a worker's collections pass over what was imported, and leave its pages shared
     sock = socket.socket(fileno=fd)
-    children: set[int] = set()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
-        _answer(sock, children)
+    children: dict[int, Any] = {}  # by number: which worker it is
+    is_over = False
+    while not is_over:
+        owner = sock
+        if alone_s:
+            sock.settimeout(alone_s)
+            try:
+                owner, _ = sock.accept()
+            except TimeoutError:
+                break
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
+            is_over = _answer(owner, sock, children)
+        is_over = is_over or not alone_s
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -221,10 +330,15 @@ def _end_session(worker: int) -> None:
         os.killpg(worker, signal.SIGKILL)
 
 
-def _answer(sock: socket.socket, children: set[int]) -> None:
-    """Until the owner closes its end."""
+def _answer(sock: socket.socket, door: socket.socket, children: dict[int, Any]) -> bool:
+    """Until the owner closes its end. True: it said that no other will come."""
     while data := sock.recv(1 << 20):
         request = json.loads(data)
+        if "end" in request:
+            return True
+        if "children" in request:
+            sock.send(json.dumps({"children": list(children.items())}).encode())
+            continue
         if "ping" in request:
             sock.send(b"{}")
             continue
@@ -232,18 +346,20 @@ def _answer(sock: socket.socket, children: set[int]) -> None:
             _end_session(request["reap"])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(request["reap"], 0)
-            children.discard(request["reap"])
+            children.pop(request["reap"], None)
             continue
         pid = os.fork()
         if pid == 0:
             sock.close()
+            door.close()
             _live(request["spawn"], request["output"])
-        children.add(pid)
+        children[pid] = request["spawn"].get("sender")
         pidfd = os.pidfd_open(pid)
         try:
             socket.send_fds(sock, [json.dumps({"pid": pid}).encode()], [pidfd])
         finally:
             os.close(pidfd)
+    return False
 
 
 def go_first(score: Path = Path("/proc/self/oom_score_adj")) -> None:
@@ -279,5 +395,6 @@ def _live(spec: dict[str, Any], output: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
-    serve(int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    serve(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[4:], float(sys.argv[2]))
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

@@ -46,9 +46,12 @@ def main(given: Mapping[str, Any]) -> int:
         secret=spec.secret,
     )
     try:
-        return keeper.keep(settings, line.say, inbox)
+        code = keeper.keep(settings, line.say, inbox)
+        line.finish()
+        return code
     except BaseException as error:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         line.say(raised(spec.sender, text, where="keeping ranks", traceback=traceback.format_exc(limit=50)))
         warn(traceback.format_exc())
+        line.finish()
         return 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 
 
 def active_s(pid: int) -> float:
@@ -24,6 +26,30 @@ def parent_of(pid: int) -> int:
     """0: there is no such process."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
+
+
+def born(pid: int) -> int:
+    """When it started, in clock ticks since the machine has; 0: there is no such process. A number is used
+    again, with another time.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def end_leftovers(pid: int, started: int) -> None:
+    """What a process that is gone, and was the leader of a session, has left in it. Its number cannot be
+    another's while one of them lives, so where there is such a process again, there is none of them.
+    """
+    if born(pid) not in (0, started):
+        return
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(int(each))
+            try:
+                if (fields := _stat(int(each))) and int(fields[3]) == pid and int(fields[19]) >= started:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -72,7 +72,9 @@ def main(given: Mapping[str, Any]) -> int:
     try:
         job = _surrounded(Job.from_dict(spec.job))
     except UserError as error:  # the job was submitted to another version, or its folder is not here
-        call_agent(spec).say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
+        line = call_agent(spec)
+        line.say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
+        line.finish()
         return 1
     folder = None if spec.beacon_path is None else spec.beacon_path.parent
     group = fork(job.shards, spec.bind or spec.host, folder) if job.shards > 1 else None
@@ -89,6 +91,7 @@ def main(given: Mapping[str, Any]) -> int:
     try:
         _run(spec, job, line, group)
     except SystemExit as ended:
+        line.finish()
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
         if group is not None and group.first_dead(ECHO_S) is not None:
@@ -96,7 +99,9 @@ def main(given: Mapping[str, Any]) -> int:
         text = f"{type(error).__name__}: {error}"
         line.say(raised(spec.sender, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
         warn(traceback.format_exc())
+        line.finish()
         return 1
+    line.finish()
     return 0
 
 

@@ -2,12 +2,16 @@
 
 A process's first message says which one it is; what follows are its reports. Nothing blocks: a worker that is
 stopped does not read, and what it has not read waits here, up to a bound.
+
+An agent with a record is one of several that these processes will have: reports and orders are counted, and
+kept by who said them until the other side will not lose them (`node.line_to_agent`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +20,21 @@ from typing import Protocol
 from everstep.core.agent.agent_messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
 from everstep.errors import PeerError
 from everstep.protocol.codec import Unpacker, pack
-from everstep.protocol.messages import FromWorker, RankOrder, Sender, WorkerHello, WorkerOrder
+from everstep.protocol.messages import (
+    EndWorker,
+    FromWorker,
+    LineWord,
+    OrdersHeard,
+    RankOrder,
+    ReportsHeard,
+    Sender,
+    WorkerHello,
+    WorkerOrder,
+)
 from everstep.protocol.table import PROTOCOL
 
+SPOKEN = (PROTOCOL - 1, PROTOCOL)  # a worker may be of the version before: its agent was replaced
+ACKNOWLEDGE_EVERY_S = 1.0
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
 MOST_UNGREETED = 1024
 
@@ -34,8 +50,23 @@ class Loop(Protocol):
 @dataclass(slots=True)
 class _Line:
     socket: socket.socket
-    unpacker: Unpacker = field(default_factory=lambda: Unpacker(FromWorker))
+    unpacker: Unpacker = field(default_factory=lambda: Unpacker(FromWorker | LineWord))
     unsent: bytearray = field(default_factory=bytearray)
+    acknowledged: int = 0  # reports that the process was told need not be kept
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of one process, over all its lines."""
+
+    heard: int = 0  # its reports
+    told: int = 0  # orders to it, of which the last ones are kept
+    kept: deque[bytes] = field(default_factory=deque)
+
+    def took(self, number: int) -> None:
+        """It has had so many orders."""
+        while self.kept and self.told - len(self.kept) < number:
+            self.kept.popleft()
 
 
 class WorkerLines:
@@ -46,8 +77,14 @@ class WorkerLines:
         *,
         knows: Callable[[Sender, int], bool],  # is there such a process, and is this its pid?
         happened: Callable[[ProcessEvent], None],
+        keeps: bool = False,  # another agent may come after this one
+        on_record: Callable[[], None] = lambda: None,  # what was decided and heard is safe when it returns
     ) -> None:
         self.path = path
+        self.counts: dict[Sender, Counts] = {}
+        self._keeps, self._on_record = keeps, on_record
+        self._changed: dict[Sender, list[bytes]] = {}  # since the last `news`: new orders
+        self._acknowledge_at = 0.0
         self._loop, self._knows, self._happened = loop, knows, happened
         self._lines: dict[Sender, _Line] = {}
         self._callers: dict[int, _Line] = {}  # by file number: they have not said who they are
@@ -70,17 +107,53 @@ class WorkerLines:
         self._listener.close()
 
     def send(self, sender: Sender, order: WorkerOrder | RankOrder) -> None:
-        """To a process that has called; one that dies meanwhile is noticed elsewhere."""
-        line = self._lines.get(sender)
+        """To a process that has called; one that dies meanwhile is noticed elsewhere. Goes out with the next
+        `flush`, if what led to it must be on record first.
+        """
+        line, counts = self._lines.get(sender), self.counts.get(sender)
+        if counts is None:
+            return
+        data = pack(order)
+        counts.told += 1
+        if self._keeps:
+            counts.kept.append(data)
+            self._changed.setdefault(sender, []).append(data)
         if line is not None:
-            line.unsent += pack(order)
-            self._write(sender, line)
+            line.unsent += data
+            if not self._keeps:
+                self._write(sender, line)
 
     def flush(self) -> None:
-        """Try again what a worker had no room for."""
-        for sender, line in list(self._lines.items()):
-            if line.unsent:
-                self._write(sender, line)
+        """Send what is on record, and what a worker had no room for."""
+        if any(line.unsent for line in self._lines.values()):
+            self._on_record()
+            for sender, line in list(self._lines.items()):
+                if line.unsent:
+                    self._write(sender, line)
+
+    def acknowledge(self, now: float) -> None:
+        """Tell processes which reports they need not keep, every now and then."""
+        if not self._keeps or now < self._acknowledge_at:
+            return
+        self._acknowledge_at = now + ACKNOWLEDGE_EVERY_S
+        for sender, line in self._lines.items():
+            if (number := self.counts[sender].heard) > line.acknowledged:
+                line.acknowledged = number
+                line.unsent += pack(ReportsHeard(number=number))
+
+    def news(self) -> dict[Sender, tuple[Counts, list[bytes]]]:
+        """For the record: those processes whose counts have changed since it was asked last, and the orders
+        that are new.
+        """
+        changed, self._changed = self._changed, {}
+        return {
+            sender: (self.counts[sender], new) for sender, new in changed.items() if sender in self.counts
+        }
+
+    def forget(self, sender: Sender) -> None:
+        """The process is gone."""
+        self.hang_up(sender)
+        self.counts.pop(sender, None)
 
     def drain(self, sender: Sender) -> None:
         """Hear a process's last words; it may have died at the door."""
@@ -135,14 +208,24 @@ class WorkerLines:
             return  # the rest of it comes later
         self._loop.unwatch(fd)
         del self._callers[fd]
-        if not isinstance(hello, WorkerHello) or hello.protocol != PROTOCOL:
+        if not isinstance(hello, WorkerHello) or hello.protocol not in SPOKEN:
             caller.socket.close()
             return
         sender = Sender(hello.task, hello.worker, hello.incarnation)
-        if sender in self._lines or not self._knows(sender, hello.pid):
+        if (sender in self._lines and not self._keeps) or not self._knows(sender, hello.pid):
+            if self._keeps:  # of an agent whose record is lost: else it would call again and again
+                with contextlib.suppress(OSError):
+                    caller.socket.send(pack(EndWorker(gently=False)), socket.MSG_DONTWAIT)
             caller.socket.close()
             return
+        self.hang_up(sender)
         self._lines[sender] = caller
+        counts = self.counts.setdefault(sender, Counts())
+        if self._keeps:
+            self._changed.setdefault(sender, [])
+            counts.took(hello.heard)
+            caller.acknowledged = counts.heard
+            caller.unsent += pack(ReportsHeard(number=counts.heard)) + b"".join(counts.kept)
         self._loop.watch(fd, lambda: self._listen(sender))
         self._happened(ProcessGreeted(sender))
         self._heard(sender, caller, b"")
@@ -159,6 +242,10 @@ class WorkerLines:
         except OSError:
             data = b""
         if not data:
+            if self._keeps and (counts := self.counts.get(sender)) is not None:
+                self._on_record()
+                with contextlib.suppress(OSError):  # it has said all it had to say, and waits for this
+                    line.socket.send(pack(ReportsHeard(number=counts.heard)), socket.MSG_DONTWAIT)
             self.hang_up(sender)
             return False
         return self._heard(sender, line, data)
@@ -166,7 +253,12 @@ class WorkerLines:
     def _heard(self, sender: Sender, line: _Line, data: bytes) -> bool:
         try:
             for said in line.unpacker.feed(data):
-                if not isinstance(said, WorkerHello):
+                if isinstance(said, OrdersHeard):
+                    self.counts[sender].took(said.number)
+                elif not isinstance(said, WorkerHello):
+                    self.counts[sender].heard += 1
+                    if self._keeps:
+                        self._changed.setdefault(sender, [])
                     self._happened(ProcessSpoke(sender, said))
         except PeerError as error:
             self.hang_up(sender)

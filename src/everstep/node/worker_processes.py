@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.agent import agent_messages as ag
+from everstep.core.agent.process import Process, ProcessState
 from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
@@ -29,15 +30,21 @@ from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
-from everstep.job.worker_spec import WorkerSpec
+from everstep.job.worker_spec import WorkerSpec, lifeline_beside
 from everstep.log import trim
 from everstep.node.checks import checked_apart
 from everstep.node.disk_orders import commit_whole, failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
-from everstep.node.fork_server import ForkedProcess, ForkServer, ForkServerDied, exit_reason
+from everstep.node.fork_server import (
+    ForkedProcess,
+    ForkServer,
+    ForkServerDied,
+    InheritedServer,
+    exit_reason,
+)
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
-from everstep.node.process_facts import active_s, is_stopped, parent_of
+from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
@@ -46,6 +53,7 @@ from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 
+UNKNOWN_END = "ended while no agent ran here; how is unknown"
 PROBE_S = 3.0  # for one connection to another node
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself
@@ -66,7 +74,7 @@ def at_once(work: Callable[[], Any], done: Done) -> None:
 class WorkerProcess:
     sender: Sender
     child: ForkedProcess
-    server: ForkServer
+    server: ForkServer | InheritedServer
     beacon: Beacon
     lifeline: Lifeline
     glances: Glances
@@ -95,6 +103,7 @@ class NodeSettings:
     fabric: FabricSettings | None = None
     order: int = 0  # of this node among those of a script task
     check_commands: tuple[str, ...] = ()  # checks of the node's own
+    alone_s: float = 0.0  # so long workers wait for another agent when theirs is gone; 0: they end with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +142,11 @@ class WorkerProcesses:
         beside: Callable[[Callable[[], Any], Done], None] = at_once,
         on_storage: Callable[[Callable[[], Any], Done], None] = at_once,
         devices: NodeDevices | None = None,
+        on_record: Callable[[], None] = lambda: None,
     ) -> None:
         """`decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
         `on_storage`: how to do what waits for a file system that may hang; processes start all the same.
+        `on_record`: for workers that outlive their agent, to be called before anything is said to them.
         """
         self.settings, self.machine, self.report = settings, machine, report
         self.devices = devices or NodeDevices()
@@ -152,7 +163,15 @@ class WorkerProcesses:
         self._forking: dict[Sender, ForkServer] = {}  # asked for, and not made yet
         self._early: set[Sender] = set()  # of these, the ones that have called already
         self._bell = Bell()
-        self._lines = WorkerLines(loop, settings.folder / "agent", knows=self._knows, happened=self.happened)
+        self.opened: list[msg.OpenTask | msg.OpenMemory] = []  # for the record
+        self.lines = WorkerLines(
+            loop,
+            settings.folder / "agent",
+            knows=self._knows,
+            happened=self.happened,
+            keeps=settings.alone_s > 0,
+            on_record=on_record,
+        )
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
         self._trim_at = 0.0
@@ -161,24 +180,91 @@ class WorkerProcesses:
     # -------------------------------------------------------------- life
 
     def open(self) -> None:
-        self._lines.open()
+        self.lines.open()
         self._loop.watch(self._bell.fd, self._rung)
 
     def close(self) -> None:
         """End every process still there, at once."""
-        self._loop.unwatch(self._bell.fd)
         self._decide = lambda event, now: ()
         for process in list(self._all.values()):
             _kill(process)
             self._bury(process)
-        self._lines.close()
-        self._bell.close()
         self.memory.close()
+        self._close()
+
+    def let_go(self) -> None:
+        """Leave all processes, and what is in memory, to the next agent."""
+        for process in self._all.values():
+            self._loop.unwatch(process.child.pidfd)
+        self._close()
+
+    def _close(self) -> None:
+        self._loop.unwatch(self._bell.fd)
+        self.lines.close()
+        self._bell.close()
         self.pairs.close()
+
+    def adopt(
+        self, servers: Sequence[InheritedServer], opened: Iterable[msg.OpenTask | msg.OpenMemory]
+    ) -> None:
+        """Before it opens: the processes that another agent has left, dead or alive."""
+        for order in opened:
+            self._use_memory(order)
+        made = {sender: (pid, server) for server in servers for sender, pid in server.children.items()}
+        for sender, known in list(self.machine.processes.items()):
+            found = made.pop(sender, None)
+            if found is not None:  # not reaped, so the number is its own, even if it is dead
+                pid, server = found
+                child = ForkedProcess(pid, os.pidfd_open(pid), 0, born(pid))
+                self._adopted(sender, known, child, server)
+            elif known.is_up and (pidfd := _pidfd(known.pid, known.born)) is not None:
+                child = ForkedProcess(known.pid, pidfd, 0, known.born)
+                self._adopted(sender, known, child, ForkServer())
+            elif known.is_up:
+                end_leftovers(known.pid, known.born)
+                self.happened(ag.ProcessDied(sender, UNKNOWN_END))
+                self.happened(ag.ProcessGone(sender))
+            elif known.state is ProcessState.STARTING:
+                self._spawn(ag.Spawn(known.order))
+            else:
+                self.happened(ag.SpawnFailed(sender, "it was ended before it was made"))
+        for server in servers:
+            self.attach(server)
+
+    def attach(self, server: InheritedServer) -> None:
+        """It reaps its children; those of which the record says nothing end, and without any it ends too."""
+        for sender, pid in list(server.children.items()):
+            process = self._all.get(sender)
+            if process is not None and process.child.pid == pid:
+                process.server = server
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            server.reap(ForkedProcess(pid, os.pidfd_open(pid), 0, born(pid)))
+        if not server.children and server.is_open:
+            server.close()
+
+    def _adopted(
+        self, sender: Sender, known: Process, child: ForkedProcess, server: ForkServer | InheritedServer
+    ) -> None:
+        path = self._beacon_path(sender)
+        if sender.task in self.tasks:
+            self.log_path(sender.task, sender.worker)
+        beacon = Beacon(path, create=not path.exists())
+        life = lifeline_beside(path)
+        lifeline = Lifeline(life, create=not life.exists())
+        glances = Glances(sender, child.pid, beacon, 1 + len(known.order.more_slots))
+        process = self._all[sender] = WorkerProcess(sender, child, server, beacon, lifeline, glances)
+        self._loop.watch(child.pidfd, lambda: self._exited(process))
+        if not known.is_up:
+            self.happened(ag.ProcessSpawned(sender, child.pid, child.born))
+        elif known.state is ProcessState.KILLED:
+            _kill(process)
 
     def tick(self, now: float) -> None:
         """Some times per second: has everybody moved, and do those who were asked to end, end?"""
-        self._lines.flush()
+        self.lines.acknowledge(now)
+        self.lines.flush()
         if self.settings.detect:
             for process in list(self._all.values()):
                 if not process.dead:
@@ -233,7 +319,8 @@ class WorkerProcesses:
 
     def plant(self, task: str, worker: Worker, faults: tuple[str, ...]) -> None:
         """These faults and no others from now on, in this process: for demonstrations."""
-        self._lines.send(self.processes[task, worker].sender, PlantFaults(faults=faults))
+        self.lines.send(self.processes[task, worker].sender, PlantFaults(faults=faults))
+        self.lines.flush()
 
     # -------------------------------------------------------------- decisions and deeds
 
@@ -255,6 +342,8 @@ class WorkerProcesses:
                     self._do(action)
         finally:
             self._deciding = nested
+        if not nested:
+            self.lines.flush()
 
     def _do(self, action: ag.AgentAction) -> None:
         match action:
@@ -263,7 +352,7 @@ class WorkerProcesses:
             case ag.Kill(sender=sender):
                 _kill(self._all[sender])
             case ag.PassOn(sender=sender, order=order):
-                self._lines.send(sender, order)
+                self.lines.send(sender, order)
             case ag.SendToCoordinator(report=report, sender=speaker):
                 self.report(report, speaker)
             case ag.UseMemory(order=asked):
@@ -301,6 +390,7 @@ class WorkerProcesses:
         if isinstance(order, msg.DropCopies):
             self.memory.drop(order.task, order.before)
             return
+        self.opened.append(order)
         if isinstance(order, msg.OpenTask):
             self.tasks.pop(order.task, None)
             try:
@@ -360,8 +450,7 @@ class WorkerProcesses:
             devices = self.devices.find()  # others may use the rest of them
         if not server.warm:
             server.warm_up()
-        name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
-        path = (self.settings.memory or self.settings.folder) / f"beacon-{name}"
+        path = self._beacon_path(sender)
         spec = self._spec(sender, path, devices)
         beacon = Beacon(path, create=True)
         assert spec.lifeline is not None
@@ -370,6 +459,10 @@ class WorkerProcesses:
         child = server.spawn(spec.to_dict(), output=output)
         glances = Glances(sender, child.pid, beacon, len(spec.slots))
         return WorkerProcess(sender, child, server, beacon, lifeline, glances)
+
+    def _beacon_path(self, sender: Sender) -> Path:
+        name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
+        return (self.settings.memory or self.settings.folder) / f"beacon-{name}"
 
     def _fork_ended(self, sender: Sender, found: Any) -> None:
         self._forking.pop(sender, None)
@@ -382,7 +475,7 @@ class WorkerProcesses:
             self._early.discard(sender)
             self._watch_life(process)
         self._loop.watch(process.child.pidfd, lambda: self._exited(process))
-        self.happened(ag.ProcessSpawned(sender))
+        self.happened(ag.ProcessSpawned(sender, process.child.pid, process.child.born))
 
     def _not_forked(self, sender: Sender, error: Exception) -> None:
         died = isinstance(error, ForkServerDied)
@@ -403,7 +496,8 @@ class WorkerProcesses:
             slots=(order.slot, *order.more_slots),
             slots_on_node=settings.slots,
             devices=tuple(map(astuple, devices)),
-            agent=str(self._lines.path),
+            agent=str(self.lines.path),
+            alone_s=settings.alone_s,
             memory=str(self.memory.folder),
             beacon=str(beacon) if settings.detect else None,
             faults=tuple(f for f in here.faults if first and parse_fault(f).worker == sender.worker),
@@ -446,7 +540,7 @@ class WorkerProcesses:
         """It is dead. Its last words come first."""
         if process.dead or process.sender not in self._all:
             return
-        self._lines.drain(process.sender)
+        self.lines.drain(process.sender)
         process.dead = True
         reading, killed_at = process.beacon.read(), process.killed_at
         if killed_at is None and reading is not None and reading.doing.startswith(_PLANTED):
@@ -457,7 +551,7 @@ class WorkerProcesses:
     def _bury(self, process: WorkerProcess) -> None:
         self._loop.unwatch(process.child.pidfd)
         process.server.reap(process.child)
-        self._lines.hang_up(process.sender)
+        self.lines.forget(process.sender)
         process.beacon.close()
         for left in _files(process.beacon.path, process.glances.shards):
             with contextlib.suppress(OSError):
@@ -493,6 +587,18 @@ def _files(beacon: Path, shards: int) -> Iterator[Path]:
         yield beacon.with_name(f"{beacon.name}.{name}")
     for shard in range(shards):
         yield mark_path(beacon, shard)
+
+
+def _pidfd(pid: int, started: int) -> int | None:
+    """Of the process that had this number when it started then; None: it is gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if born(pid) == started:  # and the number is its own as long as the pidfd does not say that it is gone
+        return pidfd
+    os.close(pidfd)
+    return None
 
 
 def _kill(process: WorkerProcess) -> None:

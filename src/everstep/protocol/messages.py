@@ -138,6 +138,14 @@ class WorkerOrder:
     __slots__ = ()
 
 
+class LineWord:
+    """Between a worker's process and its agent, about their line alone. Reports and orders are counted on it;
+    these are not.
+    """
+
+    __slots__ = ()
+
+
 # ------------------------------------------------------------------ what nodes report
 
 
@@ -936,6 +944,7 @@ class Patience:
     isolations_before_lemon: int = 2  # of a slot; of a node statistics decide
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
+    replaced_s: float = 15.0  # for another agent to come, where workers outlive theirs
     start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains
     first_start_s: float = 1800.0  # a process that never reports, of a task none of whose workers has started
     start_s: float = 120.0  # one of a task whose other workers have started; or, if that is longer:
@@ -1004,6 +1013,7 @@ class NodeJoined(OtherEvent):
     done: int = 0  # the last of those orders
     runs: tuple[tuple[str, Worker, int], ...] = ()  # its processes: task, worker, incarnation
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task: of the last facts it knows
+    alone_s: float = 0.0  # so long its workers wait for another agent when this one is gone
 
 
 @message(since=4, says="the journal {journal} is kept by version {version}: {because}")
@@ -1030,6 +1040,9 @@ class NodeFellSilent(NodeEvent):
 
     node: str
     silent_s: float
+    closed: bool = (
+        False  # its system has closed the agent's connection: the machine lives, its agent does not
+    )
 
 
 @message(by=AGENT, says="node {node} left")
@@ -1397,6 +1410,21 @@ class WorkerHello(WorkerCall):
     incarnation: int
     pid: int
     protocol: int = PROTOCOL
+    heard: int = 0  # orders that it has had; more than 0: it calls again, and its agent may be another one
+
+
+@message(by=AGENT, says="{number} reports are on record")
+class ReportsHeard(LineWord):
+    """So many reports of this process will not be lost with the agent: they need not be kept for the next."""
+
+    number: int
+
+
+@message(by=WORKER, says="{number} orders were received")
+class OrdersHeard(LineWord):
+    """So many orders have reached this process: its agent need not keep them."""
+
+    number: int
 
 
 @message(by=WORKER, says="an order was taken")

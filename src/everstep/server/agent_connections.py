@@ -148,6 +148,7 @@ class AgentConnections:
         queue: asyncio.Queue[Queued | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
         self._queues[node], self._boots[node] = queue, hello.boot
+        self._term.closed.discard(node)
         journal = self._term.machine.policy.journal
         self._send(node, {"welcome": node, "heard": state.heard, "journal": journal, "protocol": PROTOCOL})
         for order in state.pending:
@@ -167,6 +168,7 @@ class AgentConnections:
             if self._queues.get(node) is queue:
                 del self._queues[node]
                 del self._boots[node]
+                self._term.closed.add(node)
 
     async def _write(
         self, line: web.WebSocketResponse, queue: asyncio.Queue[Queued | None], orders: OrderLine

@@ -98,6 +98,7 @@ class Term:
         self.number = journal.term  # agents refuse orders of an older one
         self.machine = Coordinator()
         self.hearts = Heartbeats(patience_s=silence_s)
+        self.closed: set[str] = set()  # nodes whose last connection was closed, and not opened again
         self.thinking = Thinking()
         self.lines = AgentConnections(self)
         self.returns = Returns(self.hearts)
@@ -326,7 +327,7 @@ class Term:
             last = now
             self.returns.wait(now)
             for node, silent_s in self.hearts.fell_silent(now):
-                self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s))
+                self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s, closed=node in self.closed))
             self.driver.look_at_clock()
             if now > forget_at:
                 forget_at = now + FORGET_S

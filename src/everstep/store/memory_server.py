@@ -25,7 +25,7 @@ from aiohttp import web
 from everstep.errors import UserError
 from everstep.net.seal import CHUNK_BYTES, Sealer, Suite, TamperedError, Unsealer, is_available, sealed_bytes
 from everstep.net.strangers import StrangerLimit
-from everstep.store import memory
+from everstep.store import memory, owned_folders
 from everstep.store.places import step_name
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -60,10 +60,10 @@ def room_bytes(folder: Path, cgroups: Path = Path("/sys/fs/cgroup"), own: str | 
 
 
 class MemoryStore:
-    """A folder in RAM; removed with its owner."""
+    """A folder in RAM; removed with its owner, or with the last process that holds its lock."""
 
     def __init__(self) -> None:
-        self.folder, self._lock = memory.new_directory()
+        self.folder, self.lock = memory.new_directory()
         self._keys: dict[str, bytes] = {}
 
     def open_task(self, task: str, secret: str) -> None:
@@ -75,16 +75,27 @@ class MemoryStore:
     def drop(self, task: str, before: int) -> None:
         memory.drop(self.folder, task, before)
 
+    def adopt(self, folder: Path) -> bool:
+        """Take over the folder of another owner instead. False: it is gone."""
+        try:
+            lock = owned_folders.shared(folder)
+        except OSError:
+            return False
+        self.close()
+        self.folder, self.lock = folder, lock
+        return True
+
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 class MemoryServer:
     """Serves a memory store to other nodes: PUT and range GET of /<task>/<step>/<part>."""
 
-    def __init__(self, store: MemoryStore, host: str) -> None:
-        self.store, self.host, self.port = store, host, 0
+    def __init__(self, store: MemoryStore, host: str, port: int = 0) -> None:
+        """`port`: where others know it from, if that is still free."""
+        self.store, self.host, self.port = store, host, port
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._failed: str | None = None  # why it does not listen
@@ -125,8 +136,12 @@ class MemoryServer:
         app.router.add_put("/{task}/{step}/{part}", self._put)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, self.host, 0)
-        await site.start()
+        try:
+            await web.TCPSite(runner, self.host, self.port).start()
+        except OSError:
+            if not self.port:
+                raise
+            await web.TCPSite(runner, self.host, 0).start()
         self.port = runner.addresses[0][1]
         return runner
 

@@ -69,6 +69,22 @@ def one_run_at_a_time(folder: Path, key: str) -> Iterator[None]:
         os.close(lock)
 
 
+def share(lock: int) -> None:
+    """Others may hold this folder's lock too; it is in use as long as one of them does."""
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def shared(folder: Path) -> int:
+    """The lock of a folder that others hold, or have just left."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        share(number)
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
 def _locked(folder: Path) -> int:
     """Hold the folder's lock, or raise."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

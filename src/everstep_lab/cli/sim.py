@@ -74,6 +74,10 @@ def storm_command(
         bool,
         typer.Option("--plans", help="As --cluster, with a planner that changes its mind, and pauses."),
     ] = False,
+    agents: Annotated[
+        bool,
+        typer.Option("--agents", help="As --cluster, with agents that are replaced under their workers."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -107,6 +111,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --plans
 
+        everstep sim storm --seeds 0:500 --agents
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -115,7 +121,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans]
+    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents]
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -219,7 +225,7 @@ def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> St
     """`alone`: groups, votes and so on, each of which draws its storm by itself."""
     if any(alone):
         kinds: tuple[StormKind, ...] = (
-            *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans"),
+            *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans", "agents"),
         )
         chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:

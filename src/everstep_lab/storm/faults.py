@@ -32,6 +32,7 @@ class FaultKind(StrEnum):
     DRAIN = "drain"  # an operator drains a node, which loses power before its workers have left
     # An agent's process is stopped; its workers keep training, and all they did is reported later.
     FREEZE = "freeze"
+    REPLACE = "replace"  # an agent's process is killed; after `span` the next one takes its workers over
     SERVER = "fork-server"  # the process that makes a node's workers is killed
     SLEEP = "sleep"  # a worker sleeps in the kernel, where not even SIGKILL reaches it
     HOLE = "hole"  # a connection swallows everything, and nothing says so
@@ -69,6 +70,7 @@ OF_CLUSTERS = (  # they need agents and a coordinator
 )
 OF_HANGS = (FaultKind.START, FaultKind.DISK, FaultKind.HOLE, FaultKind.NOTICE, FaultKind.PROMISE)
 OF_CUTS = (FaultKind.DATA,)
+OF_AGENTS = (FaultKind.REPLACE,)
 TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
 
 

@@ -65,25 +65,31 @@ class Lines:
 
     # -------------------------------------------------------------- broken
 
-    def cut(self, number: int, span_us: int, *, frozen: bool = False) -> None:
-        """The line is cut, or, `frozen`, the agent's process is stopped; workers keep training."""
+    def cut(self, number: int, span_us: int, *, frozen: bool = False, replaced: bool = False) -> None:
+        """The line is cut, or, `frozen`, the agent's process is stopped; workers keep training. `replaced`:
+        it is killed instead, and another one comes.
+        """
         agent = self.world.nodes[number]
         if not agent.is_reachable():
             return
         agent.struck = True
         agent.frozen, agent.heard = frozen, frozen
         what = f"the agent of {agent.name} is stopped" if frozen else f"the line to {agent.name} is cut"
+        what = f"the agent of {agent.name} is gone" if replaced else what
         self.scene.note("mute", Worker(number, 0), f"{what} for {span_us / 1e3:g} ms")
         agent.hold_line()
         self.watch_silence(agent, span_us)
         self.all_back_us = max(self.all_back_us, self.scene.agenda.now_us + span_us)
-        self.scene.agenda.after(span_us, self._returns, agent, agent.boot, span_us)
+        self.scene.agenda.after(span_us, self._returns, agent, agent.boot, span_us, replaced)
 
-    def _returns(self, agent: VirtualAgent, boot: int, span_us: int) -> None:
+    def _returns(self, agent: VirtualAgent, boot: int, span_us: int, replaced: bool = False) -> None:
         if agent.boot != boot or not agent.up:
             return
         frozen, agent.heard = agent.frozen, True
         held = agent.line is not None and agent.line.is_known and (frozen or span_us < SHORT_CUT_US)
+        if replaced:
+            held = False
+            agent.be_replaced()
         if held:
             agent.release_line()
         if frozen:

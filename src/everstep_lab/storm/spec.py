@@ -16,6 +16,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA
 from everstep_lab.draw import Draw
 from everstep_lab.storm.faults import (
     HERE,
+    OF_AGENTS,
     OF_CLUSTERS,
     OF_CUTS,
     OF_HANGS,
@@ -40,6 +41,7 @@ StormKind = Literal[
     "hangs",
     "cuts",
     "plans",
+    "agents",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -47,7 +49,7 @@ FOR_GOOD_US = 3_600_000_000
 OF_TASKS = tuple(
     kind
     for kind in FaultKind
-    if kind not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, FaultKind.SHARD, FaultKind.UNREAD)
+    if kind not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, *OF_AGENTS, FaultKind.SHARD, FaultKind.UNREAD)
 )
 
 
@@ -390,6 +392,17 @@ def run_time_us(spec: Spec) -> int:
     return weather.start_us + weather.plan_us + rules.steps * a_step
 
 
+def with_replaced_agents(spec: Spec) -> Spec:
+    """The same storm with agents that are replaced under their workers, which die meanwhile or do not."""
+    draw, duration = Draw(spec.seed, "agents"), run_time_us(spec)
+    rules = replace(spec.rules, checkpoint_every=draw.choice((0, 1, 2)), copy_every=draw.choice((0, 0, 1)))
+    more = [draw_fault(draw, FaultKind.REPLACE, duration) for _ in range(draw.between(1, 6))]
+    for fault in more[: draw.choice((0, 1, 2))]:  # and a worker dies in it
+        kill = draw_fault(draw, FaultKind.KILL, duration)
+        more.append(replace(kill, at_us=fault.at_us + draw.below(fault.span_us + 1), after="", nth=1))
+    return replace(spec, rules=rules, faults=(*spec.faults, *more))
+
+
 AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "moves": with_moves,
     "groups": with_groups,
@@ -400,4 +413,5 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "hangs": with_hangs,
     "cuts": with_cuts,
     "plans": with_plans,
+    "agents": with_replaced_agents,
 }

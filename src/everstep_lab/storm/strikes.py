@@ -141,6 +141,8 @@ class Strikes:
                 world.drain_node(number, fault.span_us)
             case FaultKind.FREEZE:
                 world.lines.cut(number, fault.span_us, frozen=True)
+            case FaultKind.REPLACE:
+                world.lines.cut(number, fault.span_us, frozen=True, replaced=True)
             case FaultKind.SERVER:
                 world.kill_fork_server(number)
             case FaultKind.REFUSE:

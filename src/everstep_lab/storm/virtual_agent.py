@@ -10,6 +10,7 @@ another one, and both sides say up to where they have heard.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -242,6 +243,19 @@ class VirtualAgent:
         ordered = isinstance(event, OrderHeard)
         if not ordered and any(isinstance(action, ag.Kill | ag.PassOn) for action in actions):
             raise Violation(f"only orders end workers: the agent of {self.name} ends them at {event}")
+
+    def be_replaced(self) -> None:
+        """While it is stopped: the next agent has the record, and hears from its workers what they have said
+        meanwhile. What was under way on the line to the coordinator is lost.
+        """
+        old, self.state = self.state, AgentState(detector=LIMITS, limits=AGENT_LIMITS)
+        self.state.restore(json.loads(json.dumps(old.image())), self.scene.now())
+        self.state.reports.restore(old.reports.after(0, at_most=1 << 30), old.reports.number)
+        self.has_server, self.misses_server = True, False
+        kept = (ag.ProcessSpawned, ag.SpawnFailed, ag.ProcessGreeted, ag.ProcessSpoke, ag.ProcessDied)
+        self._backlog = [
+            each for each in self._backlog if isinstance(each, (*kept, ag.ProcessGone, AgentSaid))
+        ]
 
     def thaw(self) -> None:
         self.frozen = False

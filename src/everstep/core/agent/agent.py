@@ -16,6 +16,7 @@ from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits
 from everstep.protocol.messages import NodeReport, Order
+from everstep.protocol.table import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,15 @@ class AgentState:
                 return []
             case _:
                 return self._report(self.processes.handle(event, now))
+
+    def image(self) -> Document:
+        """What the next agent must know, besides the reports that are kept."""
+        line = {"done": self.done, "term": self.term, "journal": self.journal}
+        return line | self.processes.image()
+
+    def restore(self, image: Document, now: float) -> None:
+        self.done, self.term, self.journal = image["done"], image["term"], image["journal"]
+        self.processes.restore(image, now)
 
     def due_at(self) -> float | None:
         return self.processes.due_at()

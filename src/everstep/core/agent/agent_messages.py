@@ -53,9 +53,11 @@ class OrderGiven:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpawned:
-    """The fork server has made the process."""
+    """The fork server has made the process. Number and start time together are of this one alone."""
 
     sender: Sender
+    pid: int = 0
+    born: int = 0  # in clock ticks since the machine has started
 
 
 @dataclass(frozen=True, slots=True)

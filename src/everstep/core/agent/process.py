@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from everstep.protocol.codec import decode, encode
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Sender, StartProcess
+from everstep.protocol.table import Document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +67,25 @@ class Process:
     was_stuck: bool = False  # reported as ended while it was not: when it is, its slot is free
     may_save: bool = False  # its end may wait until its state is written
     facts_epoch: int = 0  # the last epoch whose facts it was told
+    pid: int = 0
+    born: int = 0  # its start time: another process may get its number later
 
     @property
     def sender(self) -> Sender:
         return Sender(self.order.task, self.order.worker, self.order.incarnation)
 
+    def image(self) -> Document:
+        """What the next agent must know of it; the rest is seen again at the first look."""
+        return {name: encode(getattr(self, name)) for name in _KEPT}
+
+    @classmethod
+    def of_image(cls, image: Document) -> Process:
+        found = decode(cls, {"is": cls.__name__, **image})
+        return found
+
     def become(self, state: ProcessState) -> None:
         self.state = move(PROCESS, self.state, state, f"process {self.sender.worker} of {self.sender.task}")
+
+
+_SEEN = ("carriers", "doing", "moment", "moved_at")
+_KEPT = tuple(each.name for each in fields(Process) if each.name not in _SEEN)

@@ -50,6 +50,7 @@ from everstep.errors import clipped
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
+from everstep.protocol.codec import decode, encode
 from everstep.protocol.messages import (
     SAVING,
     EndWorker,
@@ -60,7 +61,7 @@ from everstep.protocol.messages import (
     WorkerOrder,
 )
 from everstep.protocol.ops import Worker
-from everstep.protocol.table import Handlers
+from everstep.protocol.table import Document, Handlers
 from everstep.protocol.work import EpochFacts, applied
 
 Actions = list[AgentAction]
@@ -109,7 +110,7 @@ class NodeProcesses:
             case OrderGiven(order=order):
                 return self.on_order.handler(self, order)(order, now)
             case ProcessSpawned():
-                return self._spawned(event.sender, now)
+                return self._spawned(event, now)
             case SpawnFailed():
                 return self._not_spawned(event)
             case ProcessGreeted():
@@ -143,6 +144,27 @@ class NodeProcesses:
         dying = (_S.KILLED, _S.STUCK, _S.DEAD)
         here = [p.sender for p in self.processes.values() if p.state not in dying]
         return (*here, *(Sender(w.task, w.worker, w.incarnation) for w in self.waiting.values()))
+
+    def image(self) -> Document:
+        """For the agent that comes after this one. Facts are not in it: it says that it knows none, and is
+        told all.
+        """
+        return {
+            "processes": [process.image() for process in self.processes.values()],
+            "waiting": [encode(order) for order in self.waiting.values()],
+            "tasks": sorted(self.tasks),
+            "unattended": {task: [saves.run, saves.sealed] for task, saves in self.unattended.items()},
+        }
+
+    def restore(self, image: Document, now: float) -> None:
+        """What another agent has left. Of its fork servers none makes workers any more."""
+        for each in map(Process.of_image, image["processes"]):
+            self.processes[each.sender] = each
+        for order in (decode(StartProcess, each) for each in image["waiting"]):
+            self.waiting[order.task, order.worker] = order
+        self.tasks = set(image["tasks"])
+        for task, (run, sealed) in image["unattended"].items():
+            self.unattended[task] = Unattended(run, sealed, look_at=now + self.limits.commit_s)
 
     def validate(self) -> None:
         """What must hold between events."""
@@ -341,12 +363,12 @@ class NodeProcesses:
 
     # -------------------------------------------------------------- processes
 
-    def _spawned(self, sender: Sender, now: float) -> Actions:
-        process = self.processes[sender]
-        process.is_up = True
+    def _spawned(self, event: ProcessSpawned, now: float) -> Actions:
+        process = self.processes[event.sender]
+        process.is_up, process.pid, process.born = True, event.pid, event.born
         if process.state is _S.KILLED:
             process.deadline = now + self.limits.kill_s
-            return [Kill(sender)]
+            return [Kill(event.sender)]
         process.become(_S.RUNNING)
         return []
 

@@ -8,7 +8,7 @@ ones, and what is lost with them are rows of losses, not steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from everstep.protocol import events as ev
@@ -29,6 +29,7 @@ class ReportQueue:
     def __init__(self, *, ahead_s: float = 0.0, most: int = MOST_KEPT) -> None:
         """`ahead_s`: from the clock that workers use to the coordinator's."""
         self.number = 0  # of the last report
+        self.num_heard = 0  # the coordinator has all up to this one
         self.num_dropped = 0
         self.connected = False
         self._ahead_s, self._most = ahead_s, most
@@ -50,8 +51,14 @@ class ReportQueue:
         self.number += 1
         self._kept.append(KeptReport(self.number, self._on_their_clock(report), sender))
 
+    def restore(self, kept: Iterable[KeptReport], number: int) -> None:
+        """What another agent has left; `number`: of its last report."""
+        self._kept = deque(kept)
+        self.number = number
+
     def heard(self, number: int) -> None:
         """The coordinator has all reports up to this one."""
+        self.num_heard = max(self.num_heard, number)
         while self._kept and self._kept[0].number <= number:
             self._kept.popleft()
 

@@ -304,7 +304,7 @@ class Coordinator:
 
     @on
     def _fell_silent(self, node: Node, event: msg.NodeFellSilent, now: Moment) -> Actions:
-        return self._nodes.fell_silent(node, event.silent_s, now)
+        return self._nodes.fell_silent(node, event, now)
 
     @on
     def _left(self, node: Node, event: msg.NodeLeft, now: Moment) -> Actions:

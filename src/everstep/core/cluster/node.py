@@ -56,6 +56,8 @@ class Node:
     memory_port: int = 0
     protocol: int = PROTOCOL  # the version that its agent speaks
     unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports of kinds that are not known
+    alone_s: float = 0.0  # so long its workers outlive its agent
+    agent_gone: bool = False  # since it is silent: its system has closed the agent's connection
     back_at: float | None = None  # promised, of a node that takes no workers now
     leaves_at: float | None = None  # announced: a spot notice
     drain_at: float | None = None  # until then its workers train on

@@ -86,7 +86,8 @@ class Nodes:
             )
             self._roster.add_node(node)
             is_new = True
-        node.protocol, node.pair_port = event.protocol, event.pair_port
+        node.protocol, node.pair_port, node.memory_port = event.protocol, event.pair_port, event.memory_port
+        node.alone_s = event.alone_s
         strange = self._strange_tasks(event)
         if because := self._why_records_disagree(node, event):
             actions += self._reconcile(node, event, strange, because, now)
@@ -275,11 +276,13 @@ class Nodes:
         outcome = f"its tasks begin again from their newest state: {', '.join(ours)}"
         return actions + self._incidents.close(incident, outcome + ended, now)
 
-    def fell_silent(self, node: Node, silent_s: float, now: Moment) -> Actions:
+    def fell_silent(self, node: Node, event: msg.NodeFellSilent, now: Moment) -> Actions:
         if node.liveness is not NodeLiveness.HEARD:
             return []
         training = "; its workers may be training" if self._roster.on_node(node.name) else ""
-        because = f"not heard for {silent_s:.2f} s{training}"
+        node.agent_gone = event.closed and node.alone_s > 0
+        what = "its agent has ended" if node.agent_gone else f"not heard for {event.silent_s:.2f} s"
+        because = f"{what}{training}"
         return self._set_liveness(node, NodeLiveness.SILENT, because, now) + self._confirm_silence(
             now, [node]
         )

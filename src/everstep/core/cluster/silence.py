@@ -48,6 +48,8 @@ class Silence:
     def why_given_up(self, node: Node, now: float) -> str:
         """The reason to give up a silent node now; empty: it is waited for."""
         patience, name, silent_s = self._patience, node.name, now - node.liveness_since
+        if silent_s < self._replaced_s(node):
+            return ""
         witness = self._waiting_elsewhere(name, any_sender=silent_s >= patience.awaited_silence_s)
         if witness and silent_s >= self._worth_waiting_s(name):
             return f"silent, and worker {witness} on another node waits for it"
@@ -74,7 +76,11 @@ class Silence:
             waits_s.append(max(patience.awaited_silence_s, self._worth_waiting_s(name)))
         if not self._others_speak_for(name):
             waits_s.append(patience.lonely_silence_s)
-        return node.liveness_since + min(waits_s) if waits_s else None
+        return node.liveness_since + max(min(waits_s), self._replaced_s(node)) if waits_s else None
+
+    def _replaced_s(self, node: Node) -> float:
+        """Where workers outlive their agent, another one comes when it ends: its machine lives."""
+        return min(self._patience.replaced_s, node.alone_s) if node.agent_gone else 0.0
 
     def is_witness(self, task: Task, worker: Worker, node: Node, now: float) -> bool:
         """Does what this worker has just said speak against a silent node?"""

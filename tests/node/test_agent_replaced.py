@@ -1,0 +1,133 @@
+"""An agent is replaced under its workers: real agents, real workers, one coordinator."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.cli.client import Client
+from everstep.job.job import Job
+from everstep.launch.local.api import run_job
+from everstep.node.fork_server import InheritedServer
+from everstep.node.process_facts import born
+from harness.cluster import small_job
+from tests.server.served import served
+
+EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
+REPLACEMENTS = 20
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = 240.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Node:
+    """A node whose agents come and go."""
+
+    def __init__(self, folder: Path, name: str, address: str, slots: int, *more: str) -> None:
+        self.folder, self.log = folder / name, folder / f"{name}.log"
+        command = [*EVERSTEP, "agent", "--node", name, "--slots", str(slots), "--coordinator", address]
+        self.command = [*command, "--state", str(self.folder), "--no-check", "--grace", "5", *more]
+        self.start()
+
+    def start(self, *more: str) -> None:
+        command = [*self.command, *more]
+        with self.log.open("ab") as out:
+            self.agent = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+
+    def end(self) -> None:
+        if self.agent.poll() is None:
+            self.agent.terminate()
+            self.agent.wait(60)
+        for path in self.folder.glob("fork-*"):  # what was left to a next one ends by itself, but later
+            if (server := InheritedServer(path)).ask():
+                server.close()  # and its children
+
+    @property
+    def boot(self) -> str:
+        return str(json.loads((self.folder / "record").read_text().partition("\n")[0])["boot"])
+
+
+@contextmanager
+def nodes(folder: Path, address: str, *names: str, more: tuple[str, ...] = ()) -> Iterator[list[Node]]:
+    made: list[Node] = []
+    try:
+        for name in names:
+            made.append(Node(folder, name, address, 2, *more))
+        yield made
+    finally:
+        for node in made:
+            node.end()
+
+
+def pids(client: Client) -> dict[str, tuple[int, int]]:
+    rows = client.get("/v1/tasks/t/readings")["workers"]
+    return {row["worker"]: (row["pid"], born(row["pid"])) for row in rows}
+
+
+def replaced_during_training(folder: Path, times: int, *, compared: int) -> None:
+    """The first agent of two is, in turn, killed and told to make room, while both train one task."""
+    job = small_job(folder, steps=1_000_000)
+    with served(folder / "state") as address, nodes(folder, address, "a", "b") as both:
+        client, node = Client(address=address), both[0]
+
+        def step() -> int:
+            return int(client.get("/v1/tasks/t")["step"])
+
+        until(lambda: len(client.get("/v1/status")["nodes"]) == 2, "both nodes are there")
+        client.post("/v1/tasks", {"name": "t", "job": job})
+        until(lambda: step() >= 3, "it trains")
+        before, boot = pids(client), node.boot
+        assert len(before) == 4
+        for turn in range(times):
+            old = node.agent
+            if turn % 2:
+                node.start("--replace")  # it is ready before it tells the other one to leave
+            else:
+                old.kill()
+                node.start()
+            assert old.wait(120) == (0 if turn % 2 else -signal.SIGKILL)
+            until(lambda: len(pids_or_none(client)) == 4, "both agents answer")
+            done = step()
+            until(lambda done=done: step() > done, "its steps are heard")
+            assert pids(client) == before, f"other processes after replacement {turn + 1}"
+        until(lambda: step() >= compared, "enough steps to compare")
+        assert node.boot == boot
+        rows = client.get("/v1/tasks/t")["rows"]
+        assert client.get("/v1/incidents") == []
+        client.post("/v1/tasks/t/cancel", {})
+        until(lambda: client.get("/v1/tasks/t")["state"] == "cancelled", "it is cancelled")
+        until(lambda: not any(alive(*one) for one in before.values()), "its workers are gone")
+    steps = [row["step"] for row in rows]
+    assert steps == list(range(1, len(steps) + 1)), "every step once, in order"
+    clean = run_job(Job.from_dict(job | {"steps": compared})).by_step()
+    assert [row["loss"] for row in rows[:compared]] == [clean[s].loss for s in steps[:compared]]
+
+
+def alive(pid: int, started: int) -> bool:
+    return born(pid) == started
+
+
+def pids_or_none(client: Client) -> dict[str, tuple[int, int]]:
+    try:
+        return pids(client)
+    except Exception:  # a node that is not connected just now
+        return {}
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_replaced_twenty_times_keeps_its_workers(tmp_path: Path) -> None:
+    replaced_during_training(tmp_path, REPLACEMENTS, compared=40)
