@@ -80,7 +80,7 @@ def pids(client: Client) -> dict[str, tuple[int, int]]:
 
 def replaced_during_training(folder: Path, times: int, *, compared: int) -> None:
     """The first agent of two is, in turn, killed and told to make room, while both train one task."""
-    job = small_job(folder, steps=1_000_000)
+    job = small_job(folder, steps=1_000_000, optimizer={"decay": "constant"})
     with served(folder / "state") as address, nodes(folder, address, "a", "b") as both:
         client, node = Client(address=address), both[0]
 
