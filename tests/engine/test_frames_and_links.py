@@ -32,6 +32,7 @@ from everstep.net.envelope import (
 from everstep.net.handshake import ANSWER, HELLO, PROOF, Acceptor, Opener
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.seal import Suite
+from everstep.net.sockets import listening
 from everstep.protocol.ops import Microbatch
 from everstep.protocol.parcels import Parcel, ParcelKind, Part, RunHashes, StateTransfer, StepHashes
 
@@ -185,7 +186,7 @@ class End:
             events,
             token=TOKEN,
             host=host,
-            bind=bind,
+            listener=listening(bind) if bind else None,
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
         self.links.start()

@@ -103,16 +103,15 @@ class Links:
         source_port: Callable[[str, int], int | None] | None = None,
         identity: bytes = b"",
         listener: socket.socket | None = None,
-        bind: str = "",
         accepts: Callable[[str], Sequence[Suite]] = lambda host: PLAIN,
     ) -> None:
         self.events, self._token, self._identity, self._accepts = events, token, identity, accepts
         self._empty, self._source_port = empty, source_port
         self._selector = selectors.DefaultSelector()
-        self._listener = listener or listening(bind or host)
+        self._listener = listener or listening(host)
         self._listener.setblocking(False)
         self._here, port = self._listener.getsockname()[:2]
-        self.address = Address(in_numbers(host) if bind else self._here, port)
+        self.address = Address(in_numbers(host), port)  # where peers reach the listener
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
         os.set_blocking(self._wake_in, False)

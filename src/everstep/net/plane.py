@@ -56,6 +56,7 @@ from everstep.net.lanes import Lane, Lanes, LaneState
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
+from everstep.net.sockets import listening
 from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
@@ -181,6 +182,7 @@ class DataPlane:
         if encrypt:
             seal.require_encryption()
         self.identity = identity_of(device, settings.transport, settings.computes, encrypt=encrypt)
+        listener = settings.listener or (listening(settings.bind) if settings.bind else None)
         self.links = Links(
             LinkEvents(
                 deliver=self._arrived,
@@ -190,11 +192,10 @@ class DataPlane:
             ),
             token=settings.secret,
             host=settings.host,
-            bind=settings.bind,
             empty=lambda shape, dtype: host_memory.host_empty(shape, dtype, device),
             source_port=settings.source_port,
             identity=self.identity.encode(),
-            listener=settings.listener,
+            listener=listener,
             accepts=partial(seal.accepted, settings.net),
         )
         self.completions = Completions(device, self.inbox.put) if device.type == "cuda" else None

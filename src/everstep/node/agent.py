@@ -57,7 +57,7 @@ from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps, recorded
 from everstep.node.slot_devices import NodeDevices, slots_named
 from everstep.node.stacks import stacks_of
-from everstep.node.worker_processes import NodeSettings, TaskHere, WorkerProcesses
+from everstep.node.worker_processes import AgentSide, NodeSettings, TaskHere, WorkerProcesses
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol import older
@@ -235,13 +235,15 @@ class Agent:
             node,
             loop=_Loop(asyncio.get_running_loop()),
             machine=self.state.processes,
-            decide=self._decide,
             report=self._report,
             fork_server=self._fork_server,
-            beside=self._do_beside,
-            on_storage=self._do_on_storage,
-            devices=self.devices,
-            on_record=self._commit,
+            agent=AgentSide(
+                decide=self._decide,
+                beside=self._do_beside,
+                on_storage=self._do_on_storage,
+                devices=self.devices,
+                on_record=self._commit,
+            ),
         )
         if left is not None:
             self._continue(left)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.process import Process, ProcessState
@@ -129,6 +129,20 @@ class TaskHere:
         )
 
 
+class AgentSide(NamedTuple):
+    """What an agent brings. A run on one machine needs none of it."""
+
+    decide: Decide | None = None  # where the machine is a part of a larger one
+    beside: Callable[[Callable[[], Any], Done], None] = at_once  # how to do what takes long
+    on_storage: Callable[[Callable[[], Any], Done], None] = (
+        at_once  # what waits for a file system that may hang
+    )
+    devices: NodeDevices | None = None
+    on_record: Callable[[], None] = lambda: (
+        None
+    )  # before anything is said to workers that outlive their agent
+
+
 class WorkerProcesses:
     def __init__(
         self,
@@ -138,24 +152,17 @@ class WorkerProcesses:
         machine: NodeProcesses,
         report: Report,
         fork_server: Callable[[TaskHere], ForkServer],
-        decide: Decide | None = None,
-        beside: Callable[[Callable[[], Any], Done], None] = at_once,
-        on_storage: Callable[[Callable[[], Any], Done], None] = at_once,
-        devices: NodeDevices | None = None,
-        on_record: Callable[[], None] = lambda: None,
+        agent: AgentSide | None = None,
     ) -> None:
-        """`decide`: where `machine` is a part of a larger one. `beside`: how to do what takes long.
-        `on_storage`: how to do what waits for a file system that may hang; processes start all the same.
-        `on_record`: for workers that outlive their agent, to be called before anything is said to them.
-        """
+        agent = agent or AgentSide()
         self.settings, self.machine, self.report = settings, machine, report
-        self.devices = devices or NodeDevices()
+        self.devices = agent.devices or NodeDevices()
         self.memory = MemoryStore()
         self.pairs = PairServer(settings.bind or settings.host)  # an agent opens it
         self.tasks: dict[str, TaskHere] = {}
         self._loop, self._fork_server = loop, fork_server
-        self._beside, self._on_storage = beside, on_storage
-        self._decide: Decide = decide or machine.handle
+        self._beside, self._on_storage = agent.beside, agent.on_storage
+        self._decide: Decide = agent.decide or machine.handle
         self.logs = WorkerLogs(settings.logs or settings.folder)
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
@@ -170,7 +177,7 @@ class WorkerProcesses:
             knows=self._knows,
             happened=self.happened,
             keeps=settings.alone_s > 0,
-            on_record=on_record,
+            on_record=agent.on_record,
         )
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
