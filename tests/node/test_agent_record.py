@@ -305,3 +305,21 @@ def test_what_a_dead_session_leader_left_is_ended_and_nothing_else() -> None:
     assert not select.select([watched], [], [], 0)[0], "it is older than that process was"
     end_leftovers(pid, started - 1)
     assert select.select([watched], [], [], 20)[0]
+
+
+def test_a_folder_that_others_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """Given /tmp, an agent of root closed it to everybody, and took files of others for its own."""
+    shared, full = tmp_path / "shared", tmp_path / "full"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    full.mkdir(mode=0o700)
+    (full / "beacon-notes").write_text("mine")
+    with pytest.raises(UserError, match="open to other users"), held(shared, replace=False):
+        pass
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+    with pytest.raises(UserError, match="holds other files"), held(full, replace=False):
+        pass
+    assert [path.name for path in full.iterdir()] == ["beacon-notes"]
+    for _ in range(2):  # its own folder, made and then found
+        with held(tmp_path / "own", replace=False):
+            pass

@@ -187,7 +187,11 @@ class Agent:
             left = record.read()
         except (OSError, ValueError, KeyError, TypeError, PeerError) as error:
             self.warn(f"the record in {folder} is of no use ({error}): the workers of the agent before end")
-        there = [server for path in folder.glob("fork-*") if (server := InheritedServer(path)).ask()]
+        there = [
+            server
+            for path in folder.glob("fork-*")
+            if path.is_socket() and (server := InheritedServer(path)).ask()
+        ]
         # Else its processes are found by their numbers, and a server that is late can be waited for later.
         waits = left is not None and any(not each["is_up"] for each in left.image["processes"])
         with ThreadPoolExecutor(len(there) or 1) as pool:

@@ -171,8 +171,13 @@ def held(folder: Path, *, replace: bool) -> Iterator[None]:
         found = folder.stat()
         if found.st_uid != os.geteuid():
             raise UserError(f"--state {folder} belongs to another user; give a folder of your own.")
-        if found.st_mode & 0o077:
-            folder.chmod(0o700)  # secrets of tasks are in it
+        if found.st_mode & 0o077:  # secrets of tasks are in it; and it may be anything, such as /tmp
+            raise UserError(
+                f"--state {folder} is open to other users; give a folder of this agent alone, which is made "
+                "if it is not there, or close it to others (chmod 700)."
+            )
+        if not (folder / "lock").exists() and any(folder.iterdir()):  # the next agent would clean it up
+            raise UserError(f"--state {folder} holds other files; give an empty folder, or one to be made.")
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UserError(f"--state {folder} cannot be used: {error.strerror}.") from None

@@ -226,13 +226,15 @@ class ForkServer:
 
     def reap(self, child: ForkedProcess) -> None:
         """A child of an earlier server was reaped by the system."""
-        try:
-            if child.server != self.number or self._socket is None:
-                raise ConnectionResetError
-            self._socket.send(json.dumps({"reap": child.pid}).encode(), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-        except OSError:
+        is_gone = child.server != self.number or self._socket is None
+        if self._socket is not None and not is_gone:
+            try:
+                self._socket.send(json.dumps({"reap": child.pid}).encode(), socket.MSG_DONTWAIT)
+            except BlockingIOError:  # it reaps them all when its owner goes
+                pass
+            except OSError:
+                is_gone = True
+        if is_gone:
             end_leftovers(child.pid, child.born)
         os.close(child.pidfd)
 
