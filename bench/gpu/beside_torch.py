@@ -2,6 +2,7 @@
 
     python bench/gpu/beside_torch.py                 gpt-350m, 2 x 1 and 2 x 2
     python bench/gpu/beside_torch.py --mps --turns 2 --json
+    python bench/gpu/beside_torch.py --mps --shapes 4x1,8x1 --preset gpt-125m --rows 4 --microbatches 16
 
 Every process shares the one GPU and has its own NCCL_HOSTID, so NCCL talks through sockets for both. All
 train the same number of microbatches per step on the same data, with fp32 sums of gradients; Everstep's
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--shapes", default="2x1,2x2", help="replicas x stages, separated by commas")
     parser.add_argument("--only", default="", help="names of rows, separated by commas")
     parser.add_argument("--graphs", default="auto", help="the job's graphs: auto, never")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
@@ -230,15 +232,14 @@ def main() -> None:
     same = {name: getattr(given, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
     nccl = {"transport": "nccl", "graphs": given.graphs}
     fp32 = {**nccl, "accumulate": "fp32"}
-    rows: dict[str, Any] = {
-        "everstep 2x1 fp32": {"shape": "2x1", "job": fp32},
-        "ddp 2x1": {"what": "ddp", "replicas": 2, "stages": 1},
-        "flat 2x1": {"what": "flat", "replicas": 2, "stages": 1},
-        "everstep 2x1 strict": {"shape": "2x1", "job": nccl},
-        "everstep 2x2 fp32": {"shape": "2x2", "job": fp32},
-        "pipelining 2x2": {"what": "pipelining", "replicas": 2, "stages": 2},
-        "everstep 2x2 strict": {"shape": "2x2", "job": nccl},
-    }
+    rows: dict[str, Any] = {}
+    for shape in given.shapes.split(","):
+        replicas, stages = map(int, shape.split("x"))
+        sizes = {"replicas": replicas, "stages": stages}
+        rows[f"everstep {shape} fp32"] = {"shape": shape, "job": fp32}
+        for what in ("pipelining",) if stages > 1 else ("ddp", "flat"):
+            rows[f"{what} {shape}"] = {"what": what, **sizes}
+        rows[f"everstep {shape} strict"] = {"shape": shape, "job": nccl}
     wanted = [name for name in given.only.split(",") if name]
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
     found: dict[str, list[float]] = {name: [] for name in rows}
