@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from everstep.net.envelope import (
     PlaceInMemory,
     Unmappable,
 )
-from everstep.net.lanes import Lane, Lanes, LaneState
+from everstep.net.lanes import Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
@@ -61,7 +61,8 @@ from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
 
-Carrier = Literal["ipc", "shm", "nccl", "pipe", "tcp"]
+# By transport: what carries the bytes of a lane. All others of `chosen` need no lane.
+WIRES: dict[str, Callable[[torch.device], Wire]] = {"nccl": nccl.NcclWire, "pipe": lambda device: PipeWire()}
 MAX_COMPUTES = 300
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
 _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
@@ -91,12 +92,12 @@ class Identity:
         return Identity(str(kind), str(memory), str(lanes), str(computes)[:MAX_COMPUTES])
 
 
-def chosen(mine: Identity, theirs: Identity) -> Carrier:
-    """What carries tensors between these two."""
+def chosen(mine: Identity, theirs: Identity) -> str:
+    """The transport that carries tensors between these two."""
     if mine.memory and (mine.kind, mine.memory) == (theirs.kind, theirs.memory):
-        return "ipc" if mine.kind == "ipc" else "shm"
+        return mine.kind
     if mine.lanes and mine.lanes == theirs.lanes:
-        return "nccl" if mine.lanes.startswith("nccl") else "pipe"
+        return mine.lanes.partition(" ")[0]
     return "tcp"
 
 
@@ -162,7 +163,7 @@ class PlaneSettings:
     transport: str = "auto"
     net: NetSpec = field(default_factory=NetSpec)
     computes: str = ""  # as in `Identity`
-    waits: bool = False  # for a lane that is being opened; else tcp carries messages meanwhile
+    waits: bool = False  # for a lane that the job asks for; else tcp carries messages until it is open
     listener: socket.socket | None = None  # for peers; None: one of its own
     source_port: Callable[[str, int], int | None] | None = None
 
@@ -176,7 +177,7 @@ class DataPlane:
         self, settings: PlaneSettings, got: Callable[[Parcel, int], None] = lambda parcel, nbytes: None
     ) -> None:
         device = self.device = settings.device
-        self.waits, self._got = settings.waits, got
+        self.waits, self._got = settings.waits and settings.transport in WIRES, got
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         encrypt = settings.net.encrypt
         if encrypt:
@@ -208,12 +209,11 @@ class DataPlane:
         self._mappings = None if memory is None else Mappings(memory)
         self._lanes: Lanes | None = None
         if self.identity.lanes:
-            wire = partial(nccl.NcclWire, device) if device.type == "cuda" else PipeWire
             kind = self.identity.lanes.partition(" ")[0]
-            self._lanes = Lanes(self.links, wire, deliver=self._deliver, kind=kind)
+            self._lanes = Lanes(self.links, partial(WIRES[kind], device), deliver=self._deliver, kind=kind)
         self._fills = ArrivingFills(device, self._deliver)
         self.reads = SharedReads(self.links.send)
-        self.carriers: dict[Address, Carrier] = {}  # what carried tensors to it last
+        self.carriers: dict[Address, str] = {}  # what carried tensors to it last
         self._ahead: set[Address] = set()  # peers to which lanes are to be opened
         self._warned: set[Address] = set()
         self._apart: set[Address] = set()  # peers that cannot read this worker's memory
@@ -310,14 +310,14 @@ class DataPlane:
 
     def in_place(self, to: Address) -> bool:
         """Does the receiver read the sender's memory?"""
-        return self._pair(to) not in ("tcp", "nccl", "pipe")
+        return (pair := self._pair(to)) != "tcp" and pair not in WIRES
 
     def sends_beside(self, to: Address) -> bool:
         """Does what is posted now leave while the device computes on? In shared memory it need not leave; and
         a GPU's way through the host begins with a copy that all that follows would wait for.
         """
         pair = self._pair(to)
-        if pair in ("nccl", "pipe"):
+        if pair in WIRES:
             lane = None if self._lanes is None else self._lanes.lane(to)
             return lane is not None and lane.state is LaneState.READY
         return pair == "tcp" and self.completions is None
@@ -339,7 +339,7 @@ class DataPlane:
         assert self._lanes is not None
         for to in [to for to in self._ahead if self.links.identity(to) is not None]:
             self._ahead.discard(to)
-            if self._pair(to) in ("nccl", "pipe"):
+            if self._pair(to) in WIRES:
                 self._lanes.lane(to)
 
     def opened(self, frame: frames.Incoming) -> tuple[Tensor, ...]:
@@ -391,7 +391,7 @@ class DataPlane:
         if (sentence := bits_differ(self.identity, Identity.decode(known))) is not None:
             say(f"worker at {to.host}:{to.port}: {sentence}")
 
-    def _pair(self, to: Address) -> Carrier:
+    def _pair(self, to: Address) -> str:
         known = self.links.identity(to)
         if known is None:
             return "tcp"
@@ -400,11 +400,11 @@ class DataPlane:
 
     def _transport(
         self, to: Address, what: ParcelKind, tensors: tuple[Tensor, ...]
-    ) -> tuple[Carrier, Lane | None]:
+    ) -> tuple[str, Lane | None]:
         if not tensors or what in _LASTING:
             return "tcp", None
         pair = self._pair(to)
-        if pair in ("nccl", "pipe"):
+        if pair in WIRES:
             lane = None if self._lanes is None else self._lanes.lane(to)
             use = lane is not None and (self.waits or lane.state is LaneState.READY)
             return (pair, lane) if use else ("tcp", None)

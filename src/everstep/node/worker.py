@@ -183,7 +183,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             transport=job.transport,
             net=job.net,
             computes=_computes_with(job, device),
-            waits=job.transport in ("nccl", "pipe") and sender.incarnation == 1,
+            waits=sender.incarnation == 1,
             listener=None if group is None else group.listener,
             source_port=None if steering is None else steering.ports,
         ),
