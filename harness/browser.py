@@ -75,7 +75,7 @@ class Page:
         number = next(self._numbers)
         self._asked[number] = asyncio.get_running_loop().create_future()
         await self._line.send_str(json.dumps({"id": number, "method": method, "params": params}))
-        return await asyncio.wait_for(self._asked[number], 20)
+        return await asyncio.wait_for(self._asked[number], 60)
 
     async def open(self, address: str) -> None:
         await self.do("Page.navigate", url=address)
@@ -140,6 +140,7 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
+        await self.do("Emulation.setScrollbarsHidden", hidden=True)  # a picture of the whole page has none
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.do("Emulation.setEmulatedMedia", features=[scheme])
 

@@ -1,13 +1,15 @@
 """What Everstep costs, and how fast it recovers: pictures, drawn from bench/figures.json.
 
-    python -m tools.plots docs/plots          every picture, from the figures that are kept (`make plots`)
+    python -m tools.plots docs/plots          every picture and the table of docs/why.md, from the figures
+                                              that are kept (`make plots`)
     python -m tools.plots --measure           take all figures that this machine can give (`make figures`)
     python -m tools.plots --measure heal      take those of one bench
     python -m tools.plots --measure overhead --machine "16 x86 cores, idle"
 
 Figures are kept as the benches print them with `--json`, each with its command, the machine and the date. No
-figure is typed into a picture; a test draws the pictures again and compares them with those in docs/. Figures
-of machines that are not at hand have `source` instead: the place of the log they were printed to.
+figure is typed into a picture; a test draws the pictures again and compares them with those in docs/, and so
+it does with what the README and docs/why.md say of costs and of the race. Figures of machines that are not at
+hand have `source` instead: the page where they were written down, whose words must have the same numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +31,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "bench" / "figures.json"
+RACE = ROOT / "bench" / "peers" / "race.json"
 Figures = dict[str, dict[str, Any]]
 
 _DDP = "bench/overhead.py --replicas 2 --stages 1 --microbatches 2 --reduce ddp --json"
@@ -69,15 +73,16 @@ def overhead(figures: Figures) -> Chart:
     for name, shown in _SUMS.items():
         for group, found in _of(figures, "overhead "):
             if row := _row(found, name):
+                baseline = found[0]["contestants"][0]["steps_per_s"]
                 bars.append(
-                    Bar(group=group, name=shown, value=row.get("cpu_ratio") or 1 / row["ratio"]["median"])
+                    Bar(group=group, name=shown, value=row.get("cpu_ratio") or baseline / row["steps_per_s"])
                 )
         gpu = figures["beside DDP on a GPU"]["found"]
         if shown in gpu:
             bars.append(Bar(group="gpt-350m, GPU", name=shown, value=gpu[shown] / gpu["DDP"]))
     return Chart(
         title="A step while nothing fails, against the same training written with torch",
-        unit="times torch's time per step (CPU time on CPUs); less is better",
+        unit="times torch's time per step (of CPUs: CPU time where others used them); less is better",
         bars=bars,
         line=1.0,
     )
@@ -133,6 +138,61 @@ def recovery_by_workers(figures: Figures) -> Chart:
         bars=bars,
         digits=0,
     )
+
+
+# ------------------------------------------------------------------ what pages say
+
+
+def costs(figures: Figures) -> list[str]:
+    """The table of docs/why.md: the figures of the picture of costs."""
+    chart = overhead(figures)
+    names = list(dict.fromkeys(bar.name for bar in chart.bars))
+    groups = list(dict.fromkeys(bar.group for bar in chart.bars))
+    shown = {(bar.group, bar.name): f"{bar.value:.{chart.digits}f}" for bar in chart.bars}
+    rows = [[group, *(shown.get((group, name), "") for name in names)] for group in groups]
+    head = [COSTS, *(f"{name} (default)" if name == "strict sums" else name for name in names)]
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+_PIPELINED = "overhead gpt-1m, 2 x 2"
+COSTS = "times torch's time per step"
+
+
+def pauses(race: dict[str, Any], figures: Figures) -> dict[str, str]:
+    """The README's table: the longest time without a useful step after a SIGKILL, the least and the most."""
+    found = {}
+    for result in race["systems"].values():
+        stalls = [
+            stall
+            for fault, stall in zip(result["faults"], result["stalled_s"], strict=True)
+            if fault["kind"] == "kill"
+        ]
+        found[result["name"].split()[0]] = stalls
+    found["NVRx"].append(figures["NVRx in-process"]["found"]["past_s"])
+    return {
+        name: "–".join(dict.fromkeys(f"{end:.{int(end < 10)}f}" for end in (min(stalls), max(stalls))))
+        for name, stalls in found.items()
+    }
+
+
+def standstills(race: dict[str, Any]) -> str:
+    """The README's caption of the race."""
+    longest = {result["name"]: max(result["stalled_s"]) for result in race["systems"].values()}
+    ours, torchft = longest.pop("Everstep"), longest.pop("torchft")
+    return (
+        f"Everstep stood still for {ours:.1f} s at most, torchft for {torchft:.0f}, "
+        f"the others for {min(longest.values()):.0f} to {max(longest.values()):.0f} s."
+    )
+
+
+def against_others(race: dict[str, Any], figures: Figures) -> list[str]:
+    """What docs/why.md says below its table."""
+    plain, tuned = (row["steps_per_s"] for row in figures[_PIPELINED]["found"][0]["contestants"][:2])
+    ours, torchft = (race["systems"][name]["healthy_step_s"] for name in ("everstep", "torchft"))
+    return [
+        f"with our allocator settings torch's would take {plain / tuned:.2f} of its time",
+        f"our step takes {ours / torchft:.2f} times torchft's",
+    ]
 
 
 PICTURES: dict[str, tuple[Callable[[Figures], Chart], tuple[str, ...]]] = {  # and the figures it is made of
@@ -300,6 +360,11 @@ def main() -> None:
     for name, text in pictures(figures).items():
         (given.folder / name).write_text(text)
         print(given.folder / name)
+    page = ROOT / "docs" / "why.md"
+    page.write_text(
+        re.sub(rf"\| {COSTS} .*?\n\n", "\n".join(costs(figures)) + "\n\n", page.read_text(), flags=re.S)
+    )
+    print(page)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,21 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--epochs", "No such option: --epochs; options of the script follow its name: train.py --epochs."),
+        ("--replica", "No such option: --replica (Possible options: --preload, --replicas)."),
+    ],
+)
+def test_an_option_of_the_script_before_its_name_is_told_where_it_belongs(
+    option: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was answered by "Possible options: --nproc, --replicas"."""
+    assert main.run(["run", option, "3", "train.py"]) == 2
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("typed", "said"),
     [
         ("kill", "everstep cancel ends a task"),
@@ -286,6 +301,24 @@ def test_what_is_done_again_is_the_last_part_of_a_recovery(kept: int, says: str)
     incident.planned_at, incident.resumed_at = 1.01, 1.02
     incident.replayed_ops, incident.kept_outputs = 3, kept
     assert times(incident)[-1] == says
+
+
+def test_a_start_is_told_after_the_incident_that_it_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "starting 1:0 again: …" stood above "incident 1 in step 2: worker 1:0 killed by SIGKILL"."""
+    said: list[str] = []
+    now = [0.0]
+    monkeypatch.setattr("everstep.launch.local.plain_lines.time.monotonic", lambda: now[0])
+    lines = PlainLines(demo.demo_job(2, 2, 50), say=lambda line, **more: said.append(line))
+    incident = Incident(number=1, workers=[Worker(1, 0)], what="killed", step=2, evidence_at=1.0)
+    lines("action", act.StartWorker(worker=Worker(1, 0), incarnation=2, because="it was lost"))
+    lines("incident", incident)
+    assert [line[:12] for line in said] == ["incident 1 i", "starting 1:0"]
+    lines("action", act.StartWorker(worker=Worker(1, 1), incarnation=2, because="it was lost"))
+    lines("tick", None)
+    assert len(said) == 2
+    now[0] = 3.0  # its stage has no other worker: training does not go on before it is back
+    lines("tick", None)
+    assert said[2].startswith("starting 1:1 again")
 
 
 def test_decisions_are_told_in_words() -> None:

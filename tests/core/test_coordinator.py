@@ -57,6 +57,19 @@ def test_a_dead_worker_comes_back_on_its_node_and_the_incident_closes() -> None:
     assert [r.what for r in incident.remedies] == ["restart the worker"]
 
 
+@pytest.mark.parametrize(("known", "told"), [(60, 60), (58, 58), (0, None)])
+def test_an_incident_is_told_in_the_step_that_the_dead_worker_was_in(known: int, told: int | None) -> None:
+    """`--kill step=60` was told as "incident 1 in step 59": stage 0 is in the next step while the last stage
+    still has ops of this one.
+    """
+    cluster = running()
+    task = cluster.coordinator.tasks["t"]
+    cluster.exits(W01, "killed by SIGKILL", step=known)
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.step == (told or task.next_step)
+    assert incident.disturbed == range(min(incident.step, task.next_step), incident.step + 1)
+
+
 def accused_by_another_task(cluster: FakeCluster) -> None:
     """The program of another task has spoken of broken hardware on every node."""
     for node in cluster.coordinator.nodes.values():

@@ -13,6 +13,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
+from everstep.server import views
 from everstep.server.outlook import foresee
 from tests.core.fake_cluster import FakeCluster
 
@@ -126,6 +127,17 @@ def test_a_run_whose_every_step_was_skipped_fails_with_an_incident() -> None:
     assert [incident.what for incident in cluster.coordinator.log.incidents] == [NOT_FINITE]
 
 
+def test_a_run_of_one_step_that_was_skipped_says_so_in_the_singular() -> None:
+    """ "all 1 steps were skipped"; "the gradients of 1 steps up to step 14"."""
+    cluster = FakeCluster()
+    cluster.submit(steps=1)
+    cluster.seal(sum_of_squares=math.nan)
+    assert task_of(cluster).because.startswith("the only step was skipped, its gradient was not finite")
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.because.startswith("the gradient of step 1 was not finite")
+
+
 def test_a_run_that_trains_nothing_more_fails_with_the_step_it_has_got_to() -> None:
     """Every step from 4 on was skipped: "1 incident healed", exit code 0."""
     cluster = FakeCluster()
@@ -179,3 +191,11 @@ def test_a_closing_step_has_no_gradient_and_is_not_a_skipped_one() -> None:
     book = SkippedSteps(incidents=None)  # type: ignore[arg-type]
     assert book.recorded(task, closing, None) == []  # type: ignore[arg-type]
     assert book.why_failed(task, None) == ""  # type: ignore[arg-type]
+
+
+def test_a_closing_step_is_not_counted_among_the_steps_of_its_task() -> None:
+    """`everstep status` said 401/400, and one step's microbatches were issued and never committed."""
+    task = SimpleNamespace(recovery=SimpleNamespace(recorded=401), steps=400, shape=Shape(2, 2, 2))
+    rows = SimpleNamespace(first=1, last=400, committed=1600)
+    assert views._recorded(task) == 400  # type: ignore[arg-type]
+    assert views._microbatches(task, rows) == {"issued": 1600, "committed": 1600}  # type: ignore[arg-type]

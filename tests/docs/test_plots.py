@@ -1,6 +1,8 @@
 """The pictures of costs and recoveries are those that the kept figures give."""
 
 import json
+import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,6 +10,7 @@ from tools import plots
 from tools.pages import DOCS
 
 FIGURES = json.loads(plots.FIGURES.read_text())
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def test_every_picture_is_drawn_from_the_figures_that_are_kept() -> None:
@@ -25,6 +28,40 @@ def test_every_figure_says_by_which_command_where_and_when_it_was_taken(name: st
     assert kept["command"] == plots.COMMANDS.get(name) or "source" in kept, "taken by another command"
     if "source" in kept:  # the bench may be gone: "measured once"
         assert (plots.ROOT / kept["source"]).is_file()
+
+
+@pytest.mark.parametrize("name", [name for name, kept in FIGURES.items() if "source" in kept])
+def test_a_figure_that_was_written_down_has_the_numbers_of_its_page(name: str) -> None:
+    kept = FIGURES[name]
+    wanted = set(numbers(kept["found"]))
+    places = re.split(r"\n(?=- |#|\n)", (plots.ROOT / kept["source"]).read_text())
+    assert any(wanted <= {float(n.replace(",", "")) for n in _NUMBER.findall(place)} for place in places)
+
+
+def numbers(found: object) -> Iterator[float]:
+    match found:
+        case dict():
+            yield from (n for value in found.values() for n in numbers(value))
+        case list():
+            yield from (n for value in found for n in numbers(value))
+        case int() | float():
+            yield float(found)
+
+
+def test_pages_say_what_the_figures_and_the_race_say() -> None:
+    """docs/why.md said 1.02 where the picture below it said 1.01."""
+    race = json.loads(plots.RACE.read_text())
+    why, readme = (DOCS / "why.md").read_text(), (plots.ROOT / "README.md").read_text()
+    assert "\n".join(plots.costs(FIGURES)) in why, "run `make plots` and commit what it writes"
+    for said in plots.against_others(race, FIGURES):
+        assert said in " ".join(why.split())
+    assert plots.standstills(race) in " ".join(readme.split())
+    rows = {row.split("|")[1].strip(" *"): row.strip("*| ") for row in readme.splitlines() if row[:1] == "|"}
+    pauses = {name: pause for name, pause in plots.pauses(race, FIGURES).items() if name in rows}
+    assert {name: rows[name].split("|")[-1].strip(" *") for name in pauses} == {
+        name: f"{pause}&nbsp;s" for name, pause in pauses.items()
+    }
+    assert len(pauses) == 5
 
 
 def test_a_picture_shows_each_value_and_its_spread() -> None:

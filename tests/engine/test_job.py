@@ -161,7 +161,17 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f"{MODEL}[optimizer]\nclip = -1", "optimizer.clip is -1.0; it must be more than 0"),
         (
             f"{MODEL}[optimizer]\nlearning_rate = 1",
-            "learning_rate is not a key of [optimizer]; its keys: betas,",
+            "learning_rate is not a key of [optimizer]; here it is called lr, a key of [optimizer].",
+        ),
+        (f"lr = 1\n{MODEL}", "lr is not a key of a job; it is a key of [optimizer]."),
+        (f"{MODEL}batch_size = 8", "is not a key of gpt-tiny; here it is called rows, a key of [data]."),
+        (
+            f"{MODEL}steps = 8",
+            "is not a key of gpt-tiny; it is a key of the job: move it above all tables.",
+        ),
+        (
+            f'{MODEL}[data]\nkind = "synthetic"\npath = "x.bin"',
+            'data.path is for data.kind = "file" or "tokens"',
         ),
         (f"{MODEL}[checkpoint]\ninterval = 3", "checkpoint.folder is missing"),
         (f'{MODEL}[checkpoint]\nfolder = "a"\nkeep = 0', "checkpoint.keep is 0; it must be at least 1"),
@@ -229,7 +239,7 @@ def test_a_job_file_from_any_editor_is_read(text: bytes, tmp_path: Path) -> None
         (f"# größe\n{TINY}".encode("latin-1"), "is not UTF-8 text; save it as UTF-8."),
         (
             TINY.replace("steps = 4\n", "").encode() + b"steps = 4\n",
-            "steps stands below [data] and is a key of the job; move it above all tables.",
+            "data.steps is not a key of [data]; it is a key of the job: move it above all tables.",
         ),
     ],
 )

@@ -210,7 +210,7 @@ def test_a_run_that_is_no_demo_can_be_cancelled_and_its_workers_cannot_be_hurt()
 
 WORDS = """Promise.all([import("/web/words.js"), import("/web/chart.js")]).then(([words, chart]) => [
     words.awaited("D[50 stage 1 2]"), words.awaited("G[23 stage 0 0.3]"),
-    chart.ticks(0, 1.25), chart.ticks(1.72, 5.56),
+    chart.ticks(0, 1.25), chart.ticks(1.72, 5.56), chart.decimals([5.545, 5.55, 5.6]), words.loss(5.511),
     words.happened({ what: "killed by SIGKILL", workers: ["0:1"] }),
     words.happened({ what: "node a is gone", workers: ["0:1"] })])"""
 
@@ -220,7 +220,7 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
     async def play(address: str) -> None:
         async with browser() as chromium, chromium.page() as page:
             await page.open(address)
-            await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=20)
+            await page.until("document.getElementById('link')?.dataset.state === 'live'", within_s=60)
             await page.until(f"location.hash === '#/task/{TASK}'")  # not the token, and not a fleet of one
             assert await page.value("document.querySelector('nav a').offsetParent") is None, "no cluster here"
             await page.click("nav a[data-view=incidents]")
@@ -232,9 +232,12 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
                 "waits for gradient 0.3",
                 [0, 0.5, 1, 1.5],
                 [1, 2, 3, 4, 5, 6],
+                3,
+                "5.5110",
                 "worker 0:1: killed by SIGKILL",
                 "node a is gone",
             ]
+            assert await page.value("scrollY") == 0, "its title is below the bar"
             assert await page.value("document.getElementById('hurt-kill').disabled")
             await page.click("#places tbody td")
             await page.until("document.querySelector('#places td').getAttribute('aria-pressed') === 'true'")
@@ -253,7 +256,7 @@ def test_in_a_browser_the_address_is_enough_and_a_worker_is_killed_by_clicking_i
 
 def same(run: WordyRun, client: Client) -> None:
     """The follower's state becomes the run's. It hears a moment later; its death breaks the next call."""
-    ours, deadline = digest(run.coordinator), time.monotonic() + 20
+    ours, deadline = digest(run.coordinator), time.monotonic() + 90
     while True:
         with contextlib.suppress(EverstepError):
             if run.meanwhile(lambda: client.get("/v1/digest"))["digest"] == ours:

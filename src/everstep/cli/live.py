@@ -89,6 +89,8 @@ class LiveView:
                 self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
             case "evaluation", (step, values):
                 self.say(f"[cyan]=[/cyan] {escape(evaluation_line(step, values))}")
+            case "page", address:
+                self._live.console.print(f"page: {escape(address)}", soft_wrap=True)  # as one word to click
             case "warning", sentence:
                 self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -165,6 +166,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if (usual := _USUAL_COMMANDS.get(next(iter(given), ""))) is not None:
             message = f"No such command {given[0]!r}; {usual}."
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "everstep"
+        option, ours = (getattr(error, name, None) or "" for name in ("option_name", "possibilities"))
+        if option and command == "everstep run" and not get_close_matches(option, ours, cutoff=0.8):
+            message = f"No such option: {option}; options of the script follow its name: train.py {option}"
         stop = "" if message.endswith((".", "?")) else "."
         return _say(f"{message}{stop} Try {command} --help." if message else "", 2)
 

@@ -133,9 +133,7 @@ def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
     """The page of this run; it costs one socket until a browser connects."""
     from everstep.launch.local.page import RunPage
 
-    page = RunPage(port=port, may_hurt=may_hurt)
-    render.note(f"page: {page.address}")
-    return page
+    return RunPage(port=port, may_hurt=may_hurt)
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
@@ -99,12 +100,15 @@ class DataSpec:
         at_most("data.sequence", self.sequence, 2**30)
         if self.kind in ("file", "tokens", "table") and self.path is None:
             raise UserError(f'data.path is missing; data.kind = "{self.kind}" needs a path.')
-        for key, is_set, kind in (
-            ("document_end", self.document_end is not None, "tokens"),
-            ("pack", self.pack, "table"),
+        for key, is_set, kinds in (
+            ("document_end", self.document_end is not None, ("tokens",)),
+            ("pack", self.pack, ("table",)),
+            ("columns", self.columns is not None, ("table",)),
+            ("path", self.path is not None, ("file", "tokens", "table", None)),
         ):
-            if is_set and self.kind != kind:
-                raise UserError(f'data.{key} is for data.kind = "{kind}"; leave it out.')
+            if is_set and self.kind not in kinds:
+                usual = " or ".join(f'"{kind}"' for kind in kinds if kind)
+                raise UserError(f"data.{key} is for data.kind = {usual}; leave it out, or change the kind.")
         at_least("data.document_end", self.document_end, 0)
         if self.build is None and self.options:
             refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
@@ -534,12 +538,17 @@ def load_job(path: str | Path) -> Job:
     own = table.get("optimizer")
     if isinstance(own, dict) and "build" in own:  # the function gets what the file says, and no defaults
         own["options"] = {**own.get("options", {}), **{key: own[key] for key in _OF_ADAMW if key in own}}
-    try:
-        return Job.from_dict({**table, "base": str(path.resolve().parent)})
-    except UserError as error:
-        misplaced = re.match(r"\w+\.(\w+) is not a key of \[(\w+)\]", str(error))
-        if misplaced is None or misplaced[1] not in {f.name for f in fields(Job)}:
-            raise
-        raise UserError(
-            f"{misplaced[1]} stands below [{misplaced[2]}] and is a key of the job; move it above all tables."
-        ) from None
+    return Job.from_dict({**table, "base": str(path.resolve().parent)})
+
+
+def _homes() -> dict[str, str]:
+    """The table of each key that a user may set and that only one table has; "": the job itself."""
+    tables: dict[str, Any] = {f.name: type(f.default) for f in fields(Job) if is_dataclass(f.default)}
+    tables |= {"checkpoint": CheckpointSpec, "evaluation": EvaluationSpec, "model": ModelSpec}
+    keys = [("", f.name) for f in fields(Job) if f.name not in (*tables, "base", "code")]
+    keys += [(name, f.name) for name, table in tables.items() for f in fields(table) if f.name != "options"]
+    count = Counter(key for _, key in keys)
+    return {key: name for name, key in keys if count[key] == 1 and key not in tables}
+
+
+presets.HOMES.update(_homes())

@@ -552,8 +552,9 @@ class WorkerProcesses:
         reading, killed_at = process.beacon.read(), process.killed_at
         if killed_at is None and reading is not None and reading.doing.startswith(_PLANTED):
             killed_at = reading.at_ns / 1e9
-        done_ops = reading.done if reading is not None else 0
-        self.happened(ag.ProcessDied(process.sender, exit_reason(process.child.pid), done_ops, killed_at))
+        done_ops, step = (reading.done, reading.step) if reading is not None else (0, 0)
+        reason = exit_reason(process.child.pid)
+        self.happened(ag.ProcessDied(process.sender, reason, done_ops, step, killed_at))
 
     def _bury(self, process: WorkerProcess) -> None:
         self._loop.unwatch(process.child.pidfd)

@@ -160,7 +160,7 @@ def _why_not(best: Decision, other: Decision, name: str) -> str:
         return f"{', '.join(stopped[:3])} would stop"
     if reward < 0:
         share = -reward / max(_sum(best.choices, "reward"), 1e-300)
-        return f"all tasks together would train {share:.2%} slower" + (
+        return f"all tasks together would train {share:.{1 if share < 0.095 else 0}%} slower" + (
             ", and it costs more" if pays > 0 else ""
         )
     if reward > 0:

@@ -28,12 +28,13 @@ class WorkerStarted(Event):
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")
 class WorkerExited(Event):
-    """A process is gone: killed, crashed, or it raised and ended. `done_ops`: what its beacon last said."""
+    """A process is gone: killed, crashed, or it raised. `done_ops`, `step`: what its beacon last said."""
 
     worker: Worker
     incarnation: int
     reason: str
     done_ops: int = 0
+    step: int = 0  # 0: not known
     planned: bool = False  # it was asked to go: no incident
     killed_at: float | None = None  # where that is known, as in a demo
     stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost

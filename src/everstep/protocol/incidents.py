@@ -124,8 +124,9 @@ class Incident:
     number: int
     workers: list[Worker]
     what: str
-    step: int
+    step: int  # the worker was in, where that is known
     evidence_at: float
+    first_step: int = 0  # the first that was not complete; the worker may have been ahead of it
     task: str = ""
     node: str = ""
     rank: int | None = None  # of a script, if one can be named
@@ -149,6 +150,11 @@ class Incident:
     @property
     def closed(self) -> bool:
         return self.state is IncidentState.CLOSED
+
+    @property
+    def disturbed(self) -> range:
+        """The steps in which it found the workers."""
+        return range(self.first_step or self.step, self.step + 1)
 
     @property
     def label(self) -> str:
@@ -310,7 +316,7 @@ class TaskIncidents:
 
     def recorded(self, step: int, replayed_elsewhere: int) -> None:
         for incident in self.incidents:
-            if incident.step == step:
+            if step in incident.disturbed:
                 incident.replayed_elsewhere += replayed_elsewhere
 
     def resumed(self, at: float) -> list[Incident]:

@@ -425,7 +425,8 @@ class Api:
             case _:
                 raise InternalError(f"no task verb {verb}")
         if task.state in OVER:
-            raise UserError(f"task {task.name} is {task.state}; {verb} is not possible.")
+            command = {"unpause": "resume", "release": "resize", "reshape": "resize"}.get(verb, verb)
+            raise UserError(f"task {task.name} is {task.state}; {command} is not possible.")
         if isinstance(event, msg.ReshapeRequested):
             count, owner = num_workers(event.shape), task.request.owner
             every = self.record.machine.tasks.values()

@@ -150,7 +150,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "places": task.shape.replicas * task.shape.stages,
         "asked": _asked(task),
         "working": 0 if recovery is None else sum(isinstance(p, Member) for p in recovery.places.values()),
-        "step": recovery.recorded if recovery is not None else 0 if steps is None else steps.last,
+        "step": _recorded(task) if recovery is not None else 0 if steps is None else steps.last,
         "steps": task.steps,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
@@ -239,12 +239,18 @@ def evaluation_row(step: int, values: dict[str, float]) -> dict[str, Any]:
     return {"step": step, "values": {name: finite(value) for name, value in values.items()}}
 
 
+def _recorded(task: Task) -> int:
+    """The last step that is done. The closing step, which only evaluates, is not one of the task's."""
+    recorded = (task.recovery or task.progress).recorded
+    return min(recorded, task.steps) if task.steps else recorded
+
+
 def _microbatches(task: Task, steps: StepRows | None) -> dict[str, int]:
     """Of the steps that count: a task that went back will do the later ones again."""
     if steps is None or not steps.first:
         return {"issued": 0, "committed": 0}
     total = task.shape.replicas * task.shape.microbatches
-    recorded = (task.recovery or task.progress).recorded
+    recorded = _recorded(task)
     undone = max(0, steps.last - recorded)
     return {
         "issued": (recorded - steps.first + 1) * total,

@@ -97,6 +97,7 @@ class ProcessDied:
     sender: Sender
     reason: str
     done_ops: int = 0
+    step: int = 0  # 0: not known
     killed_at: float | None = None  # where that is known, as in a demo
 
 

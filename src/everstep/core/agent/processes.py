@@ -450,7 +450,7 @@ class NodeProcesses:
         process.deadline = None
         self.progress.forget(process.sender.task, process.sender.worker)
         reason = process.raised or clipped(event.reason)
-        return [] if reported else [_exited(process.order, reason, event.done_ops, event.killed_at)]
+        return [] if reported else [_exited(process.order, reason, event)]
 
     def _gone(self, sender: Sender) -> Actions:
         process = self.processes.get(sender)
@@ -540,16 +540,16 @@ def _never_started(order: StartProcess, because: str) -> SendToCoordinator:
 def _exited(
     order: StartProcess,
     reason: str,
-    done_ops: int = 0,
-    killed_at: float | None = None,
+    died: ProcessDied | None = None,
     stuck: bool = False,
 ) -> SendToCoordinator:
     event = ev.WorkerExited(
         worker=order.worker,
         incarnation=order.incarnation,
         reason=reason,
-        done_ops=done_ops,
-        killed_at=killed_at,
+        done_ops=died.done_ops if died is not None else 0,
+        step=died.step if died is not None else 0,
+        killed_at=died.killed_at if died is not None else None,
         stuck=stuck,
     )
     sender = Sender(order.task, order.worker, order.incarnation)

@@ -57,6 +57,8 @@ class SkippedSteps:
         if self._incidents.named(task, NOT_FINITE) is None:
             self._tell(task, task.steps, now)
         why = "were skipped, their gradients were not finite: nothing is trained"
+        if all_skipped and skips.recorded == 1:
+            return "the only step was skipped, its gradient was not finite: nothing is trained"
         if all_skipped:
             return f"all {skips.recorded} steps {why}"
         return (
@@ -66,7 +68,10 @@ class SkippedSteps:
     def _tell(self, task: Task, step: int, now: Moment) -> None:
         incident = self._incidents.new(task=task, what=NOT_FINITE, now=now, step=step)
         incident.stops_training = False
-        text = f"the gradients of {task.progress.skips.in_a_row} steps up to step {step} were not finite"
+        count = task.progress.skips.in_a_row
+        text = f"the gradients of {count} steps up to step {step} were not finite"
+        if count == 1:
+            text = f"the gradient of step {step} was not finite"
         self._incidents.tell(incident, "progress", (text,), now)
         self._incidents.judge(incident, known(ErrorKind.NOT_FINITE, text), now)
         because = "a skipped step changes no weight; a lower learning rate, other data or precision may help"

@@ -114,7 +114,7 @@ class Places:
         return [
             self.start(
                 worker,
-                f"worker {worker} was lost ({place.because}); start number {self.restarts[worker] + 1}",
+                f"worker {worker} was lost ({place.because}); restart {self.restarts[worker] + 1}",
             )
             for worker, place in self._all(Absent)
             if place.due_step <= recorded and self._may_start(worker)

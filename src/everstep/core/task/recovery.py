@@ -308,7 +308,9 @@ class Recovery:
             return actions + self._phases.assemble()  # no worker has begun yet
         for event in members:
             if not event.planned:
-                incident = self.log.open(event.worker, event.reason, self.recorded + 1, now, event.done_ops)
+                step = event.step or self.recorded + 1
+                incident = self.log.open(event.worker, event.reason, step, now, event.done_ops)
+                incident.first_step = min(step, self.recorded + 1)
                 incident.killed_at = incident.killed_at or event.killed_at
         if members:
             first, more = members[0], len(members) - 1

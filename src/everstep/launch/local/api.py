@@ -133,7 +133,8 @@ def train(
                 that makes one of torch's schedulers of an optimizer, or the name of one, with
                 `schedule_options`; else `warmup`, `decay`, `floor`
     eval_data   as `data`; its loss and `metrics` (name -> function of (output, targets): a mean, or (sum,
-                weight)) are found every `eval_every` steps and after the last, over `eval_batches` batches
+                weight)) are found every `eval_every` steps (ten times in a run if not given) and after the
+                last, over `eval_batches` batches
     callbacks   functions of a step, or objects with on_step, on_eval, on_checkpoint, on_incident
     page        serve a page that shows the run, and print its address
     settings    `epochs` instead of `steps` (100 if neither is given), where the data has rows; other keys of
@@ -323,9 +324,7 @@ def own_page(wanted: bool) -> AbstractContextManager[RunPage | None]:
     """The page of a script's run; it costs one socket until a browser connects."""
     if not wanted:
         return nullcontext()
-    page = RunPage()
-    say(f"page: {page.address}")
-    return page
+    return RunPage()
 
 
 def _this_launch() -> LocalLaunch:

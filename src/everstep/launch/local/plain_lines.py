@@ -18,6 +18,8 @@ from everstep.log import say
 from everstep.protocol import actions as act
 from everstep.protocol.table import TABLE
 
+HELD_S = 2.0  # a start is told after the incident it follows from, which is told when training goes on
+
 
 class PlainLines:
     """A watcher. Long runs get about a hundred step lines, and all their incidents.
@@ -38,11 +40,19 @@ class PlainLines:
         self._started = time.monotonic()
         self.every = every or max(1, job.steps // 100)
         self._begun = False
+        self._starts: list[tuple[float, str]] = []  # not told yet, and since when
         self._pace = Pace(steps=job.steps) if every is not None else None
 
     def __call__(self, kind: str, what: Any) -> None:
         if self._pace is not None:
             self._pace.hear(kind, what)
+        self._tell(kind, what)
+        if kind == "incident" or (self._starts and time.monotonic() - self._starts[0][0] > HELD_S):
+            for _, line in self._starts:
+                self.say(line)
+            self._starts.clear()
+
+    def _tell(self, kind: str, what: Any) -> None:
         match kind, what:
             case "tick", LocalTask() if not self._begun:
                 self._begin(what)
@@ -53,6 +63,8 @@ class PlainLines:
                 self.say(incident_line(incident), kind=kind, incident=incident.number, step=incident.step)
             case "evaluation", (step, values):
                 self.say(evaluation_line(step, values), kind=kind, step=step, values=values)
+            case "page", address:
+                self.say(f"page: {address}")
             case "warning", sentence:
                 self.say(sentence, level=logging.WARNING)
             case "raised", (worker, error, traceback):
@@ -61,7 +73,7 @@ class PlainLines:
             case "action", action if self.decisions:
                 self._decision(action)
             case "action", act.StartWorker(incarnation=incarnation) if incarnation > 1:
-                self.say(f"starting {what.worker} again: {what.because}")
+                self._starts.append((time.monotonic(), f"starting {what.worker} again: {what.because}"))
             case "action", act.CopyState():
                 self.say(what.because)
 

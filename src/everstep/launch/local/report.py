@@ -27,7 +27,7 @@ UNSAVED = "its last state is not saved"  # how the coordinator says it
 
 def healthy_step_s(outcome: Outcome) -> float:
     """The median step that no incident touched; the first is left out, for it warms up."""
-    touched = {incident.step for incident in outcome.incidents}
+    touched = {step for incident in outcome.incidents for step in incident.disturbed}
     quiet = [row.seconds for row in outcome.rows[1:] if row.step not in touched]
     return median(quiet) if quiet else 0.0
 
@@ -39,7 +39,8 @@ def steps_lost(incident: Incident, outcome: Outcome, healthy_s: float) -> float:
     before the evidence to the record of the disturbed step that counts.
     """
     before = [row.at for row in outcome.rows if row.at <= incident.evidence_at]
-    after = [row.at for row in outcome.rows if row.at > incident.evidence_at and row.step >= incident.step]
+    first = incident.disturbed.start
+    after = [row.at for row in outcome.rows if row.at > incident.evidence_at and row.step >= first]
     if not before or not after or healthy_s <= 0:
         return 0.0
     return max(0.0, (after[0] - before[-1]) / healthy_s - 1)

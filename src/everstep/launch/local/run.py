@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 NODE, TASK = "here", "task"
 LOOK_EVERY_S = 0.02
 ENDING_S = 20.0  # for workers to leave in good order; afterwards they are killed
-# (kind, what): step, evaluation, checkpoint, incident, action, raised, warning, tick
+# (kind, what): page, step, evaluation, checkpoint, incident, action, raised, warning, tick
 Watcher = Callable[[str, Any], None]
 
 
@@ -125,6 +125,7 @@ class LocalTask:
             self.workers.open()
             if self._page is not None:
                 self._page.attach(self, self._loop)
+                self.watch("page", self._page.address)  # not before: a browser would wait for an answer
             if self.job.log is not None:
                 self._log = StepLog(self.job.path(self.job.log))
             try:

@@ -5,7 +5,7 @@ import { ClusterView } from "./cluster.js";
 import { IncidentView, IncidentsView } from "./incident.js";
 import { Link, call } from "./link.js";
 import { TaskView } from "./task.js";
-import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, headings, short, sparkline, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, headings, loss, sparkline, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const KEPT_NEWS = 400;
 const byName = new Intl.Collator("en", { numeric: true }); // node-2 before node-10
@@ -133,7 +133,7 @@ function taskTable(id, full) {
       [task.state, () => stateBadge(task.state)],
       [`${task.working}/${task.asked}`, null, { class: task.working < task.asked && task.state === "running" ? "num short" : "num" }],
       [`${task.step}/${task.steps}`, () => element("span", {}, element("progress", { max: task.steps, value: task.step, "aria-label": `steps of ${task.task}` }), ` ${task.step}/${task.steps}`)],
-      [`${short(task.loss, 5)} ${task.curve.length}`, () => lossCell(task), { class: "num" }],
+      [`${loss(task.loss)} ${task.curve.length}`, () => lossCell(task), { class: "num" }],
       [task.step_seconds ? task.step_seconds.toFixed(3) : "–", null, { class: "num" }],
       ...(full ? [[task.because]] : []),
     ];
@@ -142,7 +142,7 @@ function taskTable(id, full) {
 
 function lossCell(task) { // of a task that is over, with the shape of its curve
   const shape = task.curve.filter((value) => value != null).length > 1 ? sparkline(task.curve) : null;
-  return element("span", {}, shape, short(task.loss, 5));
+  return element("span", {}, shape, loss(task.loss));
 }
 
 // ------------------------------------------------------------------ doing
@@ -202,7 +202,11 @@ function route() {
   paintSoon();
 }
 
-window.addEventListener("hashchange", () => { route(); document.getElementById("main").focus(); });
+window.addEventListener("hashchange", () => {
+  route();
+  scrollTo(0, 0);
+  document.getElementById("main").focus({ preventScroll: true }); // else its title scrolls below the bar
+});
 window.addEventListener("resize", paintSoon);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { forgetColours(); paintSoon(); });
 setInterval(() => { tellStale(); if (!document.hidden) paintSoon(); }, 1000); // ages keep counting

@@ -13,6 +13,9 @@ export function ticks(low, high) {
   return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(6)));
 }
 
+// As many for all labels of an axis as the longest needs: 5.550 beside 5.545.
+export const decimals = (marks) => Math.max(...marks.map((value) => Math.min(10, (String(value).split(".")[1] ?? "").length)));
+
 export function drawChart(canvas, rows, key, { fromZero = false, compare = null } = {}) {
   const width = canvas.clientWidth, height = 170;
   const brush = sized(canvas, width, height);
@@ -32,12 +35,13 @@ export function drawChart(canvas, rows, key, { fromZero = false, compare = null 
   const marks = ticks(fromZero ? 0 : values[0], values.at(-1)), [low, high] = [marks[0], marks.at(-1)];
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (width - LEFT - RIGHT);
   const y = (value) => TOP + (1 - (value - low) / (high - low)) * (height - TOP - BOTTOM);
+  const digits = decimals(marks);
   brush.strokeStyle = line;
   brush.textAlign = "right";
   for (const value of marks) {
     const at = Math.round(y(value)) + 0.5;
     brush.beginPath(); brush.moveTo(LEFT, at); brush.lineTo(width - RIGHT, at); brush.stroke();
-    brush.fillText(String(value), LEFT - 6, at);
+    brush.fillText(value.toFixed(digits), LEFT - 6, at);
   }
   brush.textAlign = "left"; brush.fillText(String(first), LEFT, height - 9);
   brush.textAlign = "right"; brush.fillText(`step ${last}`, width - RIGHT, height - 9);

@@ -115,7 +115,7 @@ export class ClusterView {
     const drawn = [rows.length, last[0], this.space, Math.floor(this.store.now() / 2), colour("--card")].join();
     if (drawn === this.drawnWaf) return;
     this.drawnWaf = drawn;
-    write(document.getElementById("waf-now"), `now ${last[1].toFixed(2)} workers, ${last[2].toFixed(2)} at full capacity`);
+    write(document.getElementById("waf-now"), `now ${last[1].toFixed(2)} workers; ┄ ${last[2].toFixed(2)} at full capacity`);
     drawPast(canvas, rows, this.store.now());
   }
 
@@ -127,7 +127,8 @@ export class ClusterView {
     document.getElementById("outlook-part").hidden = rows.length === 0;
     document.getElementById("outlook").replaceChildren(...rows.map((row) => {
       const moved = row.then.filter(({ before, after }) => before !== after);
-      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : "no change of workers";
+      const keeps = () => row.then.map(({ task, after }) => `${task} keeps ${count(after, "worker")}`).join(", ") || "no task is affected";
+      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : keeps();
       return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, row.because));
     }));
   }

@@ -3,7 +3,7 @@
 import { drawChart } from "./chart.js";
 import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
-import { OPS, PLACES, awaited, colour, duration, element, figures, happened, short, tone, write } from "./words.js";
+import { OPS, PLACES, awaited, colour, duration, element, figures, happened, loss, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
@@ -113,7 +113,7 @@ export class TaskView {
     document.getElementById("hurt-bar").hidden = !this.store.may.has("kill") || OVER.includes(task.state);
     const { issued, committed } = task.microbatches;
     figures(document.getElementById("task-figures"), [
-      [`${task.step} / ${task.steps}`, "step"], [short(task.loss, 6), "loss"],
+      [`${task.step} / ${task.steps}`, "step"], [loss(task.loss, 6), "loss"],
       [task.step_seconds ? duration(task.step_seconds) : "–", "per step"],
       ...(over ? [] : [[`${task.working} / ${task.asked}`, "workers", fewer ? "warn" : ""], [task.phase ?? "not started", "phase"]]),
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
@@ -127,8 +127,8 @@ export class TaskView {
     this.charts();
     this.drawStep();
     const known = task.loss != null && this.compare?.[task.step] != null;
-    const apart = known ? `, without failures ${short(this.compare[task.step], 6)}` : "";
-    write(document.getElementById("loss-now"), task.loss == null ? "" : `${short(task.loss, 6)} at step ${task.step}${apart}`);
+    const apart = known ? `, without failures ${loss(this.compare[task.step], 6)}` : "";
+    write(document.getElementById("loss-now"), task.loss == null ? "" : `${loss(task.loss, 6)} at step ${task.step}${apart}`);
     this.grid();
   }
 

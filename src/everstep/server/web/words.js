@@ -49,6 +49,9 @@ export function duration(seconds) {
 
 export const short = (value, digits = 4) => (value == null ? "–" : Number(value.toPrecision(digits)).toString());
 
+// With all its digits, so that a column of them does not jump: 5.5110.
+export const loss = (value, digits = 5) => (value == null || Math.abs(value) >= 10 ** digits ? short(value, digits) : value.toPrecision(digits));
+
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
