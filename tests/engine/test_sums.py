@@ -3,6 +3,7 @@
 import math
 import operator
 import random
+import weakref
 from fractions import Fraction
 from functools import reduce
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline import stages
 
+from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels, sum_units
 from everstep.engine.sums import sums as gradient_sums
@@ -18,6 +22,7 @@ from everstep.engine.sums.device_sums import reciprocal
 from everstep.engine.sums.sum_parts import owned, peaks_of, restored, shortened, virtual_chunks
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
+from everstep.schedule import footprint
 
 CPU = torch.device("cpu")
 SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}
@@ -404,3 +409,35 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
         assert (made.for_wire(flat).dtype == torch.uint8) == (count < grids.MOST_SHORT)
         assert torch.equal(restored(made.for_wire(flat), WHOLE), flat)
         assert torch.equal(restored(shortened(flat), WHOLE), flat) == (count <= grids.MOST_SHORT)
+
+
+def bytes_alive(storages: list[weakref.ref[torch.UntypedStorage]]) -> int:
+    found = [storage for ref in storages if (storage := ref()) is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+@pytest.mark.parametrize("limit", [-30, 30], ids=["promoted", "fits"])
+def test_of_a_large_microbatch_little_is_held_for_the_check_after_its_w(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """As on a GPU. Checked in small groups or all at once, the sums have the same bits."""
+    data = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
+    found, left = [], []
+    for most in (1 << 40, 1 << 14):
+        monkeypatch.setattr(footprint, "CHECKED", most)
+        (stage,) = stages(gpt(vocab=64, width=32, heads=4, hidden=48, depth=4), 1, data)
+        slots, size = stage.slots, stage.size
+        late = GradientSums(slots, size, kind="strict", contributions=256, device=CPU, late=True)
+        stage.sums = late
+        late.begin(1, [limit] * len(slots))
+        for microbatch in (0, 1):
+            stage.forward(1, microbatch)
+            stage.input_grad(1, microbatch)
+            held = [weakref.ref(one.untyped_storage()) for one in stage._stashes[1, microbatch].for_weights()]
+            stage.weight_grad(1, microbatch)
+            left.append(bytes_alive(held) - stage.working.nbytes)
+        assert (late.num_promoted > 0) == (limit < 0)
+        found.append(late.values())
+    assert torch.equal(*found)
+    at_once, in_groups = left[:2], left[2:]
+    assert max(in_groups) < 1 << 15 < min(at_once), "a group, and the tensor that filled it"

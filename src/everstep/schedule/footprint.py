@@ -43,6 +43,7 @@ RECORDED = "recorded ops"
 SAVED_COPIES = 2  # in host memory, for disk and for memory: one being written, one that waits (`store.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
+CHECKED = 1 << 30  # bytes that are held for additions which a GPU has not confirmed, as one group
 # Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is
 # computed; left for the moment before an update; copied at once (`net.transfers`).
 SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
@@ -68,7 +69,7 @@ class Settings:
     through_host: bool = False  # what peers send is received in host memory: a GPU without shared memory
     saved: float = 0.0  # of the state, what a save or a copy in memory takes along; 0: neither
     exact: bool = False  # kernels of a GPU that give the same bits every time
-    checked_late: bool = False  # strict sums on a GPU: W keeps what it read until the next W
+    checked_late: bool = False  # strict sums on a GPU: W keeps what it read until it is confirmed
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
     recorded: bool = False  # F and I as CUDA graphs, where there is room
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from everstep.engine.layers.linear import contributions_of
 from everstep.engine.stage.stash import Stash
 from everstep.engine.sums.sums import GradientSums
+from everstep.schedule import footprint
 
 Finished = Callable[[int], None]  # a slot gets nothing more of this microbatch
 Begins = Callable[[set[int]], Finished]  # is given the slots that get something
@@ -32,13 +33,7 @@ def add_gradients(
             seen(index[parameter], product())
     done = _nothing if begins is None else _counted(index, stash, begins, once=sums.is_strict)
     if sums.is_strict:
-        for parameter, product in contributions_of(stash.queue, stash.others):
-            if seen is not None:
-                product = partial(_seen, made := product())
-                seen(index[parameter], made)
-            sums.add(index[parameter], product)
-            done(index[parameter])
-        sums.added()
+        _add_strict(sums, index, stash, done, seen)
         return
     for queued in stash.queue:
         queued.run(lambda parameter: sums.shaped[index[parameter]])
@@ -47,6 +42,40 @@ def add_gradients(
     for parameter, gradient in stash.others:
         sums.shaped[index[parameter]].add_(gradient)
         done(index[parameter])
+
+
+def _add_strict(
+    sums: GradientSums, index: Mapping[Tensor, int], stash: Stash, done: Finished, seen: Seen | None
+) -> None:
+    """What is added is let go on the way: of a large microbatch little is left for the next W to check."""
+    products = contributions_of(stash.queue, stash.others)[::-1]
+    held, unchecked = _held(stash), 0
+    stash.queue, stash.others = [], []
+    while products:
+        parameter, product = products.pop()
+        if seen is not None:
+            product = partial(_seen, made := product())
+            seen(index[parameter], made)
+        sums.add(index[parameter], product)
+        done(index[parameter])
+        unchecked += held[parameter]
+        if unchecked >= footprint.CHECKED:
+            sums.check()
+            unchecked = 0
+    sums.added()
+
+
+def _held(stash: Stash) -> Counter[Tensor]:
+    """Bytes that are held for the contribution to each parameter."""
+    held = Counter({parameter: gradient.nbytes for parameter, gradient in stash.others})
+    for entry in stash.queue:
+        of_layer = sum(
+            tensor.nbytes
+            for tensor in entry
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+        )
+        held.update(dict.fromkeys(entry.trained, of_layer))
+    return held
 
 
 def _seen(made: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ How a strict sum is kept is in `sum_units`.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
 added; contributions are added in groups, because for most tensors the calls would cost more than the sums. A
-GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next
-microbatch is added, says so. Integers allow it: what was added is subtracted, whatever it was.
+GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next ones
+have been added, says so. Integers allow it: what was added is subtracted, whatever it was.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP = 1 << 18  # elements of contributions that are held until they are added
 
 
 class _Late(NamedTuple):
-    """Contributions of one microbatch on a GPU, added before their peaks were known here."""
+    """Contributions on a GPU that were added before their peaks were known here."""
 
     products: list[tuple[int, Product]]
     places: list[int]  # of each one's peak
@@ -182,8 +182,14 @@ class GradientSums:
             self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], -1)
 
     def added(self) -> None:
-        """All contributions of a microbatch are in. On a GPU, now those of the one before are checked."""
+        """All contributions of a microbatch are in."""
         self._num_added += 1
+        self.check()
+
+    def check(self) -> None:
+        """On a GPU: what was added before the last call is checked now, and let go; the rest is so next time,
+        when its peaks have long been on their way.
+        """
         adding, self._adding = self._adding, []
         self.settle()
         if adding:
