@@ -36,7 +36,6 @@ class QueuedConv1D:
     module: Any
     queue: Queue
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> Tensor:
         return queued_conv1d(x, self.module.weight, self.module.bias, self.queue)
 
@@ -48,7 +47,6 @@ class QueuedEmbedding:
     module: Any
     queue: Queue
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, input: Tensor) -> Tensor:
         return queued_embedding(input, self.module.weight, self.module.padding_idx, self.queue)
 
@@ -64,10 +62,18 @@ def take_over(module: nn.Module, queue: Queue, *, fused: bool = False) -> int:
     for part in module.modules():
         queued = queued_forward(part)
         if queued is not None:
-            method = _FUSED.get(queued) if fused and part is not module else None
-            part.forward = queued(part, queue) if method is None else MethodType(method, part)
+            forward: Any = queued(part, queue)
+            if fused and part is not module:  # else nothing around it is compiled
+                method = _FUSED.get(queued)
+                forward = _uncompiled(forward) if method is None else MethodType(method, part)
+            part.forward = forward
             taken += 1
     return taken
+
+
+def _uncompiled(forward: Any) -> Any:
+    """As it is, also inside what is compiled. Not a decorator: that loads the compiler into every process."""
+    return torch.compiler.disable(forward.__call__)  # type: ignore[no-untyped-call]
 
 
 def share_in_two(modules: Iterable[nn.Module]) -> float:
