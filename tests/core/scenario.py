@@ -237,8 +237,8 @@ class Scenario:
 
     def _send_state(self, worker: Worker, to: Worker, transfer: StateTransfer) -> None:
         def arrive() -> None:
-            if self.workers[to].take_state(transfer) is not FrameUse.DROP:
-                self.workers[to].state_arrived(transfer)
+            if self.workers[to].joiner.take_state(transfer) is not FrameUse.DROP:
+                self.workers[to].joiner.state_arrived(transfer)
                 self._carry_out(to)
 
         self._transmit(worker, to, arrive)
@@ -286,13 +286,13 @@ class Scenario:
             case act.CopyState():
                 say(f"  {action.because}")
                 if action.source in self.workers:
-                    self.workers[action.source].copy_to(
-                        action.joiner.replica, incarnation=action.incarnation, transfer=action.transfer
+                    self.workers[action.source].feeder.copy_to(
+                        action.joiner.replica, action.incarnation, action.transfer
                     )
             case act.StopFeeding():
                 say(f"  worker {action.source} stops feeding: {action.because}")
                 if action.source in self.workers:
-                    self.workers[action.source].stop_feeding(action.joiner.replica)
+                    self.workers[action.source].feeder.stop(action.joiner.replica)
             case act.RecordStep():
                 total = action.microbatches_committed
                 say(f"  step {action.step} is recorded: {total} microbatches, each once")

@@ -100,19 +100,19 @@ def test_a_state_is_loaded_from_where_the_order_to_load_it_said_though_another_o
     worker.handle(resume(1, restore=2, copies=kept), 0.0)
     worker.handle(interrupt(2), 0.0)
     worker.handle(resume(2), 0.0)
-    assert worker.next() == Restore(2)
+    assert worker.state.next() == Restore(2)
     assert worker.directions.copies == kept
 
 
 def test_a_first_op_of_an_epoch_is_said_once() -> None:
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)
-    worker.finished(worker.next(), True, began=0.0)
+    worker.finished(worker.state.next(), True, began=0.0)
     worker.take_actions()
-    worker.finished(worker.next(), None, began=7.5)
+    worker.finished(worker.state.next(), None, began=7.5)
     said = [action for action in worker.take_actions() if isinstance(action, SendReport)]
     assert [event_in(action) for action in said] == [ev.WorkerResumed(worker=ME, epoch=1, at=7.5)]
-    worker.finished(worker.next(), None, began=8.0)
+    worker.finished(worker.state.next(), None, began=8.0)
     assert not [action for action in worker.take_actions() if isinstance(action, SendReport)]
 
 
@@ -130,11 +130,11 @@ def test_a_worker_asked_to_finish_leaves_when_nothing_is_in_hand() -> None:
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)
     worker.handle(EndWorker(gently=True), 0.0)
-    assert not worker.may_leave(worker.next())
+    assert not worker.may_leave(worker.state.next())
     assert worker.may_leave(Paused())
     assert worker.may_leave(Finished())
     worker.handle(EndWorker(gently=False), 0.0)
-    assert worker.may_leave(worker.next())
+    assert worker.may_leave(worker.state.next())
 
 
 def test_one_that_joins_leaves_at_once_when_asked_to_finish() -> None:

@@ -124,7 +124,7 @@ class Processes:
         control, agenda = process.control, self.agenda
         if process.group is not None:
             process.group.looks_for_work()
-        task = control.next()
+        task = control.state.next()
         if process.group is not None:
             process.group.found(task)
         self._carry_out(process, control.take_actions())
@@ -246,7 +246,9 @@ class Processes:
                 if slices.others(item.shard, parcel):
                     self._accept(process, *slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if slices.others_state(item.shard, transfer) and process.worker_state.may_load(transfer):
+                if slices.others_state(item.shard, transfer) and process.worker_state.joiner.may_load(
+                    transfer
+                ):
                     process.load_state(transfer, slices.take_state(transfer))
             case sh.ShardLink(event=event):
                 self._obey(process, event)

@@ -203,7 +203,7 @@ class VirtualFollower:
                 self.slices.take(parcel)
             case sh.ShardLoads(transfer=transfer):
                 self.slices.take_state(transfer)
-                self.control.state.state_arrived(transfer)
+                self.control.state.joiner.state_arrived(transfer)
                 self._carry_out(self.control.take_actions())
             case sh.ShardLooks():
                 self._look()
@@ -218,7 +218,7 @@ class VirtualFollower:
         self.looked += 1
         look = self.group.looks[self.looked]
         self._before = self.control.state.now.step
-        task = self.control.next()
+        task = self.control.state.next()
         self._carry_out(self.control.take_actions())
         if task != look.task:
             raise Violation(

@@ -323,7 +323,7 @@ class VirtualWorker:
 
     def take_state(self, transfer: StateTransfer, name: str, value: int) -> None:
         """One frame of two, so that a state could be made of two transfers' halves."""
-        use = self.worker_state.take_state(transfer)
+        use = self.worker_state.joiner.take_state(transfer)
         if use is FrameUse.DROP:
             return
         if use is FrameUse.BEGIN:
@@ -342,7 +342,7 @@ class VirtualWorker:
         self.state = self.working = state
         self._begin_gradients()
         self.chunks.follow(self.state)
-        self.worker_state.state_arrived(transfer)
+        self.worker_state.joiner.state_arrived(transfer)
         if self.group is not None:
             self.group.loaded(transfer)
 

@@ -52,6 +52,7 @@ class Failures:
         self, context: ClusterContext, *, training: Training, staffing: Staffing, nodes: Nodes
     ) -> None:
         self._roster, self._incidents, self._policy = context.roster, context.incidents, context.policy
+        self._orders, self._later = context.orders, context.later
         self._training, self._staffing, self._nodes = training, staffing, nodes
 
     # -------------------------------------------------------------- a process is gone
@@ -122,7 +123,7 @@ class Failures:
             return []
         node.lost_slots.discard(slot)
         self._roster.node_changed(node)
-        self._training.slots_changed(f"slot {slot} of node {node.name} is free again")
+        self._later.slots_changed(f"slot {slot} of node {node.name} is free again")
         return self._incidents.slots_back(node.name, (slot,), "the process has ended", now)
 
     def _judge_exit(self, task: Task, event: ev.WorkerExited, now: Moment) -> tuple[Incident, Judgement]:
@@ -670,7 +671,7 @@ class Failures:
             task.failures.links.probed[name] = ()
             because = f"{pair[0]} and {pair[1]} cannot reach each other: which of them is it?"
             order = msg.ProbeLinks(task=task.name, addresses=addresses)
-            actions += self._training.order(name, order, because, now)
+            actions += self._orders.send(name, order, because, now)
         return actions
 
     def kernel_spoke(self, node: Node, text: str, slots: tuple[int, ...], now: Moment) -> Actions:

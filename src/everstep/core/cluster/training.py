@@ -155,12 +155,6 @@ class Training:
         event = ev.StateDoubted(because=because, suspect=suspect)
         return actions + (self.inform(task, event, now) if back else [])
 
-    def order(self, node: str, order: msg.Order, because: str, now: Moment) -> Actions:
-        return self._orders.send(node, order, because, now)
-
-    def slots_changed(self, because: str) -> None:
-        self._later.slots_changed(because)
-
     def start_due(self, task: Task, now: Moment) -> Actions:
         """The starts whose time has come, and what the lives of a script have waited for."""
         due = None if task.lives is None else task.lives.due_at()

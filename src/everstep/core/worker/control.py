@@ -109,12 +109,12 @@ class WorkerControl:
         for worker, host, port in order.book:
             if worker == words.joiner:
                 self.book[worker] = (host, port)
-                self.state.copy_to(worker.replica, incarnation=words.incarnation, transfer=words.transfer)
+                self.state.feeder.copy_to(worker.replica, words.incarnation, words.transfer)
         return []
 
     @on_notice
     def _stop_feeding(self, order: NotifyWorker, words: act.StopFeeding) -> list[WorkerAction]:
-        self.state.stop_feeding(words.joiner.replica)
+        self.state.feeder.stop(words.joiner.replica)
         return []
 
     @on_order
@@ -166,9 +166,6 @@ class WorkerControl:
         return self.mending.due_at()
 
     # -------------------------------------------------------------- what it does
-
-    def next(self) -> work.WorkItem:
-        return self.state.next()
 
     def finished(self, task: work.WorkItem, answer: work.Answer, *, began: float) -> None:
         """`began`: when the task was begun, in seconds of the shell's clock."""

@@ -146,6 +146,7 @@ class Feeder:
         self.snapshots_due: list[int] = []
 
     def copy_to(self, joiner: int, incarnation: int, transfer: int) -> None:
+        """Start feeding a joining peer of this stage: a snapshot first, then every further step."""
         self.joiners[joiner] = FedJoiner(incarnation, transfer)
         self.copy_again(joiner)
 
@@ -156,6 +157,7 @@ class Feeder:
             self.snapshots_due.append(joiner)
 
     def stop(self, joiner: int) -> None:
+        """The joiner is gone."""
         self.feeds.pop(joiner, None)
         self.snapshots_due = [replica for replica in self.snapshots_due if replica != joiner]
 

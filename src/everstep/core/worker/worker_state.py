@@ -23,7 +23,7 @@ from __future__ import annotations
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.chores import next_chore
 from everstep.core.worker.chunks import Chunks
-from everstep.core.worker.joining import Feeder, FrameUse, Joiner, WorkerLife
+from everstep.core.worker.joining import Feeder, Joiner, WorkerLife
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.open_steps import OpenSteps
 from everstep.core.worker.reduction import Reduction
@@ -35,7 +35,7 @@ from everstep.core.worker.votes import Votes
 from everstep.errors import InternalError
 from everstep.protocol.events import Event, RestoreFailed
 from everstep.protocol.ops import Kind, Worker
-from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import (
     AdoptWeights,
     Answer,
@@ -159,25 +159,6 @@ class WorkerState:
                     self.chunks.give(state.step, peer)
                 else:
                     self.reduction.give(state, peer)
-
-    def copy_to(self, joiner: int, *, incarnation: int, transfer: int) -> None:
-        """Start feeding a joining peer of this stage: a snapshot first, then every further step."""
-        self.feeder.copy_to(joiner, incarnation, transfer)
-
-    def stop_feeding(self, joiner: int) -> None:
-        """The joiner is gone."""
-        self.feeder.stop(joiner)
-
-    def take_state(self, transfer: StateTransfer) -> FrameUse:
-        """A frame of a peer's state is here: what is it good for?"""
-        return self.joiner.take_state(transfer)
-
-    def may_load(self, transfer: StateTransfer) -> bool:
-        return self.joiner.may_load(transfer)
-
-    def state_arrived(self, transfer: StateTransfer) -> None:
-        """All frames of a transfer that counts are here, and the state is loaded."""
-        self.joiner.state_arrived(transfer)
 
     def link_reopened(self, peer: Worker) -> None:
         """A connection to a live peer broke and is back: what was under way on it is sent again."""

@@ -78,7 +78,7 @@ class WorkItems:
         self.signs, self.times, self.loader = signs, times, loader
         self._data_waited_s = 0.0
         self._sent_before: dict[Address, FlowProgress] = {}
-        self._sender = StateSender(plane.links)
+        self.sender = StateSender(plane.links)
         self._voted = VotedOps()
         self._build = build
         self.stage, made = build()
@@ -103,7 +103,7 @@ class WorkItems:
 
     def do(self, task: work.WorkItem) -> Any:
         if isinstance(task, _WRITES):
-            self._sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
+            self.sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
         if self.sharded is not None and isinstance(task, _OF_CHUNKS):
             return self._do_sharded(task, self.sharded)
         match task:
@@ -318,11 +318,7 @@ class WorkItems:
         target = self.address(address)
         step = task.transfer.state_step
         state = self.updater.weights(step) if self.sharded is not None else self.updater.state(step)
-        self._sender.begin(target, task.transfer, state)
-
-    def send_fill(self, to: Address, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...]) -> None:
-        """The state of a chunk, to a new holder: live tensors, in pieces until the next update."""
-        self._sender.begin_fill(to, parcel, envelope, tensors)
+        self.sender.begin(target, task.transfer, state)
 
     def _fed(self) -> list[Address]:
         """The joiners that this worker feeds."""

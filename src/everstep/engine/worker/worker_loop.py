@@ -4,7 +4,7 @@
 parcels and orders reach it through one queue, so nothing here needs a lock.
 
     links' I/O thread ──┐
-                        ├──► inbox ──► run(): control.next() ──► task ──► torch ──► control.finished()
+                        ├──► inbox ──► run(): state.next() ────► task ──► torch ──► control.finished()
     agent's thread  ────┘                                   └──► actions ──► links, agent
 """
 
@@ -73,7 +73,7 @@ class WorkerLoop:
             control, build, ports=ports, plane=plane, signs=signs, times=times, loader=loader
         )
         self.tensors = self.work.tensors
-        self._arriving = ArrivingState(self.state.take_state, self.work.place)
+        self._arriving = ArrivingState(self.state.joiner.take_state, self.work.place)
 
     # -------------------------------------------------------------- the loop
 
@@ -96,7 +96,7 @@ class WorkerLoop:
 
     def turn(self) -> work.WorkItem:
         """Look for the next work item, and run it if there is one to run."""
-        task = self.control.next()
+        task = self.state.next()
         self._carry_out(self.control.take_actions())
         if self.control.may_leave(task):
             return task
@@ -167,7 +167,7 @@ class WorkerLoop:
                 if self.leader.slices.others(shard, parcel):
                     self.accept(parcel, self.leader.slices.take(parcel))
             case sh.StateIsHere(transfer=transfer):
-                if self.leader.slices.others_state(shard, transfer) and self.state.may_load(transfer):
+                if self.leader.slices.others_state(shard, transfer) and self.state.joiner.may_load(transfer):
                     self.load_state(transfer, self.leader.slices.take_state(transfer))
             case sh.ShardLink(event=event):
                 self._hear(event, self.ports.clock_ns() / 1e9)
@@ -224,7 +224,7 @@ class WorkerLoop:
     def load_state(self, transfer: StateTransfer, state: Mapping[str, Tensor]) -> None:
         """All frames of a transfer are here, on every shard."""
         self.work.load_arrived(transfer.state_step, state)
-        self.state.state_arrived(transfer)
+        self.state.joiner.state_arrived(transfer)
         if self.leader is not None:
             self.leader.tell(sh.ShardLoads(transfer=transfer))
 
@@ -276,7 +276,7 @@ class WorkerLoop:
     ) -> None:
         parcel = command.parcel
         if parcel.what is ParcelKind.FILL:
-            self.work.send_fill(address, parcel, envelope, tensors)
+            self.work.sender.begin_fill(address, parcel, envelope, tensors)
             return
         lag_s = self.signs.lag_s(parcel.step, command.stage)
         if lag_s:  # the timer's own copy: not borrowed yet
