@@ -20,6 +20,7 @@ from aiohttp import web
 
 from everstep.cli.client import Client
 from everstep.cli.coordinator import Signalled, until_signalled
+from everstep.core.agent.agent import AgentSaid
 from everstep.errors import UserError
 from everstep.net.sockets import UNANSWERED_MS, watch_path
 from everstep.node import agent as module
@@ -416,10 +417,13 @@ def test_a_warning_by_a_signal_is_reported_once() -> None:
     """Slurm's --signal=USR1@120 reaches the agent, and its keeper passes it on as well."""
     said: list[str] = []
     agent = Agent(AgentSettings(node="n1", slots=1, coordinators=()), say=said.append)
+    handle, events = agent.state.handle, []
+    agent.state.handle = lambda event, now: events.append(event) or handle(event, now)
     agent.notice(120.0, "SIGUSR1")
     agent.notice(120.0, "SIGUSR1")
     reports = [kept.report for kept in agent.state.reports.after(0)]
     assert reports == [LeaveNoticed(leaves_in_s=120.0, by="SIGUSR1")]
+    assert events == [AgentSaid(reports[0])], "its machine changes through its events only"
     assert len(said) == 1
 
 

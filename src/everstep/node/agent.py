@@ -34,6 +34,7 @@ from aiohttp import web
 from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.agent import (
     AgentEvent,
+    AgentSaid,
     AgentState,
     LeaveLine,
     LineClosed,
@@ -409,8 +410,7 @@ class Agent:
                 self._news.set()
 
     def _report(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
-        self.state.reports.add(report, sender)
-        self._news.set()
+        self._decide(AgentSaid(report, sender), time.monotonic())
 
     def _kernel_spoke(self, text: str) -> None:
         slots: tuple[int, ...] = ()
@@ -760,7 +760,7 @@ def _leaves_no_trace(event: AgentEvent) -> bool:
     if isinstance(event, ag.ProcessSpoke):
         said = event.report.event if isinstance(event.report, msg.TaskEvent) else event.report
         return not isinstance(said, ev.WorkerRaised | msg.ShardEnded | msg.OrderTaken)
-    return isinstance(event, ag.Glanced)
+    return isinstance(event, ag.Glanced | AgentSaid)
 
 
 def _watch(sock: Any) -> None:

@@ -15,7 +15,7 @@ from everstep.core.agent.process import AgentLimits
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits
-from everstep.protocol.messages import NodeReport, Order
+from everstep.protocol.messages import NodeReport, Order, Sender
 from everstep.protocol.table import Document
 
 
@@ -50,9 +50,12 @@ class ReportsKept:
 
 @dataclass(frozen=True, slots=True)
 class AgentSaid:
-    """Something of the node itself: a line of its kernel's log, the answer of work on its disk."""
+    """Something of the node itself: a line of its kernel's log, the answer of work on its disk. `sender`: the
+    process that it is about.
+    """
 
     report: NodeReport
+    sender: Sender | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class AgentState:
                 self.reports.heard(event.number)
                 return []
             case AgentSaid():
-                self.reports.add(event.report, None)
+                self.reports.add(event.report, event.sender)
                 return []
             case _:
                 return self._report(self.processes.handle(event, now))
