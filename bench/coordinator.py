@@ -244,7 +244,7 @@ async def _recoveries(cluster: Cluster, number: int, times: int, folder: Path) -
     headers = {"Authorization": f"Bearer {cluster.token}"}
     crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers)
     for agent in range(number):
-        crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd, task="job")
+        crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd)
     living = asyncio.create_task(crowd.live())
     try:
         while len((await asyncio.to_thread(cluster.client.get, "/v1/status"))["nodes"]) < number:

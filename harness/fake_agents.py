@@ -1,5 +1,5 @@
 """Agents as far as a real coordinator can tell: lines, heartbeats, numbered reports that are kept until they
-are heard; without processes. Workers answer at once, as in `harness.fleet`: started, ledger, resumed.
+are heard; without processes. What workers answer is in `harness.crew`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,15 @@ from typing import Any
 
 import aiohttp
 
-from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import PROTOCOL
-from everstep.protocol.work import Ledger
+from harness.crew import Crew
 
 BEAT_S = 0.25
 RETRY_S = 0.3
-
-
-@dataclass(slots=True)
-class FakeWorker:
-    incarnation: int
-    step: int = 1
-    joining: bool = True
 
 
 @dataclass(slots=True)
@@ -44,16 +36,21 @@ class Crowd:
 
     attempts: tuple[tuple[int, int], ...] = ()  # as the last orders say
     microbatches: int = 1  # of a step
+    crew: Crew = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.crew = Crew(self._says, clock=time.time, host="127.0.0.1")
+
+    def _says(self, node: str, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+        self.agents[node].report(report, sender)
 
     def seal(self) -> None:
         """Every stage seals the step that its members are in."""
-        members = [
-            (w, one, a) for a in self.agents.values() for w, one in a.workers.items() if not one.joining
-        ]
-        step = min(one.step for _, one, _ in members)
+        members = [(key, one) for key, one in self.crew.actors.items() if not one.joining]
+        step = min(one.step for _, one in members)
         attempt = max(number for first, number in self.attempts if first <= step)
-        for stage in sorted({worker.stage for worker, _, _ in members}):
-            worker, one, agent = next(m for m in members if m[0].stage == stage and m[1].step == step)
+        for stage in sorted({worker.stage for (_, worker), _ in members}):
+            task, worker = next(key for key, one in members if key[1].stage == stage and one.step == step)
             sealed = ev.StepSealed(
                 step=step,
                 stage=stage,
@@ -62,15 +59,12 @@ class Crowd:
                 executed=3 * self.microbatches,
                 sum_of_squares=1.0,
             )
-            agent.says(worker, one.incarnation, sealed)
-        for _, one, _ in members:
+            self.crew.says(task, worker, sealed)
+        for _, one in members:
             one.step = max(one.step, step + 1)
 
     def epoch(self) -> int:
         return max(self.resumed, default=0)
-
-    def agent_of(self, worker: Worker) -> FakeAgent | None:
-        return next((agent for agent in self.agents.values() if worker in agent.workers), None)
 
     async def live(self) -> None:
         connector = aiohttp.TCPConnector(limit=0)
@@ -79,18 +73,15 @@ class Crowd:
 
     async def kill(self, worker: Worker) -> float:
         """A worker dies; the time at which its agent says so."""
-        agent = self.agent_of(worker)
-        assert agent is not None, f"{worker} is not there"
-        gone = agent.workers.pop(worker)
-        exited = ev.WorkerExited(worker=worker, incarnation=gone.incarnation, reason="killed by SIGKILL")
-        agent.says(worker, gone.incarnation, exited)
+        task = next(task for task, one in self.crew.actors if one == worker)
+        self.crew.ends(task, worker, "killed by SIGKILL")
         return time.monotonic()
 
     async def all_resumed(self, after: int, within_s: float) -> float | None:
         """When every node with a member had its order of an epoch after this one; None: not in time."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
-            members = {n for n, a in self.agents.items() if any(not w.joining for w in a.workers.values())}
+            members = {one.node for one in self.crew.actors.values() if not one.joining}
             for epoch in sorted(e for e in self.resumed if e > after):
                 if members and members <= self.resumed[epoch].keys():
                     return max(self.resumed[epoch][node] for node in members)
@@ -99,9 +90,8 @@ class Crowd:
 
 
 class FakeAgent:
-    def __init__(self, name: str, crowd: Crowd, *, task: str, slots: int = 1) -> None:
-        self.name, self.crowd, self.task, self.slots = name, crowd, task, slots
-        self.workers: dict[Worker, FakeWorker] = {}
+    def __init__(self, name: str, crowd: Crowd, *, slots: int = 1) -> None:
+        self.name, self.crowd, self.slots = name, crowd, slots
         self._done = self._term = 0
         self._journal = ""
         self._number = 0
@@ -124,6 +114,8 @@ class FakeAgent:
             await asyncio.sleep(RETRY_S)
 
     async def _converse(self, line: aiohttp.ClientWebSocketResponse) -> None:
+        actors = self.crowd.crew.actors.items()
+        runs = tuple((*key, one.incarnation) for key, one in actors if one.node == self.name)
         hello = {
             "node": self.name,
             "boot": "1",
@@ -132,7 +124,7 @@ class FakeAgent:
             "memory_port": 0,
             "protocol": PROTOCOL,
             "journal": self._journal,
-            "runs": encode(tuple((self.task, w, one.incarnation) for w, one in self.workers.items())),
+            "runs": encode(runs),
         }
         said = {"hello": hello, "done": self._done, "facts": self._epochs, "term": self._term}
         await line.send_str(json.dumps(said))
@@ -172,58 +164,12 @@ class FakeAgent:
             self._obey(decode(msg.Order, message["order"]))
 
     def _obey(self, order: msg.Order) -> None:
-        match order:
-            case msg.StartProcess():
-                self._start(order)
-            case msg.StartProcesses(starts=starts):
-                for start in starts:
-                    self._start(start)
-            case msg.InterruptTask(workers=workers, epoch=epoch):
-                for worker in [w for w in workers if w in self.workers]:
-                    one = self.workers[worker]
-                    ledger = Ledger(step=one.step, joining=one.joining)
-                    reported = ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger)
-                    self.says(worker, one.incarnation, reported)
-            case msg.ResumeTask(facts=facts, news=news, workers=resumed):
-                told = facts if facts is not None else news.facts if news is not None else None
-                assert told is not None
-                epoch, self.crowd.attempts = told.epoch, told.attempts
-                self._epochs[order.task] = epoch
-                self.crowd.resumed.setdefault(epoch, {})[self.name] = time.monotonic()
-                for worker, own, _ in [one for one in resumed if one[0] in self.workers]:
-                    one = self.workers[worker]
-                    one.step, one.joining = own.step, False
-                    again = ev.WorkerResumed(worker=worker, epoch=epoch, at=time.time())
-                    self.says(worker, one.incarnation, again)
-            case msg.KillProcess(worker=worker, incarnation=incarnation):
-                one_ = self.workers.get(worker)
-                if one_ is not None and one_.incarnation == incarnation:
-                    del self.workers[worker]
-                    exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason="SIGKILL")
-                    self.says(worker, incarnation, exited)
-            case msg.NotifyWorker(worker=worker, words=act.CopyState(joiner=joiner, transfer=transfer)):
-                other, source = self.crowd.agent_of(joiner), self.workers.get(worker)
-                if other is not None and source is not None:
-                    step = other.workers[joiner].step = source.step
-                    number = other.workers[joiner].incarnation
-                    copied = ev.StateCopied(
-                        worker=joiner, incarnation=number, transfer=transfer, state_step=step - 1
-                    )
-                    other.says(joiner, number, copied)
-            case msg.FindCheckpoint(search=search, live=True):
-                looked = ev.CheckpointsLooked(search=search, step=0)
-                self.report(msg.TaskEvent(task=self.task, event=looked), None)
-            case msg.FindCheckpoint(search=search):
-                self.report(msg.CheckpointFound(task=self.task, step=0, search=search), None)
-
-    def _start(self, order: msg.StartProcess) -> None:
-        self.workers[order.worker] = FakeWorker(order.incarnation)
-        address = ("127.0.0.1", 20_000 + order.slot)
-        started = ev.WorkerStarted(worker=order.worker, incarnation=order.incarnation, address=address)
-        self.says(order.worker, order.incarnation, started)
-
-    def says(self, worker: Worker, incarnation: int, event: ev.Event) -> None:
-        self.report(msg.TaskEvent(task=self.task, event=event), msg.Sender(self.task, worker, incarnation))
+        if isinstance(order, msg.ResumeTask):
+            facts = order.facts if order.news is None else order.news.facts
+            assert facts is not None
+            self.crowd.attempts, self._epochs[order.task] = facts.attempts, facts.epoch
+            self.crowd.resumed.setdefault(facts.epoch, {})[self.name] = time.monotonic()
+        self.crowd.crew.obey(self.name, order)
 
     def report(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         self._number += 1

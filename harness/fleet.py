@@ -24,27 +24,17 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.order_lines import FactTexts, OrderLine
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
-from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
-from everstep.protocol.ops import Worker, parse_ops
+from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
 from everstep.server.record import ClusterRecord
 from everstep.server.term import collect_new, pack, unpack
+from harness.crew import Actor, Crew
 
 TASK = "t"
 JOB: dict[str, Any] = {"job": "a job of usual size", "model": {"layers": 8}, "data": {"seed": 1}}
-
-
-@dataclass(slots=True)
-class VirtualWorker:
-    node: str
-    incarnation: int
-    step: int = 1
-    joining: bool = True
-    ops: str = ""  # of a step, in their notation
 
 
 @dataclass(slots=True)
@@ -88,11 +78,10 @@ class Fleet:
         self.record = ClusterRecord(say=lambda line: None)
         self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
         self.now = 1000.0
-        self.workers: dict[Worker, VirtualWorker] = {}
+        self.crew = Crew(self._says, clock=self.time, host="10.0.0.1", half_done=True)
         self.cut: set[str] = set()  # nodes that neither hear nor say anything
         self.entries: list[bytes] = []  # the journal
         self.busy = Busy()
-        self.starts = True  # off: processes are ordered and never report
         self._numbers: dict[str, int] = {}
         self._lines: dict[str, OrderLine] = {}  # by node
         self._facts = FactTexts()
@@ -130,9 +119,7 @@ class Fleet:
         return self.settle()
 
     def exits(self, worker: Worker, reason: str = "killed by SIGKILL") -> Busy:
-        gone = self.workers.pop(worker)
-        exited = ev.WorkerExited(worker=worker, incarnation=gone.incarnation, reason=reason)
-        self._report(gone.node, worker, gone.incarnation, msg.TaskEvent(task=TASK, event=exited))
+        self.crew.ends(TASK, worker, reason)
         return self.settle()
 
     def falls_silent(self, names: Iterable[str]) -> Busy:
@@ -144,7 +131,7 @@ class Fleet:
     def waits(self, workers: Sequence[Worker], *, seconds: float = 1.5, busy: bool = False) -> Busy:
         """These report that they wait for what they need, or that an op takes long."""
         for worker in workers:
-            one = self.workers[worker]
+            one = self.crew.actors[TASK, worker]
             overdue = msg.OpOverdue(
                 task=TASK,
                 worker=worker,
@@ -156,7 +143,7 @@ class Fleet:
                 expected_s=0.1,
                 step=one.step,
             )
-            self._report(one.node, worker, one.incarnation, overdue)
+            self.crew.reports(TASK, worker, overdue)
         return self.settle()
 
     def seal(self) -> Busy:
@@ -166,7 +153,7 @@ class Fleet:
         shape, step = task.shape, task.recovery.recorded + 1
         total = shape.replicas * shape.microbatches
         for stage in range(shape.stages):
-            worker = next(w for w in self.workers if w.stage == stage and not self.workers[w].joining)
+            worker = next(w for w, one in self.workers.items() if w.stage == stage and not one.joining)
             is_last = stage == shape.stages - 1
             sealed = ev.StepSealed(
                 step=step,
@@ -177,8 +164,7 @@ class Fleet:
                 losses=tuple((m, 2.5 + m.number / 64) for m in shape.all_microbatches()) if is_last else (),
                 sum_of_squares=1.0,
             )
-            one = self.workers[worker]
-            self._report(one.node, worker, one.incarnation, msg.TaskEvent(task=TASK, event=sealed))
+            self.crew.says(TASK, worker, sealed)
         for one in self.workers.values():
             one.step = one.step if one.joining else step + 1
         return self.settle()
@@ -224,7 +210,7 @@ class Fleet:
             for action in self._count_orders():
                 if action.node not in self.cut:
                     self.machine.acknowledged(action.node, action.number)
-                    self._obey(action.node, action.order)
+                    self.crew.obey(action.node, action.order)
         found, self.busy = self.busy, Busy()
         collect_new()  # an idle moment
         return found
@@ -287,74 +273,15 @@ class Fleet:
 
     # -------------------------------------------------------------- agents and workers
 
-    def _obey(self, node: str, order: msg.Order) -> None:
-        match order:
-            case msg.StartProcess() if self.starts:
-                self._start(node, order)
-            case msg.StartProcesses() if self.starts:
-                for start in order.starts:
-                    self._start(node, start)
-            case msg.InterruptTask():
-                for worker in order.workers:
-                    self._interrupt(worker, order.epoch)
-            case msg.ResumeTask(facts=EpochFacts() as facts):
-                for worker, own, _ in order.workers:
-                    self._resume(worker, facts, own)
-            case msg.KillProcess(worker=worker, incarnation=incarnation):
-                one = self.workers.get(worker)
-                if one is not None and one.incarnation == incarnation:
-                    del self.workers[worker]
-                    exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason="SIGKILL")
-                    self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=exited))
-            case msg.NotifyWorker(worker=worker, words=words):
-                self._tell(worker, words)
-            case msg.FindCheckpoint(live=True):
-                looked = ev.CheckpointsLooked(search=order.search, step=0)
-                self._report(node, None, 0, msg.TaskEvent(task=TASK, event=looked))
-            case msg.FindCheckpoint():
-                found = msg.CheckpointFound(task=TASK, step=0, search=order.search)
-                self._report(node, None, 0, found)
+    @property
+    def workers(self) -> dict[Worker, Actor]:
+        return {worker: actor for (_, worker), actor in self.crew.actors.items()}
 
-    def _start(self, node: str, order: msg.StartProcess) -> None:
-        worker, incarnation = order.worker, order.incarnation
-        self.workers[worker] = VirtualWorker(node, incarnation)
-        address = ("10.0.0.1", 20_000 + order.slot)
-        started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address)
-        self._report(node, worker, incarnation, msg.TaskEvent(task=TASK, event=started))
-
-    def _interrupt(self, worker: Worker, epoch: int) -> None:
-        one = self.workers.get(worker)
-        if one is not None:
-            done = () if one.joining else parse_ops(one.ops)[: 12 + worker.replica % 3]
-            ledger = Ledger(step=one.step, joining=one.joining, done=done)
-            self._event(worker, ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger))
-
-    def _resume(self, worker: Worker, facts: EpochFacts, own: OwnOrders) -> None:
-        one = self.workers.get(worker)
-        if one is not None:
-            one.step, one.joining, one.ops = own.step, False, own.steady
-            self._event(worker, ev.WorkerResumed(worker=worker, epoch=facts.epoch, at=self.now))
-
-    def _tell(self, worker: Worker, words: object) -> None:
-        match words:
-            case act.CopyState(joiner=joiner, transfer=transfer) if worker in self.workers:
-                other, step = self.workers[joiner], self.workers[worker].step
-                other.step = step
-                copied = ev.StateCopied(
-                    worker=joiner, incarnation=other.incarnation, transfer=transfer, state_step=step - 1
-                )
-                self._event(joiner, copied)
-
-    def _event(self, worker: Worker, event: ev.Event) -> None:
-        one = self.workers[worker]
-        self._report(one.node, worker, one.incarnation, msg.TaskEvent(task=TASK, event=event))
-
-    def _report(self, node: str, worker: Worker | None, incarnation: int, report: msg.NodeReport) -> None:
-        if node in self.cut:
-            return
-        self._numbers[node] += 1
-        sender = None if worker is None else msg.Sender(TASK, worker, incarnation)
-        self.hear(msg.FromNode(node=node, boot="1", number=self._numbers[node], report=report, sender=sender))
+    def _says(self, node: str, report: msg.NodeReport, sender: msg.Sender | None) -> None:
+        if node not in self.cut:
+            self._numbers[node] += 1
+            number = self._numbers[node]
+            self.hear(msg.FromNode(node=node, boot="1", number=number, report=report, sender=sender))
 
 
 def _name(event: object) -> str:
@@ -421,8 +348,7 @@ def _lose(fleet: Fleet, number: int) -> Busy:
     lost = set(nodes[:: max(1, len(nodes) // number)][:number])
     busy = fleet.falls_silent(sorted(lost))
     left = [worker for worker, one in fleet.workers.items() if one.node not in lost]
-    for worker in [worker for worker, one in fleet.workers.items() if one.node in lost]:
-        del fleet.workers[worker]
+    fleet.crew.lose(*lost)
     _add(busy, fleet.waits(left))
     for _ in range(4):  # those that no peer misses are given up by their timers
         _add(busy, fleet.pass_time(10.0))

@@ -1,34 +1,24 @@
 """A coordinator on a stage: nodes and workers that answer as they should, until the script says otherwise.
 
-Workers here run no ops: they take part, report empty ledgers, seal when told. That is all a coordinator sees
-of them. Everything said is written down: `transcript` is what the golden files keep.
+What they answer is in `harness.crew`. Everything said is written down: `transcript` is what the golden files
+keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import Keepers
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
-from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.table import TABLE, WORKER
-from everstep.protocol.work import EpochFacts, Ledger, OwnOrders
-
-
-@dataclass
-class Actor:
-    node: str
-    incarnation: int
-    step: int = 1
-    joining: bool = True
+from harness.crew import Crew
 
 
 class FakeCluster:
@@ -44,21 +34,12 @@ class FakeCluster:
         self.coordinator = Coordinator(patience=patience, planned=planned)
         self.now = 0.001
         self.transcript: list[str] = []
-        self.actors: dict[tuple[str, Worker], Actor] = {}
+        self.crew = Crew(self.says, clock=self.time)
         self.thinking = Thinking()
         self.numbers: dict[str, int] = {}
         self.done: dict[str, int] = {}
-        self.commits = True  # off: commits are not answered
-        self.looks = True  # off: a look at the folder of a task that runs is not answered
-        self.copies = True  # off: joiners get no state
         self.leaves = planned  # the last state of a shape in the memory of nodes
-        self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
-        # What a node measures of the network to another one.
-        self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
-        self.hung_disks: set[str] = set()  # nodes that do not answer searches
-        self.on_disk = 0  # the step of the checkpoint that a search finds
         self.cut: set[str] = set()  # nodes that are not heard
-        self.hang_at_start: set[Worker] = set()  # their processes never report
         self.lost: list[msg.Dispatch] = []  # what was sent to them
         self.actions: list[msg.ClusterAction] = []
         self.heard: list[msg.ClusterEvent] = []
@@ -108,7 +89,7 @@ class FakeCluster:
                 sum_of_squares=sum_of_squares,
             )
             self.report(name, worker, msg.TaskEvent(task=name, event=sealed))
-        for (of, _), actor in self.actors.items():
+        for (of, _), actor in self.crew.actors.items():
             if of == name and not actor.joining:
                 actor.step = step + 1
         if self.leaves and self.memory_port and task.progress.held is not None:
@@ -157,30 +138,28 @@ class FakeCluster:
             )
 
     def exits(self, worker: Worker, reason: str, name: str = "t", **more: Any) -> None:
-        actor = self.actors.pop((name, worker))
-        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason, **more)
-        self._report(actor.node, msg.TaskEvent(task=name, event=exited), (name, worker, actor.incarnation))
+        self.crew.ends(name, worker, reason, **more)
 
     def raises(self, worker: Worker, error: str, name: str = "t") -> None:
-        actor = self.actors[name, worker]
+        actor = self.crew.actors[name, worker]
         raised = ev.WorkerRaised(
             worker=worker, incarnation=actor.incarnation, error=error, where=f"step {actor.step} F"
         )
-        self._report(actor.node, msg.TaskEvent(task=name, event=raised), (name, worker, actor.incarnation))
+        self.crew.says(name, worker, raised)
         self.exits(worker, f"raised {error}", name)
 
     def overdue(self, worker: Worker, *, name: str = "t", **more: Any) -> None:
-        actor = self.actors[name, worker]
+        actor = self.crew.actors[name, worker]
         facts = {"doing": "1F0.0", "busy": True, "stopped": False, "elapsed_s": 5.0, "expected_s": 0.1}
         report = msg.OpOverdue(
             task=name, worker=worker, incarnation=actor.incarnation, step=actor.step, **facts | more
         )
-        self._report(actor.node, report, (name, worker, actor.incarnation))
+        self.crew.reports(name, worker, report)
 
     def report(self, name: str, worker: Worker, report: msg.NodeReport) -> None:
         seat = self.coordinator.tasks[name].seats[worker]
-        sender = (name, worker, seat.incarnation) if WORKER in TABLE[type(report)].by else None
-        self._report(seat.node, report, sender)
+        is_workers = WORKER in TABLE[type(report)].by
+        self.says(seat.node, report, msg.Sender(name, worker, seat.incarnation) if is_workers else None)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -190,12 +169,15 @@ class FakeCluster:
         self.cut.add(node)
         self.hear(msg.NodeFellSilent(node=node, silent_s=1.0))
 
-    def _report(self, node: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None) -> None:
-        if node in self.cut:
-            return
+    def says(self, node: str, report: msg.NodeReport, sender: msg.Sender | None = None) -> None:
+        if node not in self.cut:
+            self.arrives(node, report, sender)
+
+    def arrives(self, node: str, report: msg.NodeReport, sender: msg.Sender | None = None) -> None:
+        """Also from a node that is cut off by now."""
         self.numbers[node] += 1
-        boot = self.coordinator.nodes[node].boot
-        self.hear(self._from_node(node, boot, report, sender))
+        number, boot = self.numbers[node], self.coordinator.nodes[node].boot
+        self.hear(msg.FromNode(node=node, boot=boot, number=number, report=report, sender=sender))
 
     def resumes(self) -> list[msg.ResumeWorker]:
         """What every worker was told to resume with, in the order in which it was."""
@@ -252,7 +234,7 @@ class FakeCluster:
             self.lost.append(action)
         else:
             self.coordinator.acknowledged(action.node, action.number)
-            self._obey(action.node, action.order)
+            self.crew.obey(action.node, action.order)
 
     def received(self, node: str, number: int) -> None:
         """Nothing is sent again here."""
@@ -265,120 +247,6 @@ class FakeCluster:
     def think(self, action: msg.Think) -> None:
         for event in self.thinking.answer(self.coordinator, action):
             self.hear(event)
-
-    def _obey(self, node: str, order: msg.Order) -> None:
-        match order:
-            case msg.StartProcess():
-                self._start(node, order)
-            case msg.StartProcesses():
-                for start in order.starts:
-                    self._start(node, start)
-            case msg.InterruptTask():
-                for worker in order.workers:
-                    self._interrupted(order.task, worker, order.epoch)
-            case msg.ResumeTask(facts=EpochFacts() as facts):
-                for worker, own, _ in order.workers:
-                    self._resumed(order.task, worker, facts, own)
-            case msg.KillProcess():
-                actor = self.actors.get((order.task, order.worker))
-                if actor is not None and actor.incarnation == order.incarnation:
-                    self._ends(order.task, order.worker, "killed by SIGKILL")
-            case msg.NotifyWorker():
-                self._told(node, order)
-            case msg.CloseTask():
-                for name, worker in [
-                    k for k, a in self.actors.items() if k[0] == order.task and a.node == node
-                ]:
-                    self._ends(name, worker, "exited with code 0")
-            case msg.KeepOnly():
-                for (name, worker), actor in list(self.actors.items()):
-                    if actor.node == node and (name, worker, actor.incarnation) not in order.keep:
-                        self._ends(name, worker, "killed by SIGKILL")
-            case msg.CheckNode():
-                self._later(node, msg.NodeChecked(results=self.checks.get(node, ()), because=order.because))
-            case msg.MeasurePair() if self.pairs is not None and (pair := self.pairs(node, order)):
-                self._later(node, pair)
-            case msg.FindCheckpoint(live=True) if not self.looks:
-                pass
-            case msg.FindCheckpoint(live=True):
-                looked = ev.CheckpointsLooked(search=order.search, step=self.on_disk)
-                self._later(node, msg.TaskEvent(task=order.task, event=looked))
-            case msg.FindCheckpoint() if node not in self.hung_disks:
-                self._later(
-                    node, msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)
-                )
-            case msg.CommitCheckpoint() if self.commits:
-                committed = ev.CheckpointCommitted(step=order.step)
-                self._later(node, msg.TaskEvent(task=order.task, event=committed))
-
-    def _start(self, node: str, order: msg.StartProcess) -> None:
-        self.actors[order.task, order.worker] = Actor(node, order.incarnation)
-        if order.worker in self.hang_at_start:
-            return
-        started = ev.WorkerStarted(
-            worker=order.worker, incarnation=order.incarnation, address=(node, 1000 + order.slot)
-        )
-        me = (order.task, order.worker, order.incarnation)
-        self._later(node, msg.TaskEvent(task=order.task, event=started), me)
-
-    def _interrupted(self, task: str, worker: Worker, epoch: int) -> None:
-        actor = self.actors.get((task, worker))
-        if actor is not None:
-            ledger = Ledger(step=actor.step, joining=actor.joining)
-            event = ev.LedgerReported(worker=worker, epoch=epoch, ledger=ledger)
-            me = (task, worker, actor.incarnation)
-            self._later(actor.node, msg.TaskEvent(task=task, event=event), me)
-
-    def _resumed(self, task: str, worker: Worker, facts: EpochFacts, own: OwnOrders) -> None:
-        actor = self.actors.get((task, worker))
-        if actor is not None:
-            actor.step, actor.joining = own.step, False
-            event = ev.WorkerResumed(worker=worker, epoch=facts.epoch, at=self.now)
-            me = (task, worker, actor.incarnation)
-            self._later(actor.node, msg.TaskEvent(task=task, event=event), me)
-
-    def _told(self, node: str, order: msg.NotifyWorker) -> None:
-        actor = self.actors.get((order.task, order.worker))
-        if actor is None:
-            return
-        match order.words:
-            case act.CopyState(joiner=joiner, transfer=transfer) if self.copies:
-                other = self.actors[order.task, joiner]
-                other.step = actor.step
-                event = ev.StateCopied(
-                    worker=joiner,
-                    incarnation=other.incarnation,
-                    transfer=transfer,
-                    state_step=actor.step - 1,
-                )
-                node, actor = other.node, other
-            case _:
-                return
-        me = (order.task, event.worker, actor.incarnation)
-        self._later(node, msg.TaskEvent(task=order.task, event=event), me)
-
-    def _ends(self, name: str, worker: Worker, reason: str) -> None:
-        actor = self.actors.pop((name, worker))
-        exited = ev.WorkerExited(worker=worker, incarnation=actor.incarnation, reason=reason)
-        self._later(actor.node, msg.TaskEvent(task=name, event=exited), (name, worker, actor.incarnation))
-
-    def _later(
-        self, node: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None = None
-    ) -> None:
-        self.numbers[node] += 1
-        boot = self.coordinator.nodes[node].boot
-        self.hear(self._from_node(node, boot, report, sender))
-
-    def _from_node(
-        self, node: str, boot: str, report: msg.NodeReport, sender: tuple[str, Worker, int] | None
-    ) -> msg.FromNode:
-        return msg.FromNode(
-            node=node,
-            boot=boot,
-            number=self.numbers[node],
-            report=report,
-            sender=None if sender is None else msg.Sender(*sender),
-        )
 
     # -------------------------------------------------------------- the transcript
 

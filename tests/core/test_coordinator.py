@@ -105,7 +105,7 @@ def test_what_machines_cause_is_not_the_inputs_fault_when_two_workers_raise_it(e
     cluster.raises(W11, error)
     assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
     cluster.wait(6)
-    assert len(cluster.actors) == 4, "both were started again"
+    assert len(cluster.crew.actors) == 4, "both were started again"
 
 
 def test_without_another_node_a_grave_error_is_tried_in_place() -> None:
@@ -121,14 +121,14 @@ def test_words_of_one_task_alone_isolate_no_node() -> None:
     """11 exceptions of one user's task had made lemons of three of four nodes."""
     cluster = running(nodes={"a": 2, "b": 2, "c": 2, "d": 2})
     for _ in range(6):
-        worker = next(w for w in (W01, W11, W00, W10) if ("t", w) in cluster.actors)
+        worker = next(w for w in (W01, W11, W00, W10) if ("t", w) in cluster.crew.actors)
         cluster.raises(worker, "RuntimeError: CUDA error: uncorrectable ECC error encountered")
         cluster.wait(700)
         cluster.seal()
     coordinator = cluster.coordinator
     assert {node.state for node in coordinator.nodes.values()} == {NodeState.UP}
     assert not any(node.isolated_slots for node in coordinator.nodes.values())
-    assert len(cluster.actors) == 4
+    assert len(cluster.crew.actors) == 4
 
 
 def test_a_worker_that_speaks_of_broken_hardware_goes_to_another_slot_and_its_node_is_checked() -> None:
@@ -167,7 +167,7 @@ def test_restarts_that_do_not_help_escalate_to_isolation_and_back_off_before() -
     cluster.exits(W01, "killed by SIGSEGV")
     assert cluster.coordinator.tasks["t"].starts.waiting, "the second restart waits"
     cluster.wait(1.1)
-    assert (("t", W01)) in cluster.actors
+    assert (("t", W01)) in cluster.crew.actors
     cluster.exits(W01, "killed by SIGSEGV")
     assert cluster.coordinator.nodes[node].state is NodeState.ISOLATED
 
@@ -251,12 +251,15 @@ def test_a_drained_node_that_dies_is_given_up_though_a_joiner_elsewhere_waits_fo
     cluster = FakeCluster(nodes={"a": 3})
     cluster.submit(shape=Shape(3, 1, 2))
     cluster.seal()
-    cluster.copies = False
+    cluster.crew.copies = False
     cluster.exits(Worker(0, 0), "killed by SIGKILL")  # it is started again, and joins
     cluster.join("b", 3)
     cluster.cut.add("a")
     cluster.hear(msg.DrainRequested(node="a", force=True))
-    cluster._ends("t", Worker(0, 0), "killed by SIGKILL")  # the only report that still arrives
+    number = cluster.crew.actors.pop(("t", Worker(0, 0))).incarnation
+    exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=number, reason="killed by SIGKILL")
+    sender = msg.Sender("t", Worker(0, 0), number)
+    cluster.arrives("a", msg.TaskEvent(task="t", event=exited), sender)  # the only report that still does
     assert node_of(cluster, Worker(0, 0)) == "b"
     cluster.silence("a")
     cluster.wait(31)
@@ -602,7 +605,7 @@ def test_a_report_heard_twice_counts_once() -> None:
 
 def test_an_agent_started_anew_has_lost_its_workers() -> None:
     cluster = running()
-    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "a"}
+    cluster.crew.lose("a")
     cluster.join("a", boot="2")
     assert len(cluster.coordinator.tasks["t"].seats) == 4
     assert all(incident.closed for incident in cluster.coordinator.log.incidents)
@@ -619,7 +622,7 @@ def test_two_tasks_share_six_slots_and_the_heavier_one_keeps_its_workers_when_a_
 
     assert (workers("heavy"), workers("light")) == (4, 2)
     node = next(seat.node for seat in cluster.coordinator.tasks["heavy"].seats.values())
-    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+    cluster.crew.lose(node)
     cluster.hear(msg.NodeLeft(node=node))
     assert (workers("heavy"), workers("light")) == (3, 1)
     cluster.seal("heavy")
@@ -670,7 +673,7 @@ def test_a_joiner_that_catches_up_while_another_is_planned_for_is_let_in_at_the_
     cluster.exits(W01, "killed by SIGKILL")
     place = recovery.places[W01] = Copied(incarnation=2, source=W11)
     recovery._places.__post_init__()  # it counts again
-    cluster.actors["t", W01].joining = True
+    cluster.crew.actors["t", W01].joining = True
     cluster.seal()
     cluster.seal()
     assert place is not recovery.places[W01]
@@ -729,7 +732,7 @@ def test_a_process_that_outlives_sigkill_costs_its_slot_until_it_ends() -> None:
     cluster = running(nodes={"a": 3, "b": 2})
     seat = cluster.coordinator.tasks["t"].seats[W01]
     place, incarnation = (seat.node, seat.slot), seat.incarnation
-    cluster.actors.pop(("t", W01))
+    cluster.crew.actors.pop(("t", W01))
     stuck = ev.WorkerExited(worker=W01, incarnation=incarnation, reason="still there", stuck=True)
     cluster.report("t", W01, msg.TaskEvent(task="t", event=stuck))
     now = cluster.coordinator.tasks["t"].seats[W01]
@@ -740,7 +743,7 @@ def test_a_process_that_outlives_sigkill_costs_its_slot_until_it_ends() -> None:
     assert not lost.closed
     assert place not in cluster.coordinator.roster.free()
     cluster.coordinator.validate()
-    cluster._report(place[0], msg.SlotFreed(slot=place[1]), None)
+    cluster.says(place[0], msg.SlotFreed(slot=place[1]), None)
     assert lost.closed
     assert place in cluster.coordinator.roster.free()
 
@@ -802,12 +805,12 @@ def kills(cluster: FakeCluster) -> list[msg.KillProcess]:
 def test_a_process_that_never_reports_is_noticed_and_started_again() -> None:
     """Before: no timer, no incident, `running` for ever (a sick GPU, a hung mount under an import)."""
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
-    cluster.hang_at_start.add(Worker(0, 1))
+    cluster.crew.hang_at_start.add(Worker(0, 1))
     cluster.submit()
     assert cluster.coordinator.due_at() is not None
     cluster.wait(119.0)
     assert kills(cluster) == []
-    cluster.hang_at_start.clear()
+    cluster.crew.hang_at_start.clear()
     cluster.wait(2.0)
     assert [order.worker for order in kills(cluster)] == [Worker(0, 1)]
     (incident,) = cluster.coordinator.log.incidents
@@ -822,7 +825,7 @@ def test_a_process_that_never_reports_is_noticed_and_started_again() -> None:
 def test_the_first_start_of_a_task_has_more_time() -> None:
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
     workers = [Worker(k, s) for k in range(2) for s in range(2)]
-    cluster.hang_at_start.update(workers)
+    cluster.crew.hang_at_start.update(workers)
     cluster.submit()
     cluster.wait(1799.0)
     assert kills(cluster) == []
@@ -832,7 +835,7 @@ def test_the_first_start_of_a_task_has_more_time() -> None:
 
 def test_a_place_whose_processes_hang_again_and_again_moves_to_another_node() -> None:
     cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
-    cluster.hang_at_start.add(Worker(0, 1))
+    cluster.crew.hang_at_start.add(Worker(0, 1))
     cluster.submit()
     sick = cluster.coordinator.tasks["t"].seats[Worker(0, 1)].node
     for _ in range(6):
@@ -848,8 +851,8 @@ def test_restarting_all_workers_again_and_again_makes_no_healthy_node_a_lemon() 
     cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2, "d": 2})
     cluster.submit()
     for _ in range(12):
-        for _, worker in list(cluster.actors):
-            if ("t", worker) in cluster.actors:
+        for _, worker in list(cluster.crew.actors):
+            if ("t", worker) in cluster.crew.actors:
                 cluster.overdue(worker, busy=False, doing="1F0.0", elapsed_s=9.0, expected_s=0.5)
         cluster.wait(70.0)
     restarted = [i for i in cluster.coordinator.log.incidents if len(i.workers) == 4]

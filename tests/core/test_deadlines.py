@@ -23,7 +23,7 @@ from tests.core.test_lives import Cluster as Scripts
 def test_a_search_that_a_node_does_not_answer_is_made_on_another_one() -> None:
     """A hung mount on one node: the task was `searching` for ever."""
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
-    cluster.hung_disks.add("a")
+    cluster.crew.hung_disks.add("a")
     cluster.submit(shape=Shape(2, 2, 2), has_checkpoints=True)
     task = cluster.coordinator.tasks["t"]
     assert task.state is TaskState.SEARCHING
@@ -39,7 +39,7 @@ def test_a_search_that_a_node_does_not_answer_is_made_on_another_one() -> None:
 
 def test_a_search_that_no_node_answers_fails_the_task_with_a_reason() -> None:
     cluster = FakeCluster(nodes={"a": 2})
-    cluster.hung_disks.add("a")
+    cluster.crew.hung_disks.add("a")
     cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
     for _ in range(20):
         cluster.wait(700.0)
@@ -50,7 +50,7 @@ def test_a_search_that_no_node_answers_fails_the_task_with_a_reason() -> None:
 
 def test_a_search_that_reads_every_byte_has_more_time() -> None:
     cluster = FakeCluster(nodes={"a": 2})
-    cluster.hung_disks.add("a")
+    cluster.crew.hung_disks.add("a")
     cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
     task = cluster.coordinator.tasks["t"]
     assert task.checkpoints.searched_at is not None
@@ -61,7 +61,7 @@ def test_a_search_that_reads_every_byte_has_more_time() -> None:
 def test_a_commit_that_is_not_answered_costs_a_save_and_not_the_end_of_the_task() -> None:
     """Storage that hangs: a finished task was `ending` for ever."""
     cluster = trains(steps=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 2, W00, W01)
     cluster.seal()
     assert task_of(cluster).state is TaskState.ENDING
@@ -76,13 +76,13 @@ def test_a_commit_that_is_not_answered_costs_a_save_and_not_the_end_of_the_task(
 
 def test_a_commit_that_is_answered_late_counts() -> None:
     cluster = trains(steps=9, sealed=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 1, W00, W01)
     (commit,) = orders(cluster, msg.CommitCheckpoint)
     cluster.wait(601.0)
     assert not incident(cluster).closed
-    cluster.commits = True
-    cluster._obey("a", commit)
+    cluster.crew.commits = True
+    cluster.crew.obey("a", commit)
     cluster.wait(1.0)
     assert incident(cluster).closed
     assert task_of(cluster).protected == 1
@@ -96,13 +96,13 @@ def test_a_new_worker_that_never_gets_the_state_of_a_peer_is_started_again() -> 
     recovery = cluster.coordinator.tasks["t"].managed
     assert recovery is not None
     joiner = Worker(1, 1)
-    cluster.copies = False
+    cluster.crew.copies = False
     cluster.exits(joiner, "killed by SIGKILL")
     assert isinstance(recovery.places[joiner], Copying)
     first = cluster.coordinator.tasks["t"].seats[joiner].incarnation
     cluster.wait(1799.0)
     assert cluster.coordinator.tasks["t"].seats[joiner].incarnation == first
-    cluster.copies = True
+    cluster.crew.copies = True
     cluster.wait(2.0)
     cluster.wait(10.0)
     assert cluster.coordinator.tasks["t"].seats[joiner].incarnation > first
@@ -121,7 +121,7 @@ def waits_for_checks() -> Coordinator:
     """A node whose time of isolation is over, and which does not answer when it is checked."""
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
     node = cluster.coordinator.nodes["a"]
-    cluster._report("a", msg.KernelSpoke(text="NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off"), None)
+    cluster.says("a", msg.KernelSpoke(text="NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off"), None)
     assert node.state == "isolated"
     cluster.cut.add("a")
     cluster.wait(msg.Patience().isolation_s + 1.0)

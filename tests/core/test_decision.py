@@ -29,7 +29,7 @@ def decided(cluster: FakeCluster) -> list[msg.AssignmentChosen]:
 
 def lose(cluster: FakeCluster, *nodes: str) -> None:
     for node in nodes:
-        cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+        cluster.crew.lose(node)
         cluster.hear(msg.NodeLeft(node=node))
 
 

@@ -103,24 +103,24 @@ def test_a_copy_that_does_not_fit_into_memory_is_an_incident_of_its_own() -> Non
 
 def test_a_task_is_not_finished_before_its_last_state_is_committed() -> None:
     cluster = trains(steps=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 2, W00, W01)
     cluster.seal()
-    assert not cluster.actors
+    assert not cluster.crew.actors
     assert task_of(cluster).state is TaskState.ENDING
     node = task_of(cluster).checkpoints.committing[2]
-    cluster._report(node, msg.TaskEvent(task="t", event=ev.CheckpointCommitted(step=2)), None)
+    cluster.says(node, msg.TaskEvent(task="t", event=ev.CheckpointCommitted(step=2)), None)
     assert task_of(cluster).state is TaskState.FINISHED
     assert task_of(cluster).protected == 2
 
 
 def test_a_task_whose_last_commit_fails_says_so_and_finishes() -> None:
     cluster = trains(steps=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 2, W00, W01)
     cluster.seal()
     node = task_of(cluster).checkpoints.committing[2]
-    cluster._report(node, msg.SaveFailed(task="t", step=2, attempt=0, because=FULL), None)
+    cluster.says(node, msg.SaveFailed(task="t", step=2, attempt=0, because=FULL), None)
     assert task_of(cluster).state is TaskState.FINISHED
     assert "its last state is not saved" in task_of(cluster).because
     assert incident(cluster).closed
@@ -129,12 +129,12 @@ def test_a_task_whose_last_commit_fails_says_so_and_finishes() -> None:
 def test_a_commit_that_is_late_does_not_close_the_incident_of_a_newer_state() -> None:
     """Seen on a busy machine: the failed save of step 2 was two incidents."""
     cluster = trains(sealed=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 1, W00, W01)
     fails(cluster, 2, W00)
     node = task_of(cluster).checkpoints.committing[1]
     committed = ev.CheckpointCommitted(step=1)
-    cluster._report(node, msg.TaskEvent(task="t", event=committed), None)
+    cluster.says(node, msg.TaskEvent(task="t", event=committed), None)
     assert not incident(cluster).closed
     assert task_of(cluster).checkpoints.failing == FULL
 
@@ -154,7 +154,7 @@ def test_a_last_state_that_several_workers_cannot_save_is_one_incident() -> None
 
 def test_a_node_lost_while_it_commits_does_not_keep_the_task_from_ending() -> None:
     cluster = trains(steps=2)
-    cluster.commits = False
+    cluster.crew.commits = False
     write(cluster, 2, W00, W01)
     cluster.seal()
     cluster.hear(msg.NodeLeft(node=task_of(cluster).checkpoints.committing[2]))
@@ -211,7 +211,7 @@ def test_a_pause_holds_the_workers_until_the_state_is_on_disk() -> None:
     task, step = task_of(cluster), task_of(cluster).progress.recorded
     cluster.wait(60)
     assert task.state is TaskState.RUNNING
-    assert len(cluster.actors) == 4, "they have the only copy"
+    assert len(cluster.crew.actors) == 4, "they have the only copy"
     write(cluster, step, W00, W01)
     assert task.state is TaskState.PAUSED
     assert task.checkpoints.newest == step
@@ -231,7 +231,7 @@ def test_a_task_whose_state_cannot_be_saved_is_not_paused_and_trains_on() -> Non
     for _ in range(3):
         cluster.seal()
     assert task.progress.recorded == step + 3
-    assert [actor.incarnation for actor in cluster.actors.values()] == [1] * 4, "the same processes"
+    assert [actor.incarnation for actor in cluster.crew.actors.values()] == [1] * 4, "the same processes"
     cluster.hear(msg.PauseRequested(task="t"))
     while task.progress.held is None:
         cluster.seal()
@@ -302,7 +302,7 @@ def test_workers_that_hold_a_state_are_not_called_hung() -> None:
             cluster.overdue(worker)
         cluster.wait(10)
     assert not cluster.coordinator.log.incidents
-    assert [actor.incarnation for actor in cluster.actors.values()] == [1] * 4
+    assert [actor.incarnation for actor in cluster.crew.actors.values()] == [1] * 4
 
 
 def test_a_worker_that_joins_has_no_state_to_leave() -> None:
@@ -311,7 +311,7 @@ def test_a_worker_that_joins_has_no_state_to_leave() -> None:
     cluster.submit(steps=99)
     cluster.seal()
     task = task_of(cluster)
-    cluster.copies = False  # a joiner stays one
+    cluster.crew.copies = False  # a joiner stays one
     cluster.exits(W00, "killed by SIGKILL")
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))
     step = task.progress.recorded + 1
@@ -327,7 +327,7 @@ def test_a_worker_that_joins_has_no_state_to_leave() -> None:
         )
         cluster.report("t", worker, part)
     assert W00 in task.seats
-    cluster.copies = True
+    cluster.crew.copies = True
     for stage in (0, 1):
         sealed = ev.StepSealed(
             step=step, stage=stage, attempt=attempt(cluster, step), microbatches=4, executed=12

@@ -126,8 +126,8 @@ def test_a_worker_speaks_for_itself_only() -> None:
     cluster = FakeCluster(nodes={"a": 4})
     cluster.submit()
     exited = ev.WorkerExited(worker=W01, incarnation=1, reason="killed by SIGKILL")
-    cluster._report("a", msg.TaskEvent(task="t", event=exited), ("t", W00, 1))
-    cluster._report("a", msg.TaskEvent(task="t", event=exited), None)
+    cluster.says("a", msg.TaskEvent(task="t", event=exited), msg.Sender("t", W00, 1))
+    cluster.says("a", msg.TaskEvent(task="t", event=exited), None)
     assert cluster.coordinator.tasks["t"].seats[W01].incarnation == 1
     assert not cluster.coordinator.log.incidents
 

@@ -34,11 +34,11 @@ def results(
 
 def breaks(cluster: FakeCluster, node: str) -> None:
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    cluster._report(node, msg.KernelSpoke(text=text, slots=()), None)
+    cluster.says(node, msg.KernelSpoke(text=text, slots=()), None)
 
 
 def join(cluster: FakeCluster, node: str, found: tuple[msg.CheckResult, ...]) -> NodeState:
-    cluster.checks[node] = found
+    cluster.crew.checks[node] = found
     cluster.numbers.setdefault(node, 0)
     cluster.hear(msg.NodeJoined(node=node, boot="1", slots=2, host=node, checks=found))
     return cluster.coordinator.nodes[node].state
@@ -92,13 +92,13 @@ def test_an_isolated_node_is_checked_before_it_is_readmitted() -> None:
     cluster.submit(shape=Shape(2, 2, 1))
     node = cluster.coordinator.nodes["a"]
     isolation_s = cluster.coordinator.patience.isolation_s
-    cluster.checks["a"] = results(compute_cpu_fp32="1 of 9 products are wrong")
+    cluster.crew.checks["a"] = results(compute_cpu_fp32="1 of 9 products are wrong")
     breaks(cluster, "a")
     assert node.state is NodeState.ISOLATED
     cluster.wait(isolation_s + 1)
     assert node.state is NodeState.ISOLATED
     assert "1 of 9 products are wrong" in node.because
-    cluster.checks["a"] = results()
+    cluster.crew.checks["a"] = results()
     cluster.wait(isolation_s + 1)
     assert node.state is NodeState.UP
     assert node.because == "its time of isolation is over and it passes its checks"

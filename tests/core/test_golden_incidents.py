@@ -95,7 +95,7 @@ def flapping_link(cluster: FakeCluster) -> None:
 
 def node_dies(cluster: FakeCluster) -> None:
     node = cluster.coordinator.tasks["t"].seats[W10].node
-    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != node}
+    cluster.crew.lose(node)
     cluster.silence(node)
     cluster.overdue(W00, busy=False, doing="A[2 stage 1 1.0]", elapsed_s=1.2)
 

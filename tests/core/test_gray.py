@@ -124,7 +124,7 @@ def test_a_node_that_corrects_errors_all_day_is_kept_out_unless_all_do(flawed: s
     for _ in range(12):
         cluster.wait(2 * HOUR_S)
         for node in flawed:
-            cluster._report(node, msg.KernelSpoke(text=CORRECTED, slots=()), None)
+            cluster.says(node, msg.KernelSpoke(text=CORRECTED, slots=()), None)
     found = {name for name, node in cluster.coordinator.nodes.items() if node.state is NodeState.LEMON}
     assert found == ({"a"} if flawed == "a" else set())
     if found:

@@ -69,7 +69,7 @@ def test_of_a_short_notice_half_is_left_for_leaving() -> None:
 def test_an_agents_own_notice_counts_like_an_operators() -> None:
     cluster = trained({"a": 2, "b": 2, "c": 2})
     gone = min(nodes_of(cluster))
-    cluster._report(gone, msg.LeaveNoticed(leaves_in_s=60.0, by="the notice in spot.json"), None)
+    cluster.says(gone, msg.LeaveNoticed(leaves_in_s=60.0, by="the notice in spot.json"), None)
     assert cluster.coordinator.nodes[gone].state is NodeState.DRAINING
 
 
@@ -117,7 +117,7 @@ def test_the_planner_counts_on_the_node_only_until_it_leaves() -> None:
 
 def told_to_end(cluster: FakeCluster, node: str) -> None:
     notice = msg.LeaveNoticed(leaves_in_s=25.0, by="its agent was told to end by SIGTERM", at_once=True)
-    cluster._report(node, notice, None)
+    cluster.says(node, notice, None)
 
 
 def test_workers_of_an_agent_that_is_told_to_end_do_not_wait_for_its_last_moment() -> None:

@@ -26,14 +26,14 @@ def looks(cluster: FakeCluster) -> list[msg.FindCheckpoint]:
 
 
 def committed(cluster: FakeCluster, step: int) -> None:
-    cluster._report("a", msg.TaskEvent(task="t", event=ev.CheckpointCommitted(step=step)), None)
+    cluster.says("a", msg.TaskEvent(task="t", event=ev.CheckpointCommitted(step=step)), None)
 
 
 def test_all_go_back_to_the_newest_checkpoint_of_the_folder_not_of_the_journal() -> None:
     """A node with all workers lost power; 395 steps that it had saved were trained again."""
     cluster = trained()
     committed(cluster, 5)
-    cluster.on_disk = 400 - 10
+    cluster.crew.on_disk = 400 - 10
     cluster.exits(W01, "killed by SIGKILL")
     task = cluster.coordinator.tasks["t"]
     assert task.recovery is not None
@@ -47,7 +47,7 @@ def test_all_go_back_to_the_newest_checkpoint_of_the_folder_not_of_the_journal()
 
 def test_a_checkpoint_of_the_last_step_finishes_the_task() -> None:
     cluster = trained()
-    cluster.on_disk = 400
+    cluster.crew.on_disk = 400
     cluster.exits(W01, "killed by SIGKILL")
     assert cluster.coordinator.tasks["t"].state == "finished"
 
@@ -56,12 +56,12 @@ def test_a_folder_that_does_not_answer_is_not_waited_for_without_end() -> None:
     cluster = trained()
     committed(cluster, 5)
     unanswered = ev.CheckpointsLooked(search=1, step=99)
-    cluster.looks = False
+    cluster.crew.looks = False
     cluster.exits(W01, "killed by SIGKILL")
     task = cluster.coordinator.tasks["t"]
     assert task.managed is not None
     assert not isinstance(task.managed.phase, Running)
-    cluster._report("a", msg.TaskEvent(task="t", event=unanswered), None)  # to an earlier search
+    cluster.says("a", msg.TaskEvent(task="t", event=unanswered), None)  # to an earlier search
     assert not isinstance(task.managed.phase, Running)
     cluster.wait(31.0)
     assert isinstance(task.managed.phase, Running)
@@ -80,7 +80,7 @@ def test_a_commit_that_is_reported_before_the_last_seal_of_its_step_counts() -> 
 
 def test_a_commit_without_an_order_ends_the_orders_of_earlier_ones() -> None:
     cluster = trained(steps=4)
-    cluster.commits = False
+    cluster.crew.commits = False
     for worker in (W00, W01):
         part = msg.PartWritten(task="t", step=3, stage=worker.stage, attempt=1, part={"name": str(worker)})
         cluster.report("t", worker, part)

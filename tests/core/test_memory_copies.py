@@ -233,11 +233,11 @@ def cannot_load(cluster: FakeCluster, *workers: Worker) -> None:
 
 def test_a_checkpoint_that_a_worker_cannot_load_is_verified_and_an_older_one_is_taken() -> None:
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
-    cluster.on_disk = 5
+    cluster.crew.on_disk = 5
     cluster.submit(has_checkpoints=True)
     assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False]
     assert {order.facts.restore for order in resumes(cluster)} == {5}
-    cluster.on_disk = 3  # that of step 5 is set aside
+    cluster.crew.on_disk = 3  # that of step 5 is set aside
     cannot_load(cluster, Worker(0, 1))
     task = cluster.coordinator.tasks["t"]
     assert [order.verify for order in told(cluster, msg.FindCheckpoint)] == [False, True]
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_a_worker_cannot_load_is_verified_and_an_older_one_is_
 
 def test_a_checkpoint_that_passes_every_check_and_cannot_be_loaded_ends_the_task() -> None:
     cluster = FakeCluster(nodes={"a": 2, "b": 2})
-    cluster.on_disk = 5
+    cluster.crew.on_disk = 5
     cluster.submit(has_checkpoints=True)
     task = cluster.coordinator.tasks["t"]
     for _ in range(3):

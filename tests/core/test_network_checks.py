@@ -18,7 +18,7 @@ class Network:
 
     def __init__(self, **bad: dict[str, object]) -> None:
         self.cluster = FakeCluster(nodes={})
-        self.cluster.pairs = self.measured
+        self.cluster.crew.pairs = self.measured
         self.bad, self.rng, self.asked = bad, random.Random(7), []
 
     def measured(self, node: str, order: msg.MeasurePair) -> msg.PairMeasured | None:
@@ -171,7 +171,7 @@ def test_an_isolated_node_is_measured_before_it_is_readmitted() -> None:
     network.join("a", "b", "c", "d")
     network.wait(GATHER_S)
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    network.cluster._report("a", msg.KernelSpoke(text=text, slots=()), None)
+    network.cluster.says("a", msg.KernelSpoke(text=text, slots=()), None)
     before = len(network.asked)
     network.bad["a"] = BAD["no connection"]
     network.wait(network.cluster.coordinator.patience.isolation_s + MOST_S + 5)

@@ -116,7 +116,7 @@ def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_is
     cluster.wait(2.1)
     assert set(states(cluster).values()) == {NodeState.UP}
     assert {node: sorted(order.addresses) for node, order in probes(cluster).items()} == {third: pair}
-    cluster._report(third, msg.LinksProbed(task="t", reached=(pair[0],), unreached=(pair[1],)), None)
+    cluster.says(third, msg.LinksProbed(task="t", reached=(pair[0],), unreached=(pair[1],)), None)
     cluster.wait(2.1)
     assert states(cluster)[pair[1]] == "isolated"
     assert states(cluster)[pair[0]] == states(cluster)[third] == "up"
@@ -128,7 +128,7 @@ def test_a_pair_that_others_reach_is_left_alone_and_probed_once() -> None:
     (third,) = set("abc") - set(pair)
     down(cluster, *pair)
     cluster.wait(2.1)
-    cluster._report(third, msg.LinksProbed(task="t", reached=tuple(pair), unreached=()), None)
+    cluster.says(third, msg.LinksProbed(task="t", reached=tuple(pair), unreached=()), None)
     cluster.wait(2.1)
     down(cluster, pair[1], pair[0])
     cluster.wait(2.1)

@@ -93,7 +93,7 @@ def hello_of(cluster: FakeCluster, node: str, *, more: int = 0) -> msg.NodeJoine
     known, tasks = cluster.coordinator.nodes[node], cluster.coordinator.tasks
     runs = [
         (name, worker, actor.incarnation)
-        for (name, worker), actor in cluster.actors.items()
+        for (name, worker), actor in cluster.crew.actors.items()
         if actor.node == node
     ]
     epochs = {name: task.epoch for name, task in tasks.items()}

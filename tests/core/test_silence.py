@@ -23,10 +23,10 @@ def dies_with_its_node(shape: Shape = Shape(1, 4, 2), *, copies: str = "") -> Fa
     cluster.seal()
     task = cluster.coordinator.tasks["t"]
     worker = next(w for w, seat in task.seats.items() if seat.node == "d")
-    incarnation = cluster.actors.pop(("t", worker)).incarnation
+    incarnation = cluster.crew.actors.pop(("t", worker)).incarnation
     cluster.cut.add("d")
     exited = ev.WorkerExited(worker=worker, incarnation=incarnation, reason="killed by SIGKILL")
-    cluster._later("d", msg.TaskEvent(task="t", event=exited), ("t", worker, incarnation))
+    cluster.arrives("d", msg.TaskEvent(task="t", event=exited), msg.Sender("t", worker, incarnation))
     cluster.hear(msg.NodeFellSilent(node="d", silent_s=1.0))
     return cluster
 

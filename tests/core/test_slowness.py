@@ -176,7 +176,7 @@ def test_a_slowness_found_while_a_death_is_planned_for_is_planned_for_next() -> 
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     assert task.recovery is not None
     node = task.seats[Worker(0, 0)].node
-    cluster.actors.pop(("t", Worker(0, 0)))
+    cluster.crew.actors.pop(("t", Worker(0, 0)))
     number = cluster.coordinator.nodes[node].heard + 1
     actions = cluster.coordinator.handle(
         msg.FromNode(

@@ -225,7 +225,7 @@ def test_a_gpu_that_the_kernel_names_costs_its_slot_and_not_its_node() -> None:
     cluster = cluster_of_three()
     node = cluster.coordinator.tasks["t"].seats[A].node
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    cluster._report(node, msg.KernelSpoke(text=text, slots=(1,)), None)
+    cluster.says(node, msg.KernelSpoke(text=text, slots=(1,)), None)
     named = cluster.coordinator.nodes[node]
     assert set(named.isolated_slots) == {1}
     assert named.state == "up"

@@ -65,8 +65,7 @@ def test_the_loss_of_a_node_is_one_change_of_membership() -> None:
     def falls_silent() -> Busy:
         busy = fleet.falls_silent([lost])
         left = [worker for worker, one in fleet.workers.items() if one.node != lost]
-        for worker in [worker for worker, one in fleet.workers.items() if one.node == lost]:
-            del fleet.workers[worker]
+        fleet.crew.lose(lost)
         fleet.waits(left[:1])
         return busy
 
@@ -84,7 +83,7 @@ def test_nodes_that_are_given_up_at_once_are_one_change_of_membership() -> None:
     rack = sorted({one.node for one in fleet.workers.values()})[3:7]
     for name in rack:
         fleet.falls_silent([name])
-    fleet.workers = {worker: one for worker, one in fleet.workers.items() if one.node not in rack}
+    fleet.crew.lose(*rack)
     assert epochs(fleet, lambda: fleet.pass_time(60.0)) == 0  # others could speak for it: nobody waits
     report = fleet.waits(sorted(fleet.workers)[:1])
     recovery = fleet.machine.tasks["t"].recovery

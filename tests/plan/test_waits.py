@@ -21,7 +21,7 @@ def cluster_of(*, steps_before: int, step_s: float = 1.0) -> FakeCluster:
     for _ in range(steps_before):
         cluster.wait(step_s)
         cluster.seal()
-    cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "d"}
+    cluster.crew.lose("d")
     cluster.hear(msg.NodeLeft(node="d"))
     return cluster
 
@@ -111,7 +111,7 @@ def test_where_failures_come_every_few_seconds_no_shape_is_changed() -> None:
     cluster.join("d", 1, boot="2")
     for number in range(3, 40):
         cluster.wait(1.0)
-        cluster.actors = {key: actor for key, actor in cluster.actors.items() if actor.node != "d"}
+        cluster.crew.lose("d")
         cluster.hear(msg.NodeLeft(node="d"))
         cluster.seal()
         cluster.join("d", 1, boot=str(number))
