@@ -11,14 +11,14 @@ Reading is bounded: a strided box is fetched in bands of at most BAND_BYTES, wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import numpy as np
 
-from everstep.layout.box import Box, Shape, flat_range, offset_of, row_major, whole
+from everstep.layout.box import Box, Shape, flat_range, offset_of, whole
 from everstep.layout.layout import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
@@ -108,12 +108,6 @@ class Pieces:
             _fetch(piece, at, shared.size, out[shared.moved(corner).slices()], ITEM_BYTES[self.dtype])
         if left > 0:
             raise OSError(f"{left} elements of a tensor are in no file")
-
-
-def contiguous(dtype: str, shape: Sequence[int], file: RangeFile, offset: int) -> Pieces:
-    """A whole tensor in one row-major stretch of a file."""
-    box = whole(shape)
-    return Pieces(dtype, tuple(shape), (FilePiece(box, file, offset, row_major(shape)),))
 
 
 def _fetch(piece: FilePiece, at: int, size: Shape, out: Array, item: int) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from everstep.errors import UserError
@@ -217,14 +216,6 @@ def titan(
                 )
             )
     return _trace("titan", days * DAY_S, nodes, failures)
-
-
-SYNTHETIC: Mapping[str, Callable[[int], Trace]] = {
-    "trace-a": trace_a,
-    "trace-b": trace_b,
-    "llama3": llama3,
-    "c4": c4,
-}
 
 
 def _gap(draw: Draw, rate: float) -> float:

@@ -50,7 +50,6 @@ PROGRAM_ERRORS = frozenset(
     }
 )
 
-MOST_EVIDENCE = 16  # sentences kept for one incident
 _MOST_PLACES = 6  # groups of ranks with the same stack that are shown
 
 

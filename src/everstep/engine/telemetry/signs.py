@@ -89,7 +89,6 @@ class WorkerSigns:
 # ------------------------------------------------------------------
 # Faults of a GPU, made on purpose: for tests of what happens when a kernel goes wrong or never ends.
 
-KINDS = ("illegal", "oom", "spin")
 _SPIN_CYCLES = 2_000_000_000 * 600  # about ten minutes
 _BLOCK = 64 << 20
 
