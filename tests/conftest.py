@@ -28,7 +28,7 @@ BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was ove
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--storms", type=int, default=12, help="random storms of deaths per case")
+    parser.addoption("--storms", type=int, default=6, help="random storms of deaths per case")
     parser.addoption("--slow", action="store_true", help="also the tests that take a minute each")
     parser.addoption("--fresh", action="store_true", help="new random examples instead of those of every run")
     parser.addoption("--budget", type=float, help="seconds after which no test is begun; the rest is listed")

@@ -21,10 +21,11 @@ from everstep.engine.prepare.program import Program
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.sums.sums import MOST_PROMOTED
 from everstep.engine.worker.step_tensors import Payload, StepTensors
 from everstep.engine.worker.work_items import ShardedSteps, WorkItems
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
-from everstep.net import frames
+from everstep.net import envelope, frames
 from everstep.net.envelope import Envelope, FrameKind, StateEnd
 from everstep.net.handshake import Acceptor
 from everstep.net.links import Address, LinkEvents, Links
@@ -272,12 +273,17 @@ def over_the_wire(parcel: Parcel, envelope: Envelope, tensors: tuple[torch.Tenso
     return arriving
 
 
-MANY = 9000
+MOST = MOST_PROMOTED + 8  # tensors of a message, in this test: as many as a real one holds take seconds
+MANY = 2 * MOST + 2
 
 
 @pytest.mark.parametrize("chunks", [0, 4])
-def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(chunks: int) -> None:
+def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the first step nothing is known of the gradients, and a loss that is a sum promotes all of them."""
+    for reader in (envelope, frames):
+        monkeypatch.setattr(reader, "MAX_TENSORS", MOST)
     model = Model(layers=[ManyTensors], loss=summed)
     holders = ((0, 1), (1, 0)) * (chunks // 2)
     pair = []

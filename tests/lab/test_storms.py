@@ -110,9 +110,10 @@ SEEN_IN_A_CLUSTER = {
 }
 
 
-def test_a_hundred_storms_break_nothing() -> None:
+# Enough seeds that every kind of fault strikes; `make all-storms` (`.ci/run`) has hundreds of each kind.
+def test_thirty_storms_break_nothing() -> None:
     struck = set()
-    for seed in range(100):
+    for seed in range(30):
         report = run_storm(draw_spec(seed))
         assert report.violation is None, f"everstep sim storm --seeds {seed}: {report.violation}"
         struck |= {fault.split()[0] for fault in report.faults_struck}
@@ -298,9 +299,9 @@ def test_without_votes_wrong_numbers_are_used() -> None:
     assert "exactly once" in (run_storm(blind, cluster=True).violation or "")
 
 
-def test_sixty_storms_with_sharded_states_break_nothing() -> None:
+def test_twenty_five_storms_with_sharded_states_break_nothing() -> None:
     mended_after_an_update = (99, 110)  # weights of the step before were sent again, and were gone
-    for seed in (*range(60), *mended_after_an_update):
+    for seed in (*range(25), *mended_after_an_update):
         violation = run_storm(with_sharded_states(draw_spec(seed))).violation
         assert violation is None, f"seed {seed}, sharded: {violation}"
 
@@ -406,18 +407,18 @@ def test_every_planted_bug_has_a_seed() -> None:
     assert set(SEEN_IN_A_CLUSTER) == set(CLUSTER_MUTANTS)
 
 
-def test_sixty_storms_around_the_whole_cluster_break_nothing() -> None:
+def test_forty_storms_around_the_whole_cluster_break_nothing() -> None:
     """No slot owned twice, the journal replays, every incident closes, no node is isolated for nothing."""
     struck = set()
-    for seed in range(60):
+    for seed in range(40):
         report = run_storm(draw_storm(seed, "cluster"), cluster=True)
         assert report.violation is None, f"everstep sim storm --cluster --seeds {seed}: {report.violation}"
         struck |= {fault.split()[0] for fault in report.faults_struck}
     assert struck >= set(OF_CLUSTERS), "some kind of fault never struck"
 
 
-def test_thirty_storms_with_states_in_memory_and_other_shapes_break_nothing() -> None:
-    for seed in range(30):
+def test_twelve_storms_with_states_in_memory_and_other_shapes_break_nothing() -> None:
+    for seed in range(12):
         assert violation_of("moves", seed) is None
 
 
