@@ -136,6 +136,9 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+# By default `tests/launch/test_stopping.py` sends the signals to a run with a warm fork server, and
+# `tests/node/test_fork_server.py` ends the owner of one.
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
     """With everything real: its own process, its own fork server, a SIGINT in the middle of training."""
     job_file.write_text(job_file.read_text().replace("steps = 6", "steps = 100000"))

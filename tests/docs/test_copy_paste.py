@@ -65,19 +65,26 @@ def losses(said: str) -> list[str]:
     return re.findall(r"step +(\d+/\d+  loss [\d.]+)", said)
 
 
-def test_the_quick_start_trains_and_trains_through_a_death(tmp_path: Path) -> None:
-    prepare, train, train_with_a_death = shell_blocks("quickstart.md")
-    calm, struck = Shell(tmp_path / "calm"), Shell(tmp_path / "struck")
-    runs = [calm.start(prepare, train), struck.start(prepare, train_with_a_death)]
-    in_peace, healed = (ended(run) for run in runs)
-    assert len(losses(in_peace)) == 20
-    assert losses(healed) == losses(in_peace)
-    assert "no incident; microbatches: 160 issued, 160 committed once" in in_peace
+def test_the_quick_start_trains_through_a_death(tmp_path: Path) -> None:
+    prepare, _, train_with_a_death = shell_blocks("quickstart.md")
+    healed = Shell(tmp_path / "struck").run(prepare, train_with_a_death)
+    assert len(losses(healed)) == 20
     assert "worker 0:1 killed by SIGKILL; noticed in" in healed
     assert "1 incident healed; microbatches: 160 issued, 160 committed once" in healed
     said = [block.text for block in blocks(DOCS / "quickstart.md") if block.language == "text"]
     assert last_loss(said[0]) == last_loss(said[1]), "the page shows what it claims"
-    assert float(last_loss(said[0])) == pytest.approx(float(last_loss(in_peace)), rel=1e-3), "and what is so"
+    assert float(last_loss(said[0])) == pytest.approx(float(last_loss(healed)), rel=1e-3), "and what is so"
+
+
+# By default `tests/cli/test_commands.py` compares the losses of two runs, in processes that are warm.
+@pytest.mark.slow
+def test_the_quick_start_has_the_same_losses_with_and_without_a_death(tmp_path: Path) -> None:
+    prepare, train, train_with_a_death = shell_blocks("quickstart.md")
+    calm, struck = Shell(tmp_path / "calm"), Shell(tmp_path / "struck")
+    runs = [calm.start(prepare, train), struck.start(prepare, train_with_a_death)]
+    in_peace, healed = (ended(run) for run in runs)
+    assert losses(healed) == losses(in_peace)
+    assert "no incident; microbatches: 160 issued, 160 committed once" in in_peace
 
 
 # By default `test_blocks.py` runs the block, and `tests/cli/test_broken_pipe.py` a script through a death.
