@@ -77,7 +77,9 @@ def _shrink(path: Path) -> None:
 
     with Image.open(path) as image:
         rare_too = Image.Quantize.MAXCOVERAGE  # a small mark in its own colour is the point of the picture
-        few = image.convert("RGB").quantize(256, method=rare_too, kmeans=5)  # which keeps the background as it is
+        few = image.convert("RGB").quantize(
+            256, method=rare_too, kmeans=5
+        )  # which keeps the background as it is
         few.save(path, optimize=True)
 
 
