@@ -79,7 +79,7 @@ def _patched(method: str, body: str) -> str:
     return "\n".join(" " * 12 + line for line in (*lines, f"Probe.{method} = {method}"))
 
 
-_ECC = "#!/bin/sh\\ncase $1 in *ecc*) echo 0, 3;; *) exit 9;; esac\\n"
+_ECC = "#!/bin/sh\\ncase $1 in *ecc*) echo 0, GPU-a, 3;; *) exit 9;; esac\\n"
 DEFECTS: dict[str, Defect] = {
     "wrong-product": Defect(
         REFUSED,
@@ -100,7 +100,7 @@ DEFECTS: dict[str, Defect] = {
     "slow-memory": Defect(
         ISOLATED,
         "GB per second",
-        _patched("copied", "import time; time.sleep(1.0)\nreturn real(self, *given)"),
+        _patched("copied", "import time; time.sleep(0.5)\nreturn real(self, *given)"),
     ),
     "ecc": Defect(
         REFUSED,

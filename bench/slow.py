@@ -4,8 +4,10 @@
     python bench/slow.py --factors 2 --json   one JSON document
     python bench/slow.py innocent             runs in which nobody is slow: how many are accused
     python bench/slow.py others               a slow link, a worker without a peer: told, and what follows
-    python bench/slow.py move                 with and without a spare slot: does the slow worker move, and is
-                                              that worth what the planner said
+    python bench/slow.py move                 a slow slot, machine, only worker of a stage, rank of a script,
+                                              with and without a spare slot: does it move, and is that worth
+                                              what the planner said
+    python bench/slow.py move --only script
 
 Real workers, links, schedules and losses; only the arithmetic of a layer is a rest of some milliseconds,
 which stands for a device's time: four workers then do not need four cores, and two cores do not measure the
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,35 +231,78 @@ def others() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ slow, and moved where that pays
 
 MOVE_STEPS, AFTER_STEPS = 400, 20
+SOON = SLOW_FROM + 12
 
 
-def moves(factor: float) -> list[dict[str, Any]]:
-    """With a spare slot and many steps to go; without a spare; with a spare, and the task is nearly over."""
-    scenes = (("a spare slot", True, MOVE_STEPS), ("no spare slot", False, MOVE_STEPS))
-    return [_move(name, factor, spare=spare, steps=steps) for name, spare, steps in scenes] + [
-        _move("a spare slot, the task ends soon", factor, spare=True, steps=SLOW_FROM + 12)
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A task on two nodes with as many slots as it needs; then `spare` more slots on a third one."""
+
+    run: str
+    spare: int
+    moves: bool  # what is to come of it
+    slow: tuple[str, ...] = ("1:1",)
+    nodes: tuple[int, ...] = (2, 2)
+    replicas: int = 2
+    steps: int = MOVE_STEPS
+
+
+ALONE: dict[str, Any] = {"slow": ("0:1",), "nodes": (1, 1), "replicas": 1}
+SCENES = (
+    Scene(run="slow slot, a spare slot", spare=1, moves=True),
+    Scene(run="slow slot, no spare slot", spare=0, moves=False),
+    Scene(run="slow slot, a spare slot, the task ends soon", spare=1, moves=False, steps=SOON),
+    Scene(run="slow machine (2 workers), 2 spare slots", spare=2, moves=True, slow=("1:0", "1:1")),
+    Scene(run="slow machine (2 workers), no spare slot", spare=0, moves=False, slow=("1:0", "1:1")),
+    Scene(run="only worker of a stage, a spare slot", spare=1, moves=True, **ALONE),
+    Scene(run="only worker of a stage, no spare slot", spare=0, moves=False, **ALONE),
+)
+
+
+def moves(factor: float, named: str) -> list[dict[str, Any]]:
+    rows = []
+    for scene in (one for one in SCENES if named in one.run):
+        rows.append(_move(scene, factor))
+        print(move_line(rows[-1]), file=sys.stderr, flush=True)
+    rows += [_moved_script(spare) for spare in (True, False) if not named or "script" in named]
+    for row in rows[-2:] if not named or "script" in named else ():
+        print(move_line(row), file=sys.stderr, flush=True)
+    return rows
+
+
+def move_line(row: dict[str, Any]) -> str:
+    rates = "  ".join(f"{what} {rate or '-':>6}" for what, rate in row["steps_per_s"].items())
+    moved = ("moved" if row["moved"] else "stays") + ("" if row["as_wanted"] else " (NOT AS WANTED)")
+    told = f"measured {row['measured'] or '-'}; planner: {row['price']}"
+    return f"{row['run']:44} {moved}  steps/s: {rates}  {told}"
+
+
+def _move(scene: Scene, factor: float) -> dict[str, Any]:
+    faults = [
+        f"replica={worker[0]},stage={worker[2]},step={SLOW_FROM},how=slow,factor={factor:g},until=100000"
+        for worker in scene.slow
     ]
-
-
-def _move(name: str, factor: float, *, spare: bool, steps: int) -> dict[str, Any]:
-    slow = f"replica=1,stage=1,step={SLOW_FROM},how=slow,factor={factor:g},until=100000"
     with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
         cluster.start_coordinator()
-        for node in ("a", "b"):
-            cluster.start_agent(node, slots=2)
+        for node, slots in zip("ab", scene.nodes, strict=True):
+            cluster.start_agent(node, slots=slots)
         cluster.nodes_up(2)
-        cluster.submit(job_of(steps=steps), faults=[slow])
+        cluster.submit(job_of(steps=scene.steps, replicas=scene.replicas), faults=faults)
         cluster.all_members()
-        if spare:
-            cluster.start_agent("c", slots=1)
+        if scene.spare:
+            cluster.start_agent("c", slots=scene.spare)
             cluster.nodes_up(3)
         home = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
-        found_at = cluster.until(lambda: _slow_incident(cluster), "the worker is found slow")["opened_at"]
+        found_at = cluster.until(
+            lambda: _found_slow(cluster, len(scene.slow)), "the workers are found slow", within_s=240
+        )
         moved_step = 0
         with contextlib.suppress(TimeoutError, AssertionError):
-            cluster.until(lambda: _has_moved(cluster, home) or _is_over(cluster), "a move", within_s=45)
-            moved_step = int(cluster.task()["step"]) if _has_moved(cluster, home) else 0
-        until = min(steps, (moved_step or int(cluster.task()["step"])) + AFTER_STEPS)
+            cluster.until(
+                lambda: _has_moved(cluster, home, scene.slow) or _is_over(cluster), "a move", within_s=60
+            )
+            moved_step = int(cluster.task()["step"]) if _has_moved(cluster, home, scene.slow) else 0
+        until = min(scene.steps, (moved_step or int(cluster.task()["step"])) + AFTER_STEPS)
         cluster.step_reached(until)
         rows = {row["step"]: row["at"] for row in cluster.task()["rows"]}
         remedies = [r for i in cluster.incidents() for r in i["remedies"] if r["what"].startswith("move")]
@@ -266,25 +311,100 @@ def _move(name: str, factor: float, *, spare: bool, steps: int) -> dict[str, Any
         "before": (SETTLED, SLOW_FROM - 1),
         "slow": (SLOW_FROM + 1, found_step),
         "balanced": (found_step + 2, moved_step or until),
-        "moved": (moved_step + 3, until) if moved_step else (1, 0),
+        "after": (moved_step + 3, until) if moved_step else (1, 0),
     }
     rates = {what: _rate(rows, first, last) for what, (first, last) in spans.items()}
+    return _row(scene.run, rates, bool(moved_step), scene.moves, remedies)
+
+
+def _row(
+    run: str, rates: dict[str, float | None], moved: bool, wanted: bool, remedies: list[Any]
+) -> dict[str, Any]:
+    slow, after = rates["balanced"] or rates["slow"], rates["after"]
     return {
-        "run": name,
-        "moved": bool(moved_step),
+        "run": run,
+        "moved": moved,
+        "as_wanted": moved == wanted,
         "steps_per_s": rates,
+        "measured": f"{after / slow - 1:+.0%}" if moved and slow and after else None,
         "price": remedies[0]["because"] if remedies else None,
     }
 
 
-def _slow_incident(cluster: Cluster) -> Any:
-    return next((i for i in cluster.incidents() if i["what"] == "is slow"), None)
+# Ranks on node b take three times as long; which node it is, the command line of their agent says.
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import everstep
+pid, node = os.getpid(), ""
+while pid > 1 and not node:
+    words = open(f"/proc/{pid}/cmdline").read().split("\\0")
+    node = words[words.index("--node") + 1] if "--node" in words else ""
+    pid = int(open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[1])
+dist.init_process_group("gloo")
+step = int(open("step").read()) if os.path.exists("step") else 0
+while not os.path.exists("stop"):
+    time.sleep(0.15 if node == "b" and step >= 40 else 0.05)
+    dist.all_reduce(torch.ones(1))
+    step += 1
+    if dist.get_rank() == 0:
+        open("steps", "a").write(f"{step} {time.time()} {dist.get_world_size()}\\n")
+        open("step.new", "w").write(str(step))
+        os.replace("step.new", "step")
+    everstep.progress(step, saved=dist.get_rank() == 0 and step % 20 == 0)
+"""
 
 
-def _has_moved(cluster: Cluster, home: dict[str, str]) -> bool:
-    seats = cluster.task()["seats"]
-    now = {seat["worker"]: seat["node"] for seat in seats}
-    return len(now) == len(home) and now != home
+def _moved_script(spare: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name, Cluster(Path(name)) as cluster:
+        folder = Path(name)
+        (folder / "train.py").write_text(SCRIPT)
+        cluster.start_coordinator()
+        for node in "ab":
+            cluster.start_agent(node, slots=1)
+        cluster.nodes_up(2)
+        ranks = {"command": ["train.py"], "folder": name, "ranks": 1, "least": 2, "most": 2}
+        cluster.client.post("/v1/tasks", {"name": "job", "ranks": ranks})
+        cluster.until(lambda: cluster.task()["script"]["world"] == 2, "both nodes take part", within_s=240)
+        if spare:
+            cluster.start_agent("c", slots=1)
+            cluster.nodes_up(3)
+        slow = lambda: next((i for i in cluster.incidents() if "slow" in i["what"]), None)  # noqa: E731
+        found_at = cluster.until(slow, "the rank is found slow", within_s=240)["opened_at"]
+        nodes = lambda: {group["node"] for group in cluster.task()["script"]["groups"]}  # noqa: E731
+        with contextlib.suppress(TimeoutError):
+            cluster.until(lambda: nodes() == {"a", "c"}, "a move", within_s=60)
+        moved, at = nodes() == {"a", "c"}, _script_steps(folder)[-1][0]
+        cluster.until(lambda: _script_steps(folder)[-1][0] >= at + 3 * AFTER_STEPS, "more steps")
+        rows, remedies = _script_steps(folder), [r for i in cluster.incidents() for r in i["remedies"]]
+    times = dict(rows)
+    found = min(step for step, when in rows if when >= found_at)
+    rates = {
+        "before": _rate(times, 10, 39),
+        "slow": _rate(times, 42, found),
+        "balanced": _rate(times, found + 1, at if not moved else max(found + 3, at - 10)),
+        "after": _rate(times, at + 5, at + 3 * AFTER_STEPS) if moved else None,
+    }
+    moves = [remedy for remedy in remedies if remedy["what"].startswith("move")]
+    name = f"slow rank of a script, {'a spare node' if spare else 'no spare node'}"
+    return _row(name, rates, moved, spare, moves)
+
+
+def _script_steps(folder: Path) -> list[tuple[int, float]]:
+    rows = [line.split() for line in (folder / "steps").read_text().splitlines()]
+    return [(int(row[0]), float(row[1])) for row in rows if len(row) == 3]
+
+
+def _found_slow(cluster: Cluster, count: int) -> float | None:
+    """When the last of so many workers was found slow."""
+    found = sorted(i["opened_at"] for i in cluster.incidents() if i["what"] == "is slow")
+    return found[count - 1] if len(found) >= count else None
+
+
+def _has_moved(cluster: Cluster, home: dict[str, str], slow: tuple[str, ...]) -> bool:
+    seats = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
+    is_whole = len(seats) == len(home) and all(seat["incarnation"] for seat in cluster.task()["seats"])
+    return is_whole and all(seats[worker] != home[worker] for worker in slow)
 
 
 def _is_over(cluster: Cluster) -> bool:
@@ -305,6 +425,9 @@ def main() -> int:
     parser.add_argument("--factors", default="1.5,2,3")
     parser.add_argument("--worker", default="1:1", help="replica:stage")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="of `move`: runs whose name has these words"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     factors = [float(text) for text in given.factors.split(",")]
@@ -314,7 +437,7 @@ def main() -> int:
     elif given.what == "others":
         document = others()
     elif given.what == "move":
-        document = moves(factors[-1])
+        document = moves(factors[-1], given.only)
     else:
         replica, stage = map(int, given.worker.split(":"))
         document = slowness(factors, (replica, stage))
@@ -334,7 +457,7 @@ def main() -> int:
         good = all(row["verdict"] and row["same_losses"] for row in document["rows"])
         return 0 if good and not document["clean_accused"] else 1
     if given.what == "move":
-        return 0 if [row["moved"] for row in document] == [True, False, False] else 1
+        return 0 if all(row["as_wanted"] for row in document) else 1
     return 1 if given.what == "innocent" and any(row["accused"] for row in document) else 0
 
 

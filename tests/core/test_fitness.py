@@ -125,3 +125,83 @@ def test_figures_are_kept_for_weeks_and_a_node_is_compared_with_itself() -> None
     assert len(found.marked) == len(USUAL)
     assert "earlier checks of it" in found.marked[0]
     assert judge_checks(results(scale=0.8), runs, []) == judge_checks(results(), [], [])
+
+
+def of_gpu(slots: tuple[int, ...], says: str = "", scale: float = 1.0) -> tuple[msg.CheckResult, ...]:
+    """A node of two GPUs; one of them is bad if it `says` so, or slow."""
+    return tuple(
+        msg.CheckResult(
+            check=f"compute cuda:{slot} bf16",
+            state="failed" if says and slot in slots else "passed",
+            says=says,
+            figures={"products per second": 900.0 * (scale if slot in slots else 1.0)},
+            gpu=f"GPU-{slot}",
+            slots=(slot,),
+        )
+        for slot in range(2)
+    )
+
+
+@pytest.mark.parametrize(("says", "scale"), [("3 of 9 products are wrong", 1.0), ("", 0.2)])
+def test_a_bad_gpu_costs_its_slot_and_not_its_node(says: str, scale: float) -> None:
+    cluster = FakeCluster(nodes={})
+    for name in "abcd":
+        join(cluster, name, of_gpu(()))
+    assert join(cluster, "new", of_gpu((1,), says, scale)) is NodeState.UP
+    node = cluster.coordinator.nodes["new"]
+    assert set(node.isolated_slots) == {1}
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.what == "slot 1 of node new fails its checks"
+    assert incident.remedies[-1].what == "isolate the slot"
+    cluster.submit(shape=Shape(5, 2, 1))
+    seats = cluster.coordinator.tasks["t"].seats.values()
+    assert [seat.slot for seat in seats if seat.node == "new"] == [0]
+    cluster.coordinator.validate()
+
+
+def test_a_node_all_of_whose_gpus_are_bad_is_isolated() -> None:
+    cluster = FakeCluster(nodes={})
+    assert join(cluster, "new", of_gpu((0, 1), "9 of 9 products are wrong")) is NodeState.ISOLATED
+
+
+def test_an_isolated_slot_is_checked_before_it_gets_workers_again() -> None:
+    cluster = FakeCluster(nodes={})
+    for name in "abcd":
+        join(cluster, name, of_gpu(()))
+    cluster.checks["a"] = of_gpu((1,), "1 of 9 products is wrong")
+    node, isolation_s = cluster.coordinator.nodes["a"], cluster.coordinator.patience.isolation_s
+    text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
+    cluster._report("a", msg.KernelSpoke(text=text, slots=(1,)), None)
+    assert set(node.isolated_slots) == {1}
+    cluster.wait(isolation_s + 1)
+    assert set(node.isolated_slots) == {1}, "it fails its check"
+    assert node.state is NodeState.UP
+    cluster.checks["a"] = of_gpu(())
+    cluster.wait(isolation_s + 1)
+    assert not node.isolated_slots
+
+
+def test_the_slots_of_a_node_that_does_not_answer_are_back_after_a_while() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abc", 2))
+    node = cluster.coordinator.nodes["a"]
+    text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
+    cluster._report("a", msg.KernelSpoke(text=text, slots=(1,)), None)
+    cluster.cut.add("a")
+    cluster.wait(cluster.coordinator.patience.isolation_s + 1)
+    assert node.isolated_slots
+    cluster.wait(121)
+    assert not node.isolated_slots
+
+
+def test_other_versions_than_the_peers_have_mark_a_node() -> None:
+    cluster = FakeCluster(nodes={})
+
+    def with_torch(version: str) -> tuple[msg.CheckResult, ...]:
+        return (msg.CheckResult(check="versions", state="passed", says="", facts={"torch": version}),)
+
+    for name in "abcd":
+        assert join(cluster, name, with_torch("2.11")) is NodeState.UP
+    assert join(cluster, "new", with_torch("2.12")) is NodeState.UP
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.verdict is not None
+    assert incident.verdict.because == "torch is 2.12; 4 of 4 peers have 2.11"

@@ -70,6 +70,18 @@ def test_nodes_with_twenty_times_the_rate_of_their_peers_are_found_within_four_w
     assert cluster(rng, rates).keys() == set(range(len(KINDS)))
 
 
+def test_few_events_are_no_surprise_where_peers_have_many() -> None:
+    """A storm with one gray node: the sum of a tail that begins far below its peak ended at its first term,
+    and healthy nodes were lemons with p = 4e-21.
+    """
+    assert at_least(2, shape=258.0, odds=0.19) > 0.999
+    now = 25 * DAY_S
+    record = GrayRecord(since=0.0)
+    for at in (now / 2, now):
+        record.note("corrected error", at)
+    assert judge_gray("corrected error", record, Peers(4, 257, 102.0), now) is None
+
+
 def test_two_isolations_within_an_hour_make_a_lemon_and_two_in_a_month_do_not() -> None:
     peers = [GrayRecord(since=0.0) for _ in range(3)]
     now = 28 * DAY_S

@@ -9,6 +9,7 @@ import pytest
 from everstep.core.cluster import snapshot
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import TaskState
+from everstep.plan.ask import choose
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import RankPace, RankPosition, RankRules, Sender
@@ -21,8 +22,8 @@ CONNECTION = "RuntimeError: Connection closed by peer [10.0.0.2]:4711"
 class Cluster:
     """A coordinator, and nodes that do at once what they are ordered."""
 
-    def __init__(self, nodes: int, *, slots: int = 2) -> None:
-        self.machine, self.now, self.slots = Coordinator(), 100.0, slots
+    def __init__(self, nodes: int, *, slots: int = 2, planned: bool = False) -> None:
+        self.machine, self.now, self.slots = Coordinator(planned=planned), 100.0, slots
         self._nested = 0
         self.sent: list[msg.Order] = []
         self.begun: list[msg.BeginLife] = []
@@ -64,6 +65,8 @@ class Cluster:
                         self.carry_out(action.node, action.order)
                 case msg.TaskEnded():
                     self.ended.append(action.state)
+                case msg.ChooseAssignment():
+                    self._hear(choose(self.machine, action.version, action.because, now=self.now))
         self.machine.validate()
         frozen = snapshot.freeze(self.machine)
         thawed = Coordinator()
@@ -245,6 +248,51 @@ def test_a_rank_that_enters_collectives_last_is_reported_after_two_looks_until_i
     assert cluster.incident.resumed_at is not None
     assert len(cluster.machine.log.incidents) == 1
     assert len(cluster.begun) == 2  # nothing was ended
+
+
+def slow_rank(nodes: int, *, after_s: float = 20.0, saves: bool = False) -> Cluster:
+    """Two nodes of two ranks, and a planner; rank 3 makes steps of 150 ms last 200."""
+    cluster = Cluster(nodes, planned=True)
+    cluster.submit(least=2)
+    if saves:
+        cluster.tell(0, msg.RankProgressed, rank=0, step=10, is_saved=True)
+    cluster.wait(after_s)
+    for _ in range(2):
+        for group, ranks in enumerate((range(2), range(2, 4))):
+            cluster.tell(group, msg.RanksPaced, paces=paces(ranks, 3))
+    return cluster
+
+
+def test_the_ranks_of_a_slow_node_move_to_a_free_one_where_that_pays() -> None:
+    cluster = slow_rank(3)
+    assert {seat.node for seat in cluster.task.seats.values()} == {"n0", "n2"}
+    incident = cluster.machine.log.incidents[0]
+    assert [remedy.what for remedy in incident.remedies] == ["wait for it", "move it to a free slot"]
+    assert "steps take 1.33 times as long as without its ranks; on another node the task is 33% faster" in (
+        incident.remedies[-1].because
+    )
+    assert incident.closed
+    assert set(cluster.machine.nodes["n1"].isolated_slots) == {0, 1}
+    assert [order.life for order in cluster.begun] == [1, 1, 2, 2]
+    assert cluster.task.lives is not None
+    assert cluster.task.lives.failures == 0, "it is no failure of the script"
+
+
+def test_the_ranks_of_a_slow_node_stay_without_a_free_one() -> None:
+    cluster = slow_rank(2)
+    assert len(cluster.begun) == 2
+    assert cluster.task.speeds.awaited
+    cluster.join("n2")
+    assert {seat.node for seat in cluster.task.seats.values()} == {"n0", "n2"}
+
+
+def test_slow_ranks_move_when_the_script_has_just_saved() -> None:
+    """Not before: what was done since the last time would be done again."""
+    cluster = slow_rank(3, saves=True)
+    assert len(cluster.begun) == 2
+    cluster.tell(0, msg.RankProgressed, rank=0, step=20, is_saved=True)
+    assert len(cluster.begun) == 4
+    assert {seat.node for seat in cluster.task.seats.values()} == {"n0", "n2"}
 
 
 def test_a_slow_ranks_incident_ends_with_its_life_and_is_not_what_ended_it() -> None:

@@ -7,6 +7,8 @@ from collections import deque
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
 from everstep.drive.thinking import Thinking
+from everstep.plan.measured import TaskMeasurements
+from everstep.plan.shapes import offered
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import ComputePlan
@@ -111,7 +113,7 @@ def test_the_only_worker_of_a_stage_is_told_slow_and_what_would_help() -> None:
     incident = one(cluster)
     assert incident.verdict is not None
     assert "only one of stage 1" in incident.remedies[-1].because
-    assert "drain" in incident.remedies[-1].because
+    assert "where that pays: a slot on b is free" in incident.remedies[-1].because
     assert epoch(cluster) == before  # a new schedule would change nothing
     ended(cluster, Worker(0, 1))
     assert incident.closed
@@ -248,6 +250,16 @@ def test_a_slow_worker_stays_where_a_move_does_not_pay() -> None:
         assert SLOW in task.speeds.slow  # its peers run some of its work
 
 
+def test_a_slow_worker_is_slow_in_any_shape() -> None:
+    """The planner took the fastest worker of each stage for all of them, and a real run left its shape for
+    nothing. With four peers in one stage there really is more to be gained than with two.
+    """
+    own, *others = offered(Shape(2, 2, 4), range(1, 5), 6, TaskMeasurements(), {SLOW: 3.0}, live=4)
+    best = {stages: max(o.at(4) for o in others if o.shape.stages == stages) for stages in (1, 2, 4)}
+    assert best[2] <= 1.001 * own.at(4)
+    assert best[4] < own.at(4) < best[1] < 4.0
+
+
 def slow_link(cluster: FakeCluster, worker: Worker, peer: Worker) -> None:
     because = f"what worker {worker} sends to worker {peer} goes at 1 MB/s, usual are 10 MB/s"
     cluster.hear(msg.SlowLinkFound(task="t", worker=worker, peer=peer, because=because))
@@ -312,4 +324,62 @@ def test_a_slow_link_of_one_task_takes_no_slot_from_another() -> None:
         assert node.state == "up"
         assert set(range(2)) - set(node.isolated_slots) == set(other.slots)
     assert tasks["u"].seats[Worker(0, 0)] == other
+    cluster.coordinator.validate()
+
+
+def alone_in(nodes: str, *, steps: int = 100_000, memory_port: int = 9) -> FakeCluster:
+    """One replica of two stages on nodes of one slot, and the worker of the second stage is slow."""
+    cluster = FakeCluster(nodes=dict.fromkeys(nodes, 1), planned=True, memory_port=memory_port)
+    cluster.submit(shape=Shape(1, 2, 4), steps=steps)
+    cluster.seal()
+    known = cluster.thinking.measured.of("t")
+    known.last, known.steps = (1, 2, 2), {(1, 2, 2): deque([0.5, 0.5, 0.5])}
+    lone = Worker(0, 1)
+    slowed(cluster, lone, 3.0, cluster.coordinator.tasks["t"].seats[lone].incarnation)
+    return cluster
+
+
+def test_a_slow_worker_without_a_peer_moves_with_the_state_safe_and_no_step_is_done_twice() -> None:
+    cluster = alone_in("abc")
+    task = cluster.coordinator.tasks["t"]
+    slow_node = task.seats[Worker(0, 1)].node
+    (incident,) = cluster.coordinator.log.incidents
+    assert [r.what for r in incident.remedies] == ["none: an operator can help", "move it to a free slot"]
+    assert not task.seats[Worker(0, 1)].leaving, "it trains on to the end of its step"
+    assert set(cluster.coordinator.nodes[slow_node].isolated_slots) == {0}
+    done = task.next_step
+    cluster.seal()
+    assert task.next_step == done + 1
+    assert task.seats[Worker(0, 1)].node != slow_node
+    assert slow_node not in {seat.node for seat in task.seats.values()}
+    assert not task.speeds.slow
+    assert incident.closed
+    cluster.coordinator.validate()
+
+
+def test_a_slow_worker_without_a_peer_stays_where_that_does_not_pay_or_its_state_is_nowhere_safe() -> None:
+    for cluster in (alone_in("ab"), alone_in("abc", steps=6), alone_in("abc", memory_port=0)):
+        assert not any(node.isolated_slots for node in cluster.coordinator.nodes.values())
+        assert cluster.coordinator.tasks["t"].speeds.slow == {Worker(0, 1): 3.0}
+
+
+def test_all_slow_workers_of_a_machine_move_together() -> None:
+    """One of them alone gains nothing: the step waits for the other stage."""
+    cluster = FakeCluster(nodes=dict.fromkeys("ab", 2), planned=True)
+    cluster.submit(shape=Shape(2, 2, 4), steps=100_000)
+    cluster.seal()
+    known = cluster.thinking.measured.of("t")
+    known.last, known.steps = (2, 2, 4), {(2, 2, 4): deque([0.5, 0.5, 0.5])}
+    task = cluster.coordinator.tasks["t"]
+    machine = task.seats[SLOW].node
+    there = sorted(worker for worker, seat in task.seats.items() if seat.node == machine)
+    assert len({worker.stage for worker in there}) == 2
+    for worker in there:
+        slowed(cluster, worker, 3.0, task.seats[worker].incarnation)
+    cluster.join("c", 1)
+    assert not cluster.coordinator.nodes[machine].isolated_slots, "one slot is not enough"
+    cluster.join("d", 1)
+    assert set(cluster.coordinator.nodes[machine].isolated_slots) == {0, 1}
+    assert machine not in {seat.node for seat in task.seats.values()}
+    assert not list(cluster.coordinator.log.open_ones())
     cluster.coordinator.validate()

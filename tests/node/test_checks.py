@@ -1,8 +1,13 @@
 """`everstep check`: a healthy machine passes; each planted defect is found, and nothing else is."""
 
 import json
+import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,10 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.node import checks
-from everstep.node.checks import CheckFinding, Probe, checked_apart, run_checks
+from everstep.node.checks import CheckFinding, Probe, at_slots, checked_apart, run_checks
+from everstep.node.foreign_checks import command, health_socket, taints
+from everstep.node.slot_devices import SlotDevice
+from everstep.protocol.messages import CheckResult
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +33,8 @@ class Healthy(Probe):
     def kernel_lines(self) -> list[str]:
         return ["usb 1-1: new high-speed USB device number 2 using xhci_hcd"]
 
-    def ecc_errors(self) -> list[tuple[str, int]]:
-        return [("0", 0)]
+    def ecc_errors(self) -> list[tuple[str, str, int]]:
+        return [("0", "GPU-a", 0)]
 
     def clock_is_kept(self) -> bool:
         return True
@@ -65,7 +73,7 @@ DEFECTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
         "product",
         lambda p, *x: sometimes(calls, lambda: Probe.product(p, *x), lambda: flipped(Probe.product(p, *x))),
     ),
-    "a word of memory is changed": ("memory cpu", "copied", lambda p, d, b: flipped(Probe.copied(p, d, b))),
+    "a word of memory is changed": ("memory cpu", "copied", lambda p, *x: flipped(Probe.copied(p, *x))),
     "the disk returns other bytes": ("disk", "read", lambda p, path: Probe.read(p, path)[:-1] + b"?"),
     "the disk does not take bytes": ("disk", "write", lambda p, path, data: 1 / 0),
     "the disk is full": ("disk", "free_bytes", lambda p, d: 64 << 30 if d == Path("/dev/shm") else 1 << 20),
@@ -78,11 +86,11 @@ DEFECTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "few files may be open": ("open files", "open_files", lambda p: 256),
     "nobody keeps the clock": ("clock", "clock_is_kept", lambda p: False),
     "an Xid in the kernel log": (
-        "kernel log",
+        "kernel log 00000000:06:00.0",
         "kernel_lines",
         lambda p: ["NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."],
     ),
-    "uncorrected ECC errors": ("ecc 0", "ecc_errors", lambda p: [("0", 2)]),
+    "uncorrected ECC errors": ("ecc 0", "ecc_errors", lambda p: [("0", "GPU-a", 2)]),
     "nvidia-smi answers nonsense": ("hardware-log", "ecc_errors", lambda p: 1 / 0),
 }
 
@@ -133,8 +141,8 @@ def test_a_node_is_compared_with_its_peers(tmp_path: Path) -> None:
 
 def test_commands_of_others_pass_fail_and_are_ended(tmp_path: Path) -> None:
     began = time.monotonic()
-    commands = ["echo fine", "echo broken; exit 3", "sleep 60 & wait"]
-    good, bad, hung = run_checks(Healthy(tmp_path), only=["software"], commands=commands, total_s=2.0)[1:]
+    others = [partial(command, text) for text in ("echo fine", "echo broken; exit 3", "sleep 60 & wait")]
+    good, bad, hung = run_checks(Healthy(tmp_path), only=["software"], others=others, total_s=2.0)[1:]
     assert (good.state, good.says) == ("passed", "fine")
     assert (bad.state, bad.says) == ("failed", "exit code 3: broken")
     assert hung.state == "failed"
@@ -158,6 +166,8 @@ def test_the_command_prints_one_document_and_bad_input_is_one_sentence(
         ["--only", "memroy"],
         ["--device", "tpu"],
         ["--dir", "/nowhere"],
+        ["--device", "cuda:99"],
+        ["--tolerate", "a/b"],
         ["--baseline", str(broken)],
     ):
         assert everstep(["check", *wrong]) == 2
@@ -175,7 +185,8 @@ def test_an_unfit_node_does_not_join(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_agent_checks_its_node_in_a_process_of_its_own() -> None:
     """As when a coordinator asks for it: the same checks, with the node's own."""
-    found = {one.check: one for one in checked_apart(["echo fine", "echo broken; exit 3"], only=["clock"])}
+    words = ["--command", "echo fine", "--command", "echo broken; exit 3"]
+    found = {one.check: one for one in checked_apart(words, only=["clock"])}
     assert set(found) == {"clock", "command echo fine", "command echo broken; exit 3"}
     assert found["command echo fine"].state == "passed"
     assert found["command echo broken; exit 3"].state == "failed"
@@ -188,3 +199,111 @@ def test_the_kernels_log_ends_where_it_ends(tmp_path: Path, monkeypatch: pytest.
     log.write_text("3,1,1,-;NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.")
     monkeypatch.setattr(checks.os, "open", lambda path, flags: opened(log, flags))
     assert Probe(tmp_path).kernel_lines() == ["NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."]
+
+
+def test_what_a_gpu_fails_is_about_its_slots() -> None:
+    devices = [SlotDevice(f"GPU-{n}", f"00000000:0{n}:00.0", f"GPU-{n}") for n in "ab"]
+    found = [
+        CheckResult(check=gpu or "room", state="failed", says="", gpu=gpu)
+        for gpu in ("GPU-b", "00000000:0A:00.0", "GPU-c", "")
+    ]
+    assert [one.slots for one in at_slots(found, devices, 4)] == [(1, 3), (0, 2), (), ()]
+    assert [one.slots for one in at_slots(found, (), 4)] == [()] * 4
+
+
+# ------------------------------------------------------------------ checks of others
+
+
+def test_the_health_service_of_nvrx_is_asked(tmp_path: Path) -> None:
+    """A real gRPC server: what it answers counts, and what it was asked is what NVRx asks."""
+    grpc = pytest.importorskip("grpc")
+    answers = [
+        b"\x08\x01\x1a\x0aall\nis\nok!",  # success, output
+        b"\x10\x2a\x22\x0dGPU 3 is lost",  # exit code 42, error
+        b"\x08\x01\x1a\xf0\x93\x09" + b"x" * 150_000,  # longer than a window of HTTP/2
+        b"\xff",
+    ]
+    asked: list[bytes] = []
+
+    def run(request: bytes, context: Any) -> bytes:
+        asked.append(request)
+        return (
+            answers[len(asked) - 1]
+            if len(asked) <= len(answers)
+            else context.abort(grpc.StatusCode.INTERNAL, "")
+        )
+
+    handler = grpc.method_handlers_generic_handler(
+        "nvhcd.HealthCheckService", {"RunHealthCheck": grpc.unary_unary_rpc_method_handler(run)}
+    )
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((handler,))
+    path = tmp_path / "nvhcd.sock"
+    server.add_insecure_port(f"unix://{path}")
+    server.start()
+    try:
+        found = [health_socket(f"unix://{path}", 20.0) for _ in range(5)]
+    finally:
+        server.stop(None).wait()
+    assert [one.state for one in found] == ["passed", "failed", "passed", "warning", "warning"]
+    assert found[0].says == "all is ok!"
+    assert found[1].says == "exit code 42: GPU 3 is lost"
+    assert set(asked) == {b"\x0a\x0a--no-slurm"}
+
+
+def test_a_health_service_that_is_not_there_is_a_warning_and_one_that_hangs_fails(tmp_path: Path) -> None:
+    assert health_socket(str(tmp_path / "none.sock"), 1.0).state == "warning"
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(tmp_path / "deaf.sock"))
+        deaf.listen()
+        found = health_socket(str(tmp_path / "deaf.sock"), 0.2)
+    assert (found.state, found.says) == ("failed", "no answer within 0 s")
+
+
+def test_a_taint_that_keeps_pods_away_keeps_workers_away(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {
+        "good": {},
+        "gpu": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]},
+        "bad": {"taints": [{"key": "example.com/lost", "value": "yes", "effect": "NoExecute"}]},
+        "soft": {"taints": [{"key": "example.com/busy", "effect": "PreferNoSchedule"}]},
+        "cordoned": {"unschedulable": True},
+    }
+    seen: list[str] = []
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            node = self.path.removeprefix("/api/v1/nodes/")
+            seen.append(self.headers["Authorization"])
+            self.send_response(200 if node in tables else 403)
+            self.end_headers()
+            self.wfile.write(json.dumps({"spec": tables.get(node)}).encode())
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    (tmp_path / "token").write_text("secret\n")
+    with HTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = partial(taints, limit_s=20.0, api=f"http://127.0.0.1:{server.server_port}", account=tmp_path)
+        found = {node: asked(node, ()) for node in (*tables, "nobody")}
+        tolerated = asked("bad", ["example.com/lost"])
+        server.shutdown()
+    states = {node: one.state for node, one in found.items()}
+    assert states == {
+        "good": "passed",
+        "gpu": "passed",
+        "bad": "failed",
+        "soft": "warning",
+        "cordoned": "failed",
+        "nobody": "warning",
+    }
+    assert found["bad"].says == "example.com/lost=yes:NoExecute"
+    assert tolerated.state == "passed"
+    assert set(seen) == {"Bearer secret"}
+
+
+def test_taints_are_not_known_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    found = taints("n", (), 1.0)
+    assert found.state == "warning"
+    assert "KUBERNETES_SERVICE_HOST" in found.says

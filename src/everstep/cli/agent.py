@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -166,6 +166,31 @@ def agent_command(
             help="A check of your own, with --check and whenever the node is checked again. Repeatable.",
         ),
     ] = None,
+    check_socket: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check-socket",
+            metavar="PATH",
+            help="The same, asked of NVRx's health service (nvhcd) on this Unix socket. Repeatable.",
+        ),
+    ] = None,
+    check_taints: Annotated[
+        str,
+        typer.Option(
+            metavar="NODE",
+            help="The same: the node fails while Kubernetes has a taint on it that keeps pods away.",
+            show_default="none",
+        ),
+    ] = "",
+    check_tolerate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check-tolerate",
+            metavar="KEY",
+            help="With --check-taints: this key is no defect. Repeatable; nvidia.com/gpu and amd.com/gpu are "
+            "none.",
+        ),
+    ] = None,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
     log_level: Annotated[render.LogLevel, render.LOG_LEVEL] = render.LogLevel.INFO,
     as_json: Annotated[
@@ -226,11 +251,17 @@ def agent_command(
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     check_host(host, settings.coordinators, bind=bind)
+    if check_tolerate and not check_taints:
+        raise UserError("--check-tolerate needs --check-taints, the node whose taints are looked at.")
+    others = (
+        *(word for text in check_command or () for word in ("--command", text)),
+        *(word for path in check_socket or () for word in ("--socket", path)),
+        *(("--taints", check_taints) if check_taints else ()),
+        *(word for key in check_tolerate or () for word in ("--tolerate", key)),
+    )
     if check is not False:
-        found = _checked(check_command or []) if check else _checked_quickly()
-        settings = replace(
-            settings, checks=found, check_commands=tuple(check_command or ()), checks_network=bool(check)
-        )
+        found = _checked(others, slots) if check else _checked_quickly(slots)
+        settings = replace(settings, checks=found, other_checks=others, checks_network=bool(check))
     if as_json:
         render.emit({"node": settings.node, "slots": settings.slots, "pid": os.getpid()})
 
@@ -299,28 +330,42 @@ def _is_here(coordinator: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-def _checked(commands: list[str]) -> tuple[CheckResult, ...]:
-    """All of them; a node that fails one does not join."""
+def _checked(others: Sequence[str], slots: int) -> tuple[CheckResult, ...]:
+    """All of them. A node that fails one does not join, unless other slots than those of a GPU are left."""
     from everstep.node.checks import checked_apart
 
-    found = checked_apart(commands)
+    found = _at_slots(checked_apart(others), slots)
     for one in found:
         if one.state != "passed":
             log.warn(f"check {one.check}: {one.state}: {one.says}")
-    failed = [f"{one.check} ({one.says})" for one in found if one.state == "failed"]
-    if failed:
-        raise UserError(f"this node does not join, because it fails: {'; '.join(failed)}.")
+    failed = [one for one in found if one.state == "failed"]
+    lost = {slot for one in failed for slot in one.slots}
+    if len(lost) == slots or not all(one.slots for one in failed):
+        texts = "; ".join(f"{one.check} ({one.says})" for one in failed)
+        raise UserError(f"this node does not join, because it fails: {texts}.")
     return found
 
 
-def _checked_quickly() -> tuple[CheckResult, ...]:
+def _checked_quickly(slots: int) -> tuple[CheckResult, ...]:
     from everstep.node.checks import QUICK, Probe, results, run_checks
 
     found = run_checks(Probe(Path(tempfile.gettempdir())), only=QUICK)
     for one in found:
         if one.state == "failed":
             log.warn(f"check {one.check}: {one.says}")
-    return tuple(results(map(asdict, found)))
+    return _at_slots(results(map(asdict, found)), slots)
+
+
+def _at_slots(found: Iterable[CheckResult], slots: int) -> tuple[CheckResult, ...]:
+    from everstep.node.checks import at_slots
+    from everstep.node.slot_devices import DevicesUnknownError, NodeDevices
+
+    results = tuple(found)
+    try:
+        devices = NodeDevices().find() if any(one.gpu for one in results) else ()
+    except DevicesUnknownError:
+        devices = ()
+    return at_slots(results, devices, slots)
 
 
 def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep.errors import UserError
 from everstep.job.presets import closest
+
+if TYPE_CHECKING:
+    from everstep.node.checks import CheckFinding
 
 
 def check_command(
@@ -20,7 +26,9 @@ def check_command(
         list[str] | None,
         typer.Option("--only", metavar="CHECK", help="Only this check; repeatable. --list shows all."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the CPU and every GPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (every GPU), cuda:N, or auto: the CPU and every GPU.")
+    ] = "auto",
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="Directory of the disk to check.", show_default="temporary files"),
@@ -29,6 +37,31 @@ def check_command(
         list[str] | None,
         typer.Option(
             "--command", metavar="COMMAND", help="A check of your own; exit code 0 passes. Repeatable."
+        ),
+    ] = None,
+    health_socket: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            help="Unix socket of NVRx's health service (nvhcd); what it answers counts. Repeatable.",
+        ),
+    ] = None,
+    taints: Annotated[
+        str,
+        typer.Option(
+            metavar="NODE",
+            help="Fail while this Kubernetes node has a taint that keeps pods away; for pods that may get "
+            "nodes.",
+            show_default="none",
+        ),
+    ] = "",
+    tolerate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tolerate",
+            metavar="KEY",
+            help="With --taints: this key is no defect. Repeatable; nvidia.com/gpu and amd.com/gpu are none.",
         ),
     ] = None,
     baseline: Annotated[
@@ -55,7 +88,10 @@ def check_command(
         everstep check --json > node-a.json
 
         everstep check --baseline node-a.json --baseline node-b.json --command "dcgmi diag -r 1"
+
+        everstep check --socket /var/run/nvhcd.sock --taints "$NODE_NAME" --tolerate example.com/team
     """
+    from everstep.node import foreign_checks
     from everstep.node.checks import CHECKS, Probe, run_checks
 
     if list_only:
@@ -68,8 +104,16 @@ def check_command(
     if not where.is_dir():
         raise UserError(f"--dir {str(where)!r} is not a directory.")
     known = [_findings(path) for path in baseline or ()]
+    if tolerate and not taints:
+        raise UserError("--tolerate needs --taints, the node whose taints are looked at.")
+    others: list[Callable[[float], CheckFinding]] = [
+        *(partial(foreign_checks.command, text) for text in command or ()),
+        *(partial(foreign_checks.health_socket, path) for path in health_socket or ()),
+    ]
+    if taints:
+        others.append(partial(foreign_checks.taints, taints, tolerate or ()))
     probe = Probe(where, _devices(device))
-    found = run_checks(probe, only=only or (), commands=command or (), baseline=known)
+    found = run_checks(probe, only=only or (), others=others, baseline=known)
     ok = all(one.state != "failed" for one in found)
     if as_json:
         rows = [asdict(one) for one in found]
@@ -81,16 +125,18 @@ def check_command(
 
 
 def _devices(device: str) -> list[str]:
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {device!r} is not known; use auto, cpu or cuda.")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UserError(f"--device {device!r} is not known; use auto, cpu, cuda or cuda:N.")
     if device == "cpu":
         return ["cpu"]
     import torch
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if device == "cuda" and not gpus:
-        raise UserError("--device cuda asks for a GPU and this machine shows none; use --device cpu.")
-    return gpus if device == "cuda" else ["cpu", *gpus]
+    if device.startswith("cuda") and not gpus:
+        raise UserError(f"--device {device} asks for a GPU and this machine shows none; use --device cpu.")
+    if ":" in device and device not in gpus:
+        raise UserError(f"--device {device}: the GPUs of this machine are {', '.join(gpus)}.")
+    return ["cpu", *gpus] if device == "auto" else gpus if device == "cuda" else [device]
 
 
 def _findings(path: Path) -> list[Any]:
@@ -99,7 +145,7 @@ def _findings(path: Path) -> list[Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         names = [each.name for each in fields(CheckFinding)]
-        return [CheckFinding(**{name: row[name] for name in names}) for row in table["checks"]]
+        return [CheckFinding(**{name: row[name] for name in names if name in row}) for row in table["checks"]]
     except OSError as error:
         raise UserError(f"--baseline {str(path)!r} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError):

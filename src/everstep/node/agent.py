@@ -98,7 +98,7 @@ class AgentSettings:
     grace_s: float = 25.0  # for its workers to leave with their state safe, once the agent is told to end
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
-    check_commands: tuple[str, ...] = ()  # checks of its own, for later ones
+    other_checks: tuple[str, ...] = ()  # options of `everstep check`, for later ones
     checks_network: bool = False  # it gets no workers before its network is checked
     state: Path | None = (
         None  # a folder in which workers wait for the next agent; None: they end with this one
@@ -233,7 +233,7 @@ class Agent:
             logs=self.settings.words,
             fabric=self.settings.fabric,
             order=self.settings.order,
-            check_commands=self.settings.check_commands,
+            other_checks=self.settings.other_checks,
             alone_s=0.0 if self._record is None else self.settings.alone_s,
         )
         self.workers = WorkerProcesses(

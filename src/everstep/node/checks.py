@@ -5,7 +5,10 @@ means that the node should get no workers: it computes wrong numbers, loses byte
 needs. Figures are compared with a baseline where there is one: the median of other nodes, or of this node on
 other days.
 
-To add a check: a function of a `Probe` in `CHECKS`. Checks of others are commands; exit code 0 passes.
+A finding that is about one GPU names it (`gpu`: its UUID, or its PCI address): the slots of that GPU get no
+workers then, the others do.
+
+To add a check: a function of a `Probe` in `CHECKS`. Checks of others: `foreign_checks.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +21,20 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from everstep.core.faults.severity import Severity, judge
+from everstep.core.faults.xids import place_of_xid
 from everstep.errors import UserError
+from everstep.node.slot_devices import SlotDevice
 from everstep.protocol.messages import CheckResult
 
 TOTAL_S = 20.0  # for all checks together
@@ -39,6 +43,7 @@ QUICK = ("room", "clock", "hardware-log")  # what takes no time, and no torch
 SIZE = 256  # of matrices: whole numbers whose products are exact in every order of addition
 MEMORY_BYTES = 64 << 20
 DISK_BYTES = 16 << 20
+TRIES = 3  # of copies and writes; the fastest counts, for what else runs on the machine slows some of them
 LEAST_MEMORY, LEAST_SHM, LEAST_DISK = 1 << 30, 64 << 20, 1 << 30
 LEAST_FILES = 1024
 SLOW = 0.5  # of the baseline's median: slower than this is a warning
@@ -53,6 +58,7 @@ class CheckFinding:
     says: str
     figures: Mapping[str, float] = field(default_factory=dict)  # larger is better
     facts: Mapping[str, str] = field(default_factory=dict)  # to be the same on all nodes
+    gpu: str = ""  # it is about this one alone
     seconds: float = 0.0
 
 
@@ -68,10 +74,27 @@ class Probe:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kind]
         return (a.to(device, dtype) @ b.to(device, dtype)).float().cpu()
 
-    def copied(self, device: str, block: Any) -> Any:
-        """There and back through another block of memory."""
-        there = block.to(device, copy=True)
-        return there.clone().cpu()
+    def copied(self, here: Any, there: Any) -> Any:
+        """From one block of a device's memory to another one."""
+        there.copy_(here)
+        if there.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(there.device)
+        return there
+
+    def gpu_of(self, device: str) -> str:
+        if not device.startswith("cuda"):
+            return ""
+        import torch
+
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+    def free_on(self, device: str) -> int:
+        """Bytes that no process uses."""
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
 
     def write(self, path: Path, data: bytes) -> None:
         with path.open("wb") as file:
@@ -116,16 +139,20 @@ class Probe:
             os.close(handle)
         return lines[-KERNEL_LINES:]
 
-    def ecc_errors(self) -> list[tuple[str, int]]:
-        """Of each GPU: uncorrected errors since the driver was loaded. None without nvidia-smi."""
-        asked = "--query-gpu=index,ecc.errors.uncorrected.volatile.total"
+    def ecc_errors(self) -> list[tuple[str, str, int]]:
+        """Of each GPU its number, its UUID, and uncorrected errors since the driver was loaded. None without
+        nvidia-smi.
+        """
+        asked = "--query-gpu=index,uuid,ecc.errors.uncorrected.volatile.total"
         query = ["nvidia-smi", asked, "--format=csv,noheader"]
         try:
             told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return []
-        rows = (line.split(",") for line in told.splitlines() if "," in line)
-        return [(index.strip(), int(count)) for index, count in rows if count.strip().isdigit()]
+        rows = [
+            row for line in told.splitlines() if len(row := [part.strip() for part in line.split(",")]) == 3
+        ]
+        return [(index, uuid, int(count)) for index, uuid, count in rows if count.isdigit()]
 
     def versions(self) -> dict[str, str]:
         import torch
@@ -160,7 +187,9 @@ def compute(probe: Probe) -> Iterable[CheckFinding]:
             name, rate = f"compute {device} {kind}", 1 / max(least_s, 1e-9)
             says = f"{wrong} of {runs} products are wrong" if wrong else f"{runs} products are right"
             state: State = "failed" if wrong else "passed"
-            yield CheckFinding(check=name, state=state, says=says, figures={"products per second": rate})
+            figures = {"products per second": rate}
+            gpu = probe.gpu_of(device)
+            yield CheckFinding(check=name, state=state, says=says, figures=figures, gpu=gpu)
 
 
 def memory(probe: Probe) -> Iterable[CheckFinding]:
@@ -170,24 +199,33 @@ def memory(probe: Probe) -> Iterable[CheckFinding]:
     words = torch.arange(MEMORY_BYTES // 8, dtype=torch.int64)
     for device in probe.devices:
         least_s, wrong = math.inf, 0
+        here, there = words.to(device, copy=True), torch.zeros_like(words, device=device)
         for block in (words, ~words, torch.full_like(words, 0x5555555555555555)):
-            began = time.monotonic()
-            copied = probe.copied(device, block)
-            least_s = min(least_s, time.monotonic() - began)
-            wrong += int((copied != block).sum())
+            here.copy_(block)
+            for _ in range(TRIES):
+                began = time.monotonic()
+                copied = probe.copied(here, there)
+                least_s = min(least_s, time.monotonic() - began)
+            wrong += int((copied.cpu() != block).sum())
         rate = MEMORY_BYTES / max(least_s, 1e-9) / 1e9
         says = f"{wrong} words were changed" if wrong else f"{rate:.2f} GB/s, written and read back"
         state: State = "failed" if wrong else "passed"
-        yield CheckFinding(check=f"memory {device}", state=state, says=says, figures={"GB per second": rate})
+        figures = {"GB per second": rate}
+        if gpu := probe.gpu_of(device):
+            figures["GB free"] = probe.free_on(device) / 1e9
+        yield CheckFinding(check=f"memory {device}", state=state, says=says, figures=figures, gpu=gpu)
 
 
 def disk(probe: Probe) -> Iterable[CheckFinding]:
     data = hashlib.shake_128(b"everstep").digest(1 << 20) * (DISK_BYTES >> 20)
     path = Path(tempfile.mkdtemp(prefix="everstep-check-", dir=probe.directory)) / "block"
     try:
-        began = time.monotonic()
-        probe.write(path, data)
-        rate = DISK_BYTES / (time.monotonic() - began) / 1e6
+        least_s = math.inf
+        for _ in range(TRIES):
+            began = time.monotonic()
+            probe.write(path, data)
+            least_s = min(least_s, time.monotonic() - began)
+        rate = DISK_BYTES / max(least_s, 1e-9) / 1e6
         same, free = probe.read(path) == data, probe.free_bytes(probe.directory)
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -225,15 +263,20 @@ def clock(probe: Probe) -> Iterable[CheckFinding]:
 
 def hardware_log(probe: Probe) -> Iterable[CheckFinding]:
     """What the kernel and the GPUs' counters have seen since they were started."""
-    worst = ""
+    worst: dict[str, str] = {}  # by GPU; of the whole machine: ""
     for line in probe.kernel_lines():
         if judge("kernel", line).severity is Severity.SEV1:
-            worst = line
-    says = f"the kernel says: {worst[:200]}" if worst else "no hardware fault in the kernel's log"
-    yield CheckFinding(check="kernel log", state="failed" if worst else "passed", says=says)
-    for gpu, count in probe.ecc_errors():
-        says = f"GPU {gpu} has {count} uncorrected ECC errors" if count else f"GPU {gpu} has none"
-        yield CheckFinding(check=f"ecc {gpu}", state="failed" if count else "passed", says=says)
+            place = place_of_xid(line)
+            worst["" if place is None else place.address] = line
+    for gpu, line in worst.items():
+        says = f"the kernel says: {line[:200]}"
+        yield CheckFinding(check=f"kernel log {gpu}".strip(), state="failed", says=says, gpu=gpu)
+    if not worst:
+        yield CheckFinding(check="kernel log", state="passed", says="no hardware fault in the kernel's log")
+    for number, uuid, count in probe.ecc_errors():
+        says = f"GPU {number} has {count} uncorrected ECC errors" if count else f"GPU {number} has none"
+        state: State = "failed" if count else "passed"
+        yield CheckFinding(check=f"ecc {number}", state=state, says=says, gpu=uuid)
 
 
 def software(probe: Probe) -> Iterable[CheckFinding]:
@@ -259,11 +302,13 @@ def run_checks(
     probe: Probe,
     *,
     only: Sequence[str] = (),
-    commands: Sequence[str] = (),
+    others: Sequence[Callable[[float], CheckFinding]] = (),
     baseline: Sequence[Sequence[CheckFinding]] = (),
     total_s: float = TOTAL_S,
 ) -> list[CheckFinding]:
-    """`baseline`: the findings of other nodes, or of earlier days."""
+    """`others`: checks of others, each of which is given the seconds that are left; `baseline`: the findings
+    of other nodes, or of earlier days.
+    """
     found: list[CheckFinding] = []
     ends = time.monotonic() + total_s
     for name in only or CHECKS:
@@ -278,14 +323,19 @@ def run_checks(
             made = [CheckFinding(check=name, state="failed", says=says)]
         seconds = (time.monotonic() - began) / max(1, len(made))
         found += [_compared(one, baseline, seconds) for one in made]
-    return found + [_command(text, max(1.0, ends - time.monotonic())) for text in commands]
+    for other in others:
+        began = time.monotonic()
+        one = other(max(1.0, ends - began))
+        found.append(replace(one, seconds=time.monotonic() - began))
+    return found
 
 
-def checked_apart(commands: Sequence[str], *, only: Sequence[str] = ()) -> tuple[CheckResult, ...]:
-    """In a process of its own: checks use torch and the GPUs, an agent must not."""
-    words = [word for name in only for word in ("--only", name)]
-    words += [word for command in commands for word in ("--command", command)]
+def checked_apart(words: Sequence[str], *, only: Sequence[str] = ()) -> tuple[CheckResult, ...]:
+    """In a process of its own: checks use torch and the GPUs, an agent must not. `words`: options of
+    `everstep check` for the checks of others.
+    """
     program = [sys.executable, "-c", "from everstep.cli.main import main; main()", "check", "--json", *words]
+    program += [word for name in only for word in ("--only", name)]
     try:
         done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=APART_S)
         rows = json.loads(done.stdout)["checks"]
@@ -302,25 +352,28 @@ def results(rows: Iterable[Mapping[str, Any]]) -> Iterable[CheckResult]:
     """As a coordinator is told them."""
     for row in rows:
         figures = {str(name): float(value) for name, value in row["figures"].items()}
-        yield CheckResult(check=row["check"], state=row["state"], says=row["says"][:300], figures=figures)
+        yield CheckResult(
+            check=row["check"],
+            state=row["state"],
+            says=row["says"][:300],
+            figures=figures,
+            facts=row["facts"],
+            gpu=row["gpu"],
+        )
 
 
-def _command(text: str, limit_s: float) -> CheckFinding:
-    """A check of others. It leads a process group of its own, which ends with it."""
-    began, name = time.monotonic(), f"command {text}"[:80]
-    process = subprocess.Popen(
-        text, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        told = process.communicate(timeout=limit_s)[0].decode(errors="replace").strip()
-        last = told.splitlines()[-1][:200] if told else "it said nothing"
-        state: State = "passed" if process.returncode == 0 else "failed"
-        says = last if state == "passed" else f"exit code {process.returncode}: {last}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        state, says = "failed", f"no answer within {limit_s:.0f} s"
-    return CheckFinding(check=name, state=state, says=says, seconds=time.monotonic() - began)
+def at_slots(
+    found: Iterable[CheckResult], devices: Sequence[SlotDevice], slots: int
+) -> tuple[CheckResult, ...]:
+    """Which slots is each about? One that is about a GPU without a slot is about the node."""
+
+    def place(gpu: str) -> tuple[int, ...]:
+        if not gpu or not devices:
+            return ()
+        at = [devices[slot % len(devices)] for slot in range(slots)]
+        return tuple(slot for slot, one in enumerate(at) if gpu in (one.gpu, one.bus.upper()))
+
+    return tuple(replace(one, slots=place(one.gpu)) for one in found)
 
 
 def _compared(one: CheckFinding, baseline: Sequence[Sequence[CheckFinding]], seconds: float) -> CheckFinding:
@@ -337,6 +390,4 @@ def _compared(one: CheckFinding, baseline: Sequence[Sequence[CheckFinding]], sec
             worse.append(f"{name} is {fact}, {usual_fact} elsewhere")
     state: State = "warning" if worse and one.state == "passed" else one.state
     says = "; ".join(worse) if worse and one.state == "passed" else one.says
-    return CheckFinding(
-        check=one.check, state=state, says=says, figures=one.figures, facts=one.facts, seconds=seconds
-    )
+    return replace(one, state=state, says=says, seconds=seconds)

@@ -32,7 +32,7 @@ from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec, lifeline_beside
 from everstep.log import trim
-from everstep.node.checks import checked_apart
+from everstep.node.checks import at_slots, checked_apart
 from everstep.node.disk_orders import commit_whole, failure, work_on_disk
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import (
@@ -102,7 +102,7 @@ class NodeSettings:
     detect: bool = True
     fabric: FabricSettings | None = None
     order: int = 0  # of this node among those of a script task
-    check_commands: tuple[str, ...] = ()  # checks of the node's own
+    other_checks: tuple[str, ...] = ()  # options of `everstep check`
     alone_s: float = 0.0  # so long workers wait for another agent when theirs is gone; 0: they end with it
 
 
@@ -365,9 +365,9 @@ class WorkerProcesses:
             case ag.UseMemory(order=asked):
                 self._use_memory(asked)
             case ag.RunChecks(order=asked_for):
-                commands, because = self.settings.check_commands, asked_for.because
+                others, because = self.settings.other_checks, asked_for.because
                 self._beside(
-                    lambda: checked_apart(commands),
+                    lambda: at_slots(checked_apart(others), self.devices.known, self.settings.slots),
                     lambda found: self.report(
                         msg.NodeChecked(
                             results=() if isinstance(found, Exception) else found, because=because

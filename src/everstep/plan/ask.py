@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from everstep.core.cluster.lives import Lives
 from everstep.core.cluster.network_checks import MOST_S
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeState
@@ -45,7 +46,10 @@ from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh, with_only
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import AssignmentChosen, ChosenShape, MovedWorker, Patience
+from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+
+SHOWN = 8
 
 
 class ClusterView(Protocol):
@@ -271,7 +275,7 @@ def _chosen(
         spread=tuple(
             name for name, choice in choices.items() if _is_uneven(decision.situations[name], choice)
         ),
-        moved=_moved(view, held.carried_out, measured),
+        moved=_moved(view, held.carried_out, measured, now),
         gains={name: choices[name].throughput / stayed[name] for name in shapes if stayed[name] > 0},
         review_s=min(
             (s for s in (held.review_s, _spread_pays_s(held.carried_out)) if s is not None), default=None
@@ -301,10 +305,12 @@ def _spread_pays_s(decision: Decision) -> float | None:
     return min(found, default=None)
 
 
-def _moved(view: ClusterView, decision: Decision, measured: Measurements) -> dict[str, MovedWorker]:
-    """Slow workers, and nodes with a slow link, for which free slots on other nodes pay: what is gained until
-    the next event, or the end of the task, against what is missed while other processes start and copy the
-    state. Until then a slow worker's peers run some of its microbatches.
+def _moved(
+    view: ClusterView, decision: Decision, measured: Measurements, now: float
+) -> dict[str, MovedWorker]:
+    """Slow workers, slow ranks of scripts, and nodes with a slow link, for which free slots on other nodes
+    pay: what is gained until the next event, or the end of the task, against what is missed while other
+    processes start and get the state. Until then a slow worker's peers run some of its microbatches.
     """
     seats = [seat for task in view.tasks.values() for seat in task.seats.values()]
     taken = Counter(seat.node for seat in seats for _ in seat.slots)
@@ -322,49 +328,115 @@ def _moved(view: ClusterView, decision: Decision, measured: Measurements) -> dic
         task, shards = view.tasks[name], view.tasks[name].shape.shards
         if choice.kind not in (OptionKind.KEEP, OptionKind.REROUTE) or room < shards:
             continue
-        move = _best_move(task, decision.options[name], measured) or _best_move_off_link(
-            view, task, decision.options[name], measured
-        )
-        if move is None:
-            continue
-        here = task.seats[move.worker].node
-        needed = sum(seat.node == here for seat in task.seats.values()) if move.node else 1
-        places = sum(max(0, slots) // shards for node, slots in free.items() if node != here)
-        if places >= needed and room >= needed * shards:
-            room -= needed * shards
-            found[name] = move
+        for move in _moves(view, task, decision.options[name], measured, now):
+            going = [task.seats[worker] for worker in (move.worker, *move.others)]
+            if move.node:
+                going = [seat for seat in task.seats.values() if seat.node == move.node]
+            left = {seat.node for seat in going}
+            places = sum(max(0, slots) // shards for node, slots in free.items() if node not in left)
+            if places >= len(going) and room >= len(going) * shards:
+                room -= len(going) * shards
+                found[name] = move
+                break
     return found
 
 
-def _best_move(task: RunningTask, given: Options, measured: Measurements) -> MovedWorker | None:
+def _moves(
+    view: ClusterView, task: RunningTask, given: Options, measured: Measurements, now: float
+) -> Iterable[MovedWorker]:
+    """Those that pay, the best first."""
+    if given.task.times is None or task.state is not TaskState.RUNNING:
+        return ()
+    known = measured.of(task.name)
+    if task.lives is not None:
+        priced = [_move_of_ranks(task, task.lives, given, known, now)]
+    else:
+        priced = [_move_of_slow(view, task, given, known, group) for group in _slow_groups(task)]
+        priced.append(_move_off_link(view, task, given, known))
+    best = sorted((one for one in priced if one is not None), key=lambda one: -one[0])
+    return [move for _, move in best]
+
+
+def _slow_groups(task: RunningTask) -> list[tuple[Worker, ...]]:
+    """The slowest worker alone, all slow ones of a node, all of them: where each of two stages has a slow
+    worker, moving one of them gains nothing.
+    """
+    slow = [w for w in task.speeds.slow if w in task.seats and not task.seats[w].leaving]
+    if not slow:
+        return []
+    by_node: dict[str, list[Worker]] = {}
+    for worker in sorted(slow, key=lambda one: (-task.speeds.slow[one], one)):
+        by_node.setdefault(task.seats[worker].node, []).append(worker)
+    groups = [(max(slow, key=lambda one: task.speeds.slow[one]),), *map(tuple, by_node.values())]
+    return list(dict.fromkeys([*groups, tuple(worker for group in by_node.values() for worker in group)]))
+
+
+def _move_of_slow(
+    view: ClusterView,
+    task: RunningTask,
+    given: Options,
+    known: TaskMeasurements,
+    group: tuple[Worker, ...],
+) -> tuple[float, MovedWorker] | None:
     seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
     slow = {worker: factor for worker, factor in task.speeds.slow.items() if worker in seats}
-    times, known = given.task.times, measured.of(task.name)
-    if not slow or times is None or task.state is not TaskState.RUNNING:
-        return None
-    worker = max(slow, key=lambda one: slow[one])
-    if all(other == worker or other.stage != worker.stage for other in seats):
-        return None  # its state would go with it
+    stops = {worker.stage for worker in group} - {worker.stage for worker in seats if worker not in group}
+    if stops and not _is_savable(view, task):
+        return None  # the state would go with them
     dead = frozenset(one for one in task.shape.workers() if one not in seats)
-    rest = {one: factor for one, factor in slow.items() if one != worker}
+    rest = {one: factor for one, factor in slow.items() if one not in group}
     today = throughput_now(task.shape, dead, known, slow)
     after = throughput_now(task.shape, dead, known, rest)
-    meanwhile = throughput_now(task.shape, dead | {worker}, known, rest)
-    pays = _why_it_pays(task, given, known, today=today, after=after, meanwhile=meanwhile)
-    what = f"worker {worker} takes {slow[worker]:.2f} times as long; in another slot"
-    return MovedWorker(worker=worker, because=f"{what} {pays}") if pays else None
+    if stops:
+        assert given.task.times is not None
+        price = _price(task, given, known, today, after, 0.0, given.task.times.reshape_s)
+    else:
+        meanwhile = throughput_now(task.shape, dead.union(group), known, rest)
+        price = _price(task, given, known, today, after, meanwhile)
+    if price is None:
+        return None
+    times = ", ".join(f"{worker} {slow[worker]:.2f}" for worker in group[:SHOWN])
+    what = (
+        f"worker {group[0]} takes {slow[group[0]]:.2f} times as long; in another slot"
+        if len(group) == 1
+        else f"{len(group)} workers are slow (times as long: {times}); in other slots"
+    )
+    move = MovedWorker(worker=group[0], others=group[1:], because=f"{what} {price.words}", stops=bool(stops))
+    return price.gain, move
 
 
-def _best_move_off_link(
-    view: ClusterView, task: RunningTask, given: Options, measured: Measurements
-) -> MovedWorker | None:
+def _is_savable(view: ClusterView, task: RunningTask) -> bool:
+    """Can its state be made safe before its workers go: on disk, or in the memory of nodes?"""
+    return task.request.has_checkpoints or any(
+        node.state is NodeState.UP and node.memory_port for node in view.nodes.values()
+    )
+
+
+def _move_of_ranks(
+    task: RunningTask, lives: Lives, given: Options, known: TaskMeasurements, now: float
+) -> tuple[float, MovedWorker] | None:
+    """All ranks of a script begin again with it, so the work since they were saved is part of the price."""
+    awaited = {w: factor for w, factor in task.speeds.awaited.items() if w in task.seats}
+    redone_s = lives.redone_s(now)
+    if not awaited or redone_s is None:
+        return None
+    worker = max(awaited, key=lambda one: awaited[one])
+    price = _price(task, given, known, 1.0, awaited[worker], 0.0, START_S + redone_s)
+    if price is None:
+        return None
+    what = f"steps take {awaited[worker]:.2f} times as long as without its ranks; on another node"
+    return price.gain, MovedWorker(worker=worker, because=f"{what} {price.words}")
+
+
+def _move_off_link(
+    view: ClusterView, task: RunningTask, given: Options, known: TaskMeasurements
+) -> tuple[float, MovedWorker] | None:
     """All workers of the node that the slow links have in common. What is gained, steps say: op times do not
     know of a link.
     """
-    times, known = given.task.times, measured.of(task.name)
     node = node_of_slow_links(slow_links(view.log, task), task.seats)
     slowed = known.slowed()
-    if node is None or times is None or slowed is None or task.state is not TaskState.RUNNING:
+    if node is None or slowed is None:
         return None
     seats = {worker: seat for worker, seat in task.seats.items() if not seat.leaving}
     there = sorted(worker for worker, seat in seats.items() if seat.node == node)
@@ -376,35 +448,43 @@ def _best_move_off_link(
     faster = now_s / before_s
     today = throughput_now(task.shape, dead, known, task.speeds.slow)
     without = throughput_now(task.shape, dead.union(there), known, task.speeds.slow)
-    pays = _why_it_pays(task, given, known, today=today, after=today * faster, meanwhile=without * faster)
+    price = _price(task, given, known, today, today * faster, without * faster)
+    if price is None:
+        return None
     what = (
         f"steps take {now_s:.3g} s since the link of node {node} is slow, before {before_s:.3g} s; elsewhere"
     )
-    return MovedWorker(worker=there[0], because=f"{what} {pays}", node=node) if pays else None
+    return price.gain, MovedWorker(worker=there[0], because=f"{what} {price.words}", node=node)
 
 
-def _why_it_pays(
+class _Price(NamedTuple):
+    gain: float  # above what it costs
+    words: str
+
+
+def _price(
     task: RunningTask,
     given: Options,
     known: TaskMeasurements,
-    *,
     today: float,
     after: float,
     meanwhile: float,  # until the new process has the state
-) -> str:
-    """Empty: it does not."""
+    coming_s: float | None = None,  # None: as long as a process takes to start, and to copy the state
+) -> _Price | None:
+    """None: it does not pay until the next event, or the end of the task."""
     times = given.task.times
     assert times is not None
     step_s = known.step_s(known.last) if known.last is not None else None
     left_s = math.inf if step_s is None else step_s * max(0, task.steps - task.next_step + 1)
     running_s = min(given.horizon.running_s, left_s)
-    coming_s = START_S + times.copy_s
+    coming_s = START_S + times.copy_s if coming_s is None else coming_s
     gain = (after - today) * max(0.0, running_s - coming_s)
     cost = today * 2 * times.agree_s + max(0.0, today - meanwhile) * coming_s
     if today <= 0 or gain <= cost:
-        return ""
+        return None
     pays_s = cost / (after - today) + coming_s
-    return f"the task is {after / today - 1:.0%} faster, which pays after {pays_s:.0f} s"
+    words = f"the task is {after / today - 1:.0%} faster, which pays after {pays_s:.0f} s"
+    return _Price(gain - cost, words)
 
 
 def _is_uneven(today: TaskSituation, choice: TaskOption) -> bool:

@@ -75,7 +75,22 @@ def offered(
                 )
                 for cut in cuts
             ]
-    return tuple(found)
+    return (found[0], *(_with_slow(offer, slow) for offer in found[1:]))
+
+
+def _with_slow(offer: Offer, slow: Mapping[Worker, float]) -> Offer:
+    """Another shape does not make a slow machine fast: its slow workers are somewhere in it, at worst all in
+    one stage, whose peers share the work as they do now.
+    """
+    if not slow:
+        return offer
+    worst = sorted(slow.values(), reverse=True)
+
+    def share(workers: int) -> float:
+        peers = max(1, workers // offer.shape.stages)
+        return (max(0, peers - len(worst)) + sum(1 / factor for factor in worst[:peers])) / peers
+
+    return replace(offer, throughput=tuple(t * share(w) for w, t in enumerate(offer.throughput)))
 
 
 def throughput_now(

@@ -186,3 +186,4 @@ class RanksSlow(Action):
     what: str
     because: str
     is_over: bool = False
+    factor: float = 1.0  # a step takes so many times as long because the others wait for them

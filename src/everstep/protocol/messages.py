@@ -369,6 +369,9 @@ class CheckResult:
     state: str  # passed, warning, failed
     says: str
     figures: Mapping[str, float] = field(default_factory=dict)  # larger is better
+    facts: Mapping[str, str] = field(default_factory=dict)  # to be the same on all nodes
+    gpu: str = ""  # it is about this one alone: its UUID, or its PCI address
+    slots: tuple[int, ...] = ()  # of that GPU; none: it is about the node
 
 
 @message(by=AGENT, since=4, says="node {node} was checked: {because}")
@@ -1226,11 +1229,15 @@ class ChosenShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedWorker:
-    """A worker that shall leave its slot; with `node` all workers of it, whose link is slow."""
+    """A worker that shall leave its slot, with `others` that are slow too; with `node` all workers of it,
+    whose link is slow. `stops`: a stage has no other worker, so the task begins again, with its state safe.
+    """
 
     worker: Worker
     because: str
     node: str = ""
+    others: tuple[Worker, ...] = ()
+    stops: bool = False
 
 
 @message(says="the planner allocates the slots")

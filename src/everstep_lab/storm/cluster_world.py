@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from everstep.core.agent.agent import LineOpened, OrderHeard, ReportsKept
+from everstep.core.agent.agent import AgentSaid, LineOpened, OrderHeard, ReportsKept
 from everstep.core.agent.agent_messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
@@ -42,6 +42,7 @@ from everstep_lab.storm.waits import Waits
 from everstep_lab.storm.world import TASK
 
 SPARE_NODES = 1
+GRAY_PACE = 3600 / 1e-3  # hours are milliseconds: rates of weeks in a storm
 PATIENCE = msg.Patience(
     restarts_per_place=60,
     backoff_s=0.005,
@@ -86,7 +87,8 @@ class ClusterWorld:
 
     def _fresh(self) -> Coordinator:
         patience = HANGING if self.spec.hangs else PATIENCE
-        return Coordinator(patience=patience, limits=LIMITS, planned=self.spec.planned)
+        pace = GRAY_PACE if self.spec.gray is not None else 1.0
+        return Coordinator(patience=patience, limits=LIMITS, planned=self.spec.planned, gray_pace=pace)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -120,6 +122,15 @@ class ClusterWorld:
             self.scene.agenda.at(at_us + span_us, self.hear, msg.UnpauseRequested(task=TASK))
         for at_us in self.spec.moves:
             self.scene.agenda.at(at_us, self._move)
+        for at_us, number in self.spec.gray.errors if self.spec.gray is not None else ():
+            self.scene.agenda.at(at_us, self._correct, number)
+
+    def _correct(self, number: int) -> None:
+        """A node's kernel has corrected an error of its memory. Only a gray node may be suspected for it."""
+        agent = self.nodes[number % len(self.nodes)]
+        agent.struck |= self.spec.gray is not None and number == self.spec.gray.node
+        text = "EDAC MC0: 1 CE memory read error on CPU_SrcID#0"
+        agent.happens(AgentSaid(msg.KernelSpoke(text=text, slots=())))
 
     def stall(self) -> None:
         raise Violation("liveness: everybody waits and no detector sees it")

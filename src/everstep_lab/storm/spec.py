@@ -74,6 +74,16 @@ class Weather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gray:
+    """Memory errors that are corrected: now and then on every node, again and again on a gray one. Hours are
+    milliseconds here.
+    """
+
+    errors: tuple[tuple[int, int], ...]  # when, in us, and which node: a number, to be taken by their count
+    node: int | None = None  # the gray one, the same way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
     """A worker's machine flips a bit: in what it makes of a microbatch, or in its state (None). `lasting`: in
     all it computes from this step on, until its process is gone; `steady`: the same bits each time.
@@ -106,6 +116,7 @@ class Spec:
     moves: tuple[int, ...] = ()  # when another shape is asked for, in us
     shards: int = 1  # processes per worker
     flip: Flip | None = None
+    gray: Gray | None = None
     spike: Flip | None = None  # its machine gives a loss that is not a number, once
     hangs: bool = False  # starts, disks and copies may never end, so deadlines are short
     planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
@@ -131,6 +142,7 @@ class Spec:
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *([f"votes every {r.vote_every} steps, on {r.votes} microbatches"] if r.vote_every else []),
             *([f"{self.flip}"] if self.flip else []),
+            *([f"{len(self.gray.errors)} corrected errors; gray: {self.gray.node}"] if self.gray else []),
             *([f"a loss that is no number: {self.spike}"] if self.spike else []),
             *(["a planner that changes its mind"] if self.planned else []),
             *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
@@ -289,7 +301,8 @@ def with_flip(spec: Spec) -> Spec:
 
 def with_corruption(spec: Spec) -> Spec:
     """The same storm for a task with votes, one of whose machines computes wrong numbers from a step on.
-    Where these are the same bits each time, a third replica is needed to tell who is wrong.
+    Where these are the same bits each time, a third replica is needed to tell who is wrong. Nodes correct
+    errors now and then; in half of the seeds one of them does so far too often.
     """
     draw = Draw(spec.seed, "corruption")
     steady = draw.chance(0.5)
@@ -307,7 +320,18 @@ def with_corruption(spec: Spec) -> Spec:
     worker = Worker(draw.below(rules.replicas), draw.below(rules.stages))
     first = draw.between(2, rules.steps - 2)
     flip = Flip(worker=worker, step=first, microbatch=None, lasting=True, steady=steady)
-    return replace(spec, rules=rules, flip=flip)
+    spec = replace(spec, rules=rules, flip=flip)
+    return replace(spec, gray=_draw_gray(Draw(spec.seed, "gray"), 2 * run_time_us(spec)))
+
+
+def _draw_gray(draw: Draw, duration_us: int) -> Gray:
+    errors = [(draw.below(duration_us), draw.below(64)) for _ in range(draw.between(0, 4))]
+    if draw.chance(0.5):
+        return Gray(errors=tuple(sorted(errors)))
+    bad = draw.below(64)
+    every_us = draw.between(1_100, 3_000)
+    errors += [(at, bad) for at in range(draw.below(duration_us), duration_us, every_us)]
+    return Gray(errors=tuple(sorted(errors)), node=bad)
 
 
 def with_spikes(spec: Spec) -> Spec:

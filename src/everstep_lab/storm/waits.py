@@ -110,7 +110,9 @@ def _of_node(coordinator: Coordinator, node: Node) -> Iterator[Clock]:
         yield f"isolated node {node.name}", over_at if asked_at is None else asked_at + CHECK_WAIT_S
     for slot, since in node.isolated_slots.items():
         if len(node.slot_isolations.get(slot, ())) < patience.isolations_before_lemon:
-            yield f"isolated slot {slot} of {node.name}", since + patience.isolation_s
+            over_at, asked_at = since + patience.isolation_s, node.slots_asked_at
+            waits_until = over_at if asked_at is None else max(over_at, asked_at + CHECK_WAIT_S)
+            yield f"isolated slot {slot} of {node.name}", waits_until
     if node.admin is NodeAdmin.CHECKING:
         yield f"network check of {node.name}", node.pairs_at
     if node.back_at is not None:

@@ -73,8 +73,11 @@ class Coordinator:
         patience: Patience | None = None,
         limits: DetectorLimits | None = None,
         planned: bool = False,
+        gray_pace: float = 1.0,
     ) -> None:
-        self.policy = CoordinatorPolicy(patience or Patience(), limits or DetectorLimits(), planned)
+        self.policy = CoordinatorPolicy(
+            patience or Patience(), limits or DetectorLimits(), gray_pace, planned
+        )
         self.roster = Roster()
         self.incidents = Incidents()
         self.question = PlannerQuestion()
@@ -227,15 +230,30 @@ class Coordinator:
         actions = self._tasks.assigned(event, now)
         for name, moved in event.moved.items() if is_current else ():
             task = self.tasks.get(name)
-            seat = None if task is None else task.seats.get(moved.worker)
-            if task is None or seat is None or seat.leaving:
-                continue
-            if moved.node == seat.node:
-                actions += self._slowness.moved(task, moved, now)
-                actions += self._nodes.leave_link(self.nodes[seat.node], task, moved.because, now)
-            elif moved.worker in task.speeds.slow:
-                actions += self._slowness.moved(task, moved, now)
-                actions += self._nodes.isolate_slots(self.nodes[seat.node], seat.slots, moved.because, now)
+            if task is not None:
+                actions += self._move(task, moved, now)
+        return actions
+
+    def _move(self, task: Task, moved: msg.MovedWorker, now: Moment) -> Actions:
+        """Off slots that are slow. What the planner knew may have changed meanwhile."""
+        going = (moved.worker, *moved.others)
+        seats = [task.seats[worker] for worker in going if worker in task.seats]
+        if len(seats) < len(going) or any(seat.leaving for seat in seats):
+            return []
+        if moved.node:
+            if moved.node != seats[0].node:
+                return []
+            actions = self._slowness.moved(task, moved, now)
+            return actions + self._nodes.leave_link(self.nodes[moved.node], task, moved.because, now)
+        if not set(going) <= task.speeds.slow.keys() | task.speeds.awaited.keys():
+            return []
+        actions = self._slowness.moved(task, moved, now)
+        for name in sorted({seat.node for seat in seats}):
+            slots = tuple(sorted(slot for seat in seats if seat.node == name for slot in seat.slots))
+            node = self.nodes[name]
+            actions += self._nodes.isolate_slots(node, slots, moved.because, now, evicts=not moved.stops)
+        if moved.stops:
+            actions += self._tasks.leave_safely(task, f"slow workers move: {moved.because}", now)
         return actions
 
     @on
@@ -401,6 +419,7 @@ class Coordinator:
                 actions += self._slowness.ranks(task, wish, now)
             if seat is not None and not wish.is_over:
                 actions += self._failures.noted(self.nodes[seat.node], gray.SLOW, now)
+                self._later.slots_changed(f"{wish.what} in {task.name}")
         return actions
 
     # -------------------------------------------------------------- reports of nodes
@@ -513,7 +532,13 @@ class Coordinator:
     ) -> Actions:
         if isinstance(report, msg.RanksStarted):
             task.failures.overdue.clear()
-        return self._training.inform(task, report, now) if task.is_script else []
+        if task.lives is None:
+            return []
+        saved = task.lives.checkpoint
+        actions = self._training.inform(task, report, now)
+        if task.speeds.awaited and task.lives is not None and task.lives.checkpoint > saved:
+            self._later.slots_changed(f"the state of {task.name} is saved, and slow ranks can move")
+        return actions
 
     @on_report
     def _ranks_in_trouble(

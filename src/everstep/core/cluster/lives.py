@@ -58,6 +58,7 @@ REPORT_S = 60.0  # without progress, after which ranks that wait are reported, t
 RELOOK_S = 2.0  # from one look to the next, at least
 ALL_BUSY = 4  # times the limit, for ranks that all use a CPU in one place and of which none waits for another
 CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
+JUST_SAVED_S = 5.0  # little is done again by a life that begins now
 GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
 LONG_LIFE_S = 600.0  # after which waits between lives start from the beginning
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
@@ -177,6 +178,7 @@ class LivesBook:
     keepers_lost: dict[Worker, int] = field(default_factory=dict)
     step: int = 0  # the highest the script has told
     saved_step: int = 0
+    saved_at: float = 0.0
     tokens: int = 0
     says_when_saved: bool = False
     memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
@@ -742,15 +744,37 @@ class Lives:
         if not life.slow.see(late):
             return []
         ended = self._slow_ended(life, before, "it enters collectives together with the others again")
-        return ended if late is None else [*ended, self._slow(life, late.ranks, str(late))]
+        return ended if late is None else [*ended, self._slow(life, late.ranks, str(late), late.factor)]
 
     def _slow_ended(self, life: Living, ranks: tuple[int, ...], because: str) -> list[Action]:
         return [self._slow(life, ranks, because, is_over=True)] if ranks else []
 
-    def _slow(self, life: Living, ranks: tuple[int, ...], because: str, *, is_over: bool = False) -> Action:
+    def _slow(
+        self,
+        life: Living,
+        ranks: tuple[int, ...],
+        because: str,
+        factor: float = 1.0,
+        *,
+        is_over: bool = False,
+    ) -> Action:
         worker = life.members[ranks[0] // self.rules.ranks]
         what = f"{testimony.names(ranks)} {'is' if len(ranks) == 1 else 'are'} slow"
-        return act.RanksSlow(worker=worker, ranks=ranks, what=what, because=because, is_over=is_over)
+        return act.RanksSlow(
+            worker=worker, ranks=ranks, what=what, because=because, is_over=is_over, factor=factor
+        )
+
+    def redone_s(self, now: float) -> float | None:
+        """What a new life, begun now, would do again. None: the script says when it is saved, which it soon
+        will be. A script that never says so may have saved nothing.
+        """
+        book, life = self._book, self._living()
+        if life is None:
+            return None
+        if not book.says_when_saved:
+            return now - life.began_at
+        since_s = now - max(life.began_at, book.saved_at)
+        return since_s if since_s < JUST_SAVED_S or since_s > GROW_PATIENCE_S else None
 
     # -------------------------------------------------------------- what the script tells
 
@@ -767,7 +791,7 @@ class Lives:
 
     def _saved(self, step: int, now: float) -> list[Action]:
         book = self._book
-        book.says_when_saved, book.saved_step = True, step
+        book.says_when_saved, book.saved_step, book.saved_at = True, step, now
         book.step = max(book.step, step)
         if isinstance(book.phase, Living) and book.phase.grow_at is not None:
             return self._grow(now)

@@ -46,6 +46,7 @@ class Node:
     gray: GrayRecord = field(default_factory=lambda: GrayRecord(since=0.0))  # over weeks, bounded
     checked: list[CheckRun] = field(default_factory=list)  # the last one of each week
     check_asked_at: float | None = None  # before it is readmitted
+    slots_asked_at: float | None = None  # the same, of its isolated slots
     pair_port: int = 0  # where peers measure the network to it
     pairs: list[NodePair] = field(default_factory=list)  # since its network is checked; bounded
     pairs_at: float | None = None  # when they are looked at next

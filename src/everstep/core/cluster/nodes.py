@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from everstep.core.cluster.context import ClusterContext
@@ -67,6 +67,7 @@ class Nodes:
             )
             node.lost_slots = set()
             node.isolated_slots = {s: at for s, at in node.isolated_slots.items() if s < node.slots}
+            node.slots_asked_at = None
             node.opened, node.memory_open = set(), set()
             left, node.leaves_at, node.drain_at = node.leaves_at is not None, None, None
             if left and node.admin is NodeAdmin.DRAINING and not node.admin_because.startswith(DRAINED_BY):
@@ -81,7 +82,7 @@ class Nodes:
                 host=event.host,
                 admin_since=now.at,
                 liveness_since=now.at,
-                gray=gray.GrayRecord(since=now.at),
+                gray=self._gray_record(now),
                 memory_port=event.memory_port,
             )
             self._roster.add_node(node)
@@ -115,19 +116,28 @@ class Nodes:
         return actions
 
     def checked(self, node: Node, results: Sequence[msg.CheckResult], because: str, now: Moment) -> Actions:
-        """What its checks have found, compared with its peers. An unfit node gets no workers."""
+        """What its checks have found, compared with its peers. An unfit node, or slot, gets no workers."""
         was_asked, node.check_asked_at = node.check_asked_at is not None, None
+        slots_asked, node.slots_asked_at = node.slots_asked_at is not None, None
         # Beside workers of ours the same checks are slower.
         is_busy = bool(self._roster.on_node(node.name))
         peers = [
             other.checked[-1] for other in self._roster.nodes.values() if other is not node and other.checked
         ]
         found = judge_checks(results, () if is_busy else node.checked, () if is_busy else peers)
+        if len(found.slots) >= node.slots:
+            found = replace(found, unfit=(*found.unfit, *dict.fromkeys(found.slots.values())), slots={})
         if not is_busy and not found.unfit:
             node.checked = kept_with(node.checked, run_of(results, now.at))
         actions: Actions = []
-        if found.unfit or found.marked:
+        if found.unfit or found.marked or found.slots:
             actions += self._tell_checks(node, found, because, now)
+        if found.slots:
+            why = f"it fails its checks: {next(iter(found.slots.values()))}"
+            slots = tuple(sorted(found.slots))
+            actions += self.isolate_slots(node, slots, why, now, counts=not slots_asked)
+        if slots_asked and not found.unfit:
+            self._free_slots(node, now)
         is_over = node.admin is NodeAdmin.ISOLATED and was_asked
         if not found.unfit:
             passes = "passes its checks" if results else "could not be checked"
@@ -173,17 +183,20 @@ class Nodes:
         return actions + self._back(node, f"{why}; {network}", now)
 
     def _tell_checks(self, node: Node, found: Fitness, because: str, now: Moment) -> Actions:
-        what = f"node {node.name} {'fails its checks' if found.unfit else 'is marked by its checks'}"
+        some = f"slot {', '.join(map(str, sorted(found.slots)))} of " if found.slots else ""
+        fails = bool(found.unfit or found.slots)
+        what = f"{some}node {node.name} {'fails its checks' if fails else 'is marked by its checks'}"
         incident = self._incidents.new(task=None, what=what, now=now)
         incident.node, incident.stops_training = node.name, False
         self._incidents.tell(incident, "checks", (f"checked because {because}",), now)
-        self._incidents.tell(incident, "checks", (*found.unfit, *found.marked)[:SHOWN_CHECKS], now)
-        worst = (*found.unfit, *found.marked)[0]
-        kind = ErrorKind.UNFIT if found.unfit else ErrorKind.MARKED
-        self._incidents.judge(incident, known(kind, worst), now)
-        what = "isolate the node" if found.unfit else "none: an operator can help"
-        self._incidents.treat(incident, what, "`everstep check` on the node shows all of it", now)
-        outcome = "it gets no workers" if found.unfit else "it gets workers"
+        told = (*found.unfit, *dict.fromkeys(found.slots.values()), *found.marked)
+        self._incidents.tell(incident, "checks", told[:SHOWN_CHECKS], now)
+        kind = ErrorKind.UNFIT if fails else ErrorKind.MARKED
+        self._incidents.judge(incident, known(kind, told[0]), now)
+        what = "isolate the node" if found.unfit else "isolate the slot" if found.slots else ""
+        because = "`everstep check` on the node shows all of it"
+        self._incidents.treat(incident, what or "none: an operator can help", because, now)
+        outcome = "it gets no workers" if fails else "it gets workers"
         return self._incidents.close(incident, outcome, now)
 
     def ask_check(self, node: Node, because: str, now: Moment) -> Actions:
@@ -324,7 +337,7 @@ class Nodes:
         costs = [] if force else costs_of_drain(self._roster, node.name)
         saving = {cost.task for cost in costs if cost.is_savable}
         for name in sorted(saving):
-            actions += self._tasks.leave_safely(self._roster.tasks[name], node.name, now)
+            actions += self._tasks.leave_safely(self._roster.tasks[name], f"node {node.name} is drained", now)
         return actions + self._evacuate(node, because, now, but=saving)
 
     def isolate(self, node: Node, because: str, now: Moment) -> Actions:
@@ -335,10 +348,14 @@ class Nodes:
 
     def noted(self, node: Node, kind: str, now: Moment) -> gray.Lemon | None:
         """One more of what healthy nodes do now and then. Does this one do it too often?"""
-        if not node.gray.note(kind, now.at):
+        at = now.at * self._policy.gray_pace
+        if not node.gray.note(kind, at):
             return None
         peers = [other.gray for other in self._roster.nodes.values() if other is not node]
-        return gray.judge_gray(kind, node.gray, gray.Peers.of(peers, kind, now.at), now.at)
+        return gray.judge_gray(kind, node.gray, gray.Peers.of(peers, kind, at), at)
+
+    def _gray_record(self, now: Moment) -> gray.GrayRecord:
+        return gray.GrayRecord(since=now.at * self._policy.gray_pace)
 
     def _isolate(self, node: Node, because: str, lemon: gray.Lemon | None, now: Moment) -> Actions:
         state = NodeAdmin.LEMON if lemon is not None else NodeAdmin.ISOLATED
@@ -356,10 +373,18 @@ class Nodes:
         return self._isolate(node, "it fails more often than its peers", lemon, now)
 
     def isolate_slots(
-        self, node: Node, slots: tuple[int, ...], because: str, now: Moment, *, counts: bool = True
+        self,
+        node: Node,
+        slots: tuple[int, ...],
+        because: str,
+        now: Moment,
+        *,
+        counts: bool = True,
+        evicts: bool = True,
     ) -> Actions:
-        """These slots get no workers for a time, and those that they have move; the others keep working. If
-        it `counts`, one that is isolated again and again waits for an operator.
+        """These slots get no workers for a time, and those that they have move, now or, if it does not evict
+        them, with their task; the others keep working. If it `counts`, one that is isolated again and again
+        waits for an operator.
         """
         patience = self._policy.patience
         for slot in slots:
@@ -371,7 +396,7 @@ class Nodes:
         self._later.slots_changed(f"slot {', '.join(map(str, slots))} of node {node.name} is isolated")
         actions: Actions = []
         for task, worker in self._roster.on_node(node.name):
-            if not set(slots).isdisjoint(task.seats[worker].slots):
+            if evicts and not set(slots).isdisjoint(task.seats[worker].slots):
                 actions += self._staffing.ask_to_go(task, worker, f"its slot is isolated: {because}", now)
         return actions
 
@@ -385,13 +410,31 @@ class Nodes:
         slots = set(range(node.slots)) - set(others) - node.unusable
         return self.isolate_slots(node, tuple(sorted(slots)), because, now)
 
-    def _slots_back(self, node: Node, now: Moment) -> None:
-        """Those whose time is over; one that was isolated again and again waits for an operator."""
+    def _slots_back(self, node: Node, now: Moment) -> Actions:
+        """Those whose time is over, once the node has passed its checks. One that was isolated again and
+        again waits for an operator.
+        """
+        if not self._slots_over(node, now):
+            return []
+        if node.slots_asked_at is not None:
+            if now.at >= node.slots_asked_at + CHECK_WAIT_S:  # time is all there is to go by
+                self._free_slots(node, now)
+            return []
+        if node.liveness is not NodeLiveness.HEARD or node.protocol < CHECKED_SINCE:
+            self._free_slots(node, now)
+            return []
+        node.slots_asked_at = now.at
+        return self.ask_check(node, "the isolation of its slots is over", now)
+
+    def _slots_over(self, node: Node, now: Moment) -> list[int]:
         patience = self._policy.patience
-        over = [slot for slot in node.isolated_slots if self._slot_due(node, slot, patience) <= now.at]
-        for slot in over:
-            del node.isolated_slots[slot]
-        if over:
+        return [slot for slot in node.isolated_slots if self._slot_due(node, slot, patience) <= now.at]
+
+    def _free_slots(self, node: Node, now: Moment) -> None:
+        node.slots_asked_at = None
+        if over := self._slots_over(node, now):
+            for slot in over:
+                del node.isolated_slots[slot]
             self._roster.node_changed(node)
             self._later.slots_changed(f"slots of node {node.name} are back from isolation")
 
@@ -441,11 +484,12 @@ class Nodes:
         if node.isolated_slots:
             node.isolated_slots.clear()
             node.slot_isolations.clear()
+            node.slots_asked_at = None
             self._roster.node_changed(node)
             self._later.slots_changed(f"slots of node {node.name} were readmitted")
         if node.admin is NodeAdmin.UP:
             return []
-        node.gray = gray.GrayRecord(since=now.at)
+        node.gray = self._gray_record(now)
         node.check_asked_at = None
         self._later.slots_changed(f"node {node.name} was readmitted")
         return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
@@ -468,7 +512,7 @@ class Nodes:
                 node.back_at = None
                 self._roster.node_changed(node)
                 self._later.slots_changed(f"node {node.name} is not back as promised")
-            self._slots_back(node, now)
+            actions += self._slots_back(node, now)
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
                 actions += self._isolation_over(node, now)
@@ -479,7 +523,11 @@ class Nodes:
         patience, nodes = self._policy.patience, self._roster.timed_nodes()
         silence = Silence(self._roster, patience)
         silent = (silence.given_up_at(n) for n in nodes if n.liveness is NodeLiveness.SILENT)
-        slots = (self._slot_due(node, slot, patience) for node in nodes for slot in node.isolated_slots)
+        slots = (
+            max(self._slot_due(node, slot, patience), (node.slots_asked_at or -inf) + CHECK_WAIT_S)
+            for node in nodes
+            for slot in node.isolated_slots
+        )
         return {
             "silent node": [at for at in silent if at is not None],
             "isolated node": [

@@ -2,12 +2,16 @@
 
 Whether a worker is slow is found elsewhere (`diagnose.slowness_watch`); here it is a verdict with evidence.
 The remedy does not stop training: the scheduler is asked for a schedule that knows the speeds, and the
-worker's peers of its stage take over some of its microbatches. Where it has no peer nothing can be moved, and
-that is said.
+worker's peers of its stage take over some of its microbatches. Where it has no peer no work can be given to
+others, and that is said.
+
+Where free slots of other nodes pay, by the planner's price (`plan.ask`), slow workers move there: one, or all
+slow ones of a node. One that is alone in its stage moves with the whole task, whose state is made safe first.
+A script's ranks wait for the slow one, so its node's place moves, as soon as little is done again by that.
 
 A worker is slow until it is reported fast again, or until its process is gone: a new one starts even.
 A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow. Where all
-slow links have one node in common, its workers move to free slots of other nodes if that pays (`plan.ask`).
+slow links have one node in common, its workers move.
 """
 
 from __future__ import annotations
@@ -51,6 +55,10 @@ def node_of_slow_links(links: Sequence[tuple[Worker, Worker]], seats: Mapping[Wo
     return common.pop() if len(common) == 1 and all(len(pair) == 2 for pair in ends) else None
 
 
+def _says_slow(incident: Incident) -> bool:
+    return incident.verdict is not None and incident.verdict.kind == ErrorKind.SLOW_WORKER
+
+
 def _at_link(receiver: Worker | str) -> str:
     return f"{SLOW} at the link to {receiver}"
 
@@ -91,9 +99,10 @@ class Slowness:
         process; that of a link now: there are other links then.
         """
         if not moved.node:
-            incident = self._incidents.of_worker(task, moved.worker, SLOW)
-            if incident is not None:
-                self._incidents.treat(incident, "move it to a free slot", moved.because, now)
+            for worker in (moved.worker, *moved.others):
+                incident = self._incident_of(task, worker)
+                if incident is not None:
+                    self._incidents.treat(incident, "move it to a free slot", moved.because, now)
             return []
         actions: Actions = []
         for sender, receiver in slow_links(self._incidents.log, task):
@@ -120,17 +129,26 @@ class Slowness:
         return []
 
     def ranks(self, task: Task, wish: act.RanksSlow, now: Moment) -> Actions:
-        """Of a script: written down. Its ranks cannot give work to each other."""
+        """Of a script: its ranks cannot give work to each other."""
         incident = self._incidents.of_worker(task, wish.worker, wish.what)
         if wish.is_over:
+            task.speeds.awaited.pop(wish.worker, None)
             return [] if incident is None else self._incidents.close(incident, wish.because, now)
         incident = incident or self._open(task, wish.worker, wish.what, task.next_step, now)
         incident.rank = wish.ranks[0] if len(wish.ranks) == 1 else None
+        task.speeds.awaited[wish.worker] = wish.factor
         self._incidents.tell(incident, "pace", (wish.because,), now)
         self._incidents.judge(incident, known(ErrorKind.SLOW_WORKER, wish.because), now)
-        helps = f"draining node {incident.node} moves its ranks to another one, if there is one"
-        self._incidents.treat(incident, "none: an operator can help", helps, now)
+        helps = f"its ranks move from {incident.node} where free slots of another node pay"
+        self._incidents.treat(incident, "wait for it", helps, now)
         return []
+
+    def _incident_of(self, task: Task, worker: Worker) -> Incident | None:
+        """The open one that says that it is slow: a worker, or ranks of a script."""
+        if worker in task.speeds.slow:
+            return self._incidents.of_worker(task, worker, SLOW)
+        found = (i for i in self._incidents.open_ones(task.name) if i.workers == [worker] and _says_slow(i))
+        return next(found, None)
 
     def asked(self, task: Task) -> dict[Worker, float]:
         """The speeds a schedule is asked for with."""
@@ -187,5 +205,6 @@ class Slowness:
         place = f"a slot on {free[0]} is free for that" if free else "no other node has a free slot"
         return (
             f"{why}, so no other worker can take its microbatches, and steps take about {event.factor:.2f} "
-            f"times as long at this stage; draining its node would move it, and {place}"
+            f"times as long at this stage; it moves, with the state of the task made safe, where that pays: "
+            f"{place}"
         )

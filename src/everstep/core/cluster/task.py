@@ -316,6 +316,9 @@ class Speeds:
     """Slow workers, and how many times as long as usual they take. `Slowness` changes it."""
 
     slow: dict[Worker, float] = field(default_factory=dict)
+    awaited: dict[Worker, float] = field(
+        default_factory=dict
+    )  # the same, of scripts: the others wait for them
     planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
 
 

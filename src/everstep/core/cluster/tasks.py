@@ -151,12 +151,12 @@ class Tasks:
         self._later.endings.append((task, Ending(state=TaskState.WAITING, because=because, gently=True)))
         return []
 
-    def leave_safely(self, task: Task, node: str, now: Moment) -> Actions:
-        """A node is drained that has all workers of a stage: at the next step boundary the task leaves with
-        its state in memory, also in that of another node, and as a checkpoint where it has those.
+    def leave_safely(self, task: Task, why: str, now: Moment) -> Actions:
+        """All workers of a stage are to leave their node: at the next step boundary the task leaves with its
+        state in memory, also in that of another node, and as a checkpoint where it has those.
         """
-        task.because = f"node {node} is drained: its state is made safe at the end of this step"
-        stop = ev.StopRequested(because=f"node {node} is drained", saves=True)
+        task.because = f"{why}: its state is made safe at the end of this step"
+        stop = ev.StopRequested(because=why, saves=True)
         return self._training.inform(task, stop, now)
 
     def assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:

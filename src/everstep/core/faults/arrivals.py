@@ -37,6 +37,11 @@ class Late:
     by_s: float  # before the last came, at the median
     step_s: float
 
+    @property
+    def factor(self) -> float:
+        """A step takes so many times as long as one in which no rank waits for these."""
+        return self.step_s / max(self.step_s - self.by_s, 0.05 * self.step_s)
+
     def __str__(self) -> str:
         who = f"rank {self.ranks[0]} enters"
         if len(self.ranks) > 1:

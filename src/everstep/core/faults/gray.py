@@ -125,6 +125,7 @@ def _tail(term: float, count: int, shape: float, odds: float) -> Iterable[float]
     for _ in range(10_000):
         yield term
         count += 1
-        term *= odds * (shape + count - 1) / count
-        if term < 1e-18:
+        growth = odds * (shape + count - 1) / count
+        term *= growth
+        if growth < 1 and term < 1e-18:  # terms rise up to the most likely count, and may begin at nothing
             return

@@ -103,6 +103,11 @@ class XidPlace(NamedTuple):
     instance: int | None
     pid: int | None
 
+    @property
+    def address(self) -> str:
+        """As nvidia-smi writes it."""
+        return f"{self.domain:08X}:{self.bus:02X}:{self.device:02X}.0"
+
     def is_at(self, address: str) -> bool:
         """Is this the GPU with that PCI address, such as 00000000:3B:00.0?"""
         numbers = re.fullmatch(r"([0-9A-Fa-f]{4,8}):([0-9A-Fa-f]{2}):([0-9A-Fa-f]{2})(?:\.\d)?", address)
