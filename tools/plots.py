@@ -102,7 +102,7 @@ def strict_sums(figures: Figures) -> Chart:
         bars.append(Bar(group="gpt-1b, GPU", name=_SUMS[name], value=more))
     return Chart(
         title="What exact sums of gradients add to a step",
-        unit="% more than fp32 sums (CPU time on CPUs)",
+        unit="% more than fp32 sums (of CPUs: CPU time where others used them)",
         bars=bars,
         line=0.0,
         digits=1,
@@ -159,7 +159,10 @@ COSTS = "times torch's time per step"
 
 
 def pauses(race: dict[str, Any], figures: Figures) -> dict[str, str]:
-    """The README's table: the longest time without a useful step after a SIGKILL, the least and the most."""
+    """The README's table: the longest time without a useful step after a SIGKILL, the least and the most.
+
+    By a hyphen at which a browser breaks no line.
+    """
     found = {}
     for result in race["systems"].values():
         stalls = [
@@ -170,7 +173,7 @@ def pauses(race: dict[str, Any], figures: Figures) -> dict[str, str]:
         found[result["name"].split()[0]] = stalls
     found["NVRx"].append(figures["NVRx in-process"]["found"]["past_s"])
     return {
-        name: "–".join(dict.fromkeys(f"{end:.{int(end < 10)}f}" for end in (min(stalls), max(stalls))))
+        name: "\u2011".join(dict.fromkeys(f"{end:.{int(end < 10)}f}" for end in (min(stalls), max(stalls))))
         for name, stalls in found.items()
     }
 
