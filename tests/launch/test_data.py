@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from everstep.engine.prepare.resolve import data_of
 from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
@@ -118,6 +119,8 @@ def test_a_stream_is_read_once_whichever_worker_dies(fork_server: ForkServer, tm
     assert [given[key][0] for key in sorted(given)] == expected
 
 
+# What a row of several documents is, is in `tests/engine/test_documents.py`; that rows survive deaths, above.
+@pytest.mark.slow
 def test_rows_of_several_documents_heal_to_the_bit(fork_server: ForkServer, tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 60, 4000).astype(np.uint16)
     tokens.tofile(tmp_path / "train.bin")
