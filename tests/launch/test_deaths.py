@@ -96,6 +96,11 @@ def test_what_is_trained_does_not_matter(sweep: Sweep, changes: dict) -> None:
     last = job.stages - 1
     healed = sweep.run(job, (f"stage={last},replica=0,step=3,op=I1", "stage=0,replica=1,step=4,op=F2"))
     assert [incident.what for incident in healed.incidents] == ["killed by SIGKILL"] * 2
+    assert [incident.workers for incident in healed.incidents] == [[Worker(0, last)], [Worker(1, 0)]]
+    for incident in healed.incidents:
+        assert incident.killed_at is not None
+        assert incident.resumed_at is not None
+        assert incident.killed_at < incident.evidence_at < incident.resumed_at
     difference = compare(clean, healed, job)["max_relative_loss_difference"]
     assert difference <= (TOLERANCE if job.accumulate == "fp32" else 0.0)
 
@@ -115,7 +120,10 @@ def test_masks_side_losses_and_token_weights_keep_their_bits_through_deaths(swee
     assert compare(clean, healed, job)["max_relative_loss_difference"] == 0.0
 
 
-@pytest.mark.parametrize("flipped", [False, True], ids=["cut short", "a flipped bit"])
+# A file that was cut short is refused without being read: `tests/store` and `tests/attacks`.
+@pytest.mark.parametrize(
+    "flipped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cut short", "a flipped bit"]
+)
 def test_everything_killed_restarts_from_the_newest_checkpoint_that_is_whole(
     sweep: Sweep, tmp_path: Path, flipped: bool
 ) -> None:
@@ -156,16 +164,6 @@ def test_an_invalid_eager_update_is_undone_without_an_incident(sweep: Sweep) -> 
     assert undone.incidents == []
     assert undone.rows[-1].epoch > clean.rows[-1].epoch, "nothing was undone"
     assert compare(clean, undone, eager)["max_relative_loss_difference"] == 0.0
-
-
-def test_a_killed_worker_is_the_one_that_is_named(sweep: Sweep) -> None:
-    outcome = sweep.run(replace(sweep.job, replicas=2, stages=2), ("stage=1,replica=0,step=3,op=I2",))
-    (incident,) = outcome.incidents
-    assert incident.workers == [Worker(0, 1)]
-    assert incident.what == "killed by SIGKILL"
-    assert incident.killed_at is not None
-    assert incident.resumed_at is not None
-    assert incident.killed_at < incident.evidence_at < incident.resumed_at
 
 
 def test_the_points_are_as_many_as_we_claim() -> None:
