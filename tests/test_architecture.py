@@ -119,6 +119,15 @@ def test_rooms_of_the_engine_import_only_rooms_below_them(path: Path) -> None:
         assert allowed, f"{path.name} imports {'.'.join(parts)} from a room above it"
 
 
+@pytest.mark.parametrize("package", ["net", "engine", "store", "convert", "ranks", "node"])
+def test_agents_and_workers_load_nothing_of_the_coordinator(package: str) -> None:
+    """They would load it in every process, and decisions about tasks would have two homes."""
+    for path in sorted((SRC / package).rglob("*.py")):
+        for name in imports(path):
+            coordinator = name.startswith(("everstep.core.cluster", "everstep.core.task", "everstep.plan"))
+            assert not coordinator, f"{path} imports {name}"
+
+
 def test_a_process_says_lines_through_one_function() -> None:
     """A print that raises (a full disk, a closed pipe) ended agents, coordinators and training threads."""
     for path in sorted(SRC.rglob("*.py")):

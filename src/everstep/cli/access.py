@@ -14,7 +14,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.cluster import AsJson
 from everstep.errors import UserError
-from everstep.plan.durations import duration
+from everstep.protocol.durations import duration
 from everstep.server.access import CredentialsFile, Role, checked_name, matrix, role_of, write_private
 
 access_app = typer.Typer(

@@ -21,7 +21,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
-from everstep.plan.durations import duration
+from everstep.protocol.durations import duration
 from everstep.protocol.messages import AN_OPERATOR
 
 if TYPE_CHECKING:

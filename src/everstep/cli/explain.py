@@ -24,7 +24,7 @@ from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
 from everstep.diagnose.finding import ranks_text
 from everstep.errors import PeerError, UserError
-from everstep.plan.durations import span
+from everstep.protocol.durations import span
 
 _STYLES = {Severity.SEV1: "bold red", Severity.SEV2: "yellow", Severity.SEV3: "green"}
 

@@ -8,7 +8,7 @@ import typer
 
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.cluster import AsJson, report
-from everstep.plan.durations import duration
+from everstep.protocol.durations import duration
 
 
 def notice_command(

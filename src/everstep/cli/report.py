@@ -16,7 +16,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.cluster import AsJson
 from everstep.drive.goodput import HOUR_S, PRODUCTIVE, STEPS, Cause
 from everstep.errors import UserError
-from everstep.plan.durations import duration
+from everstep.protocol.durations import duration
 
 BAR = 40
 COLOURS = {  # name in a terminal, in a picture

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from everstep.errors import UserError
-from everstep.plan.durations import duration
+from everstep.protocol.durations import duration
 from everstep.protocol.messages import LeaveNoticed
 
 LOOK_S = 0.5

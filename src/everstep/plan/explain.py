@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from everstep.plan.cluster import Cluster
-from everstep.plan.durations import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.options import Options
 from everstep.plan.running import Period
 from everstep.plan.task import TaskSituation
 from everstep.plan.task_shape import ParallelShape
 from everstep.plan.transition import StateSource
+from everstep.protocol.durations import span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from everstep.plan.answer import Decision
 from everstep.plan.capacity_split import best_split
-from everstep.plan.durations import span
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.task import TaskSituation
+from everstep.protocol.durations import span
 from everstep.protocol.messages import WeighedOption
 
 MOST_TASKS = 16  # whose alternatives are weighed

@@ -459,6 +459,30 @@ class Restore:
     state_step: int
 
 
+@dataclass(slots=True)
+class WrittenParts:
+    """The parts of a checkpoint in its folder: per stage, by how many workers share it, which part."""
+
+    attempt: int = 0  # at that step: parts of two attempts are not one checkpoint
+    stages: dict[int, dict[int, dict[int, Json]]] = field(default_factory=dict)
+
+    def add(self, stage: int, share: tuple[int, int], part: Json) -> None:
+        index, count = share
+        self.stages.setdefault(stage, {}).setdefault(count, {})[index] = part
+
+    def whole(self, stages: int) -> tuple[Json, ...] | None:
+        """All parts, if no stage lacks one."""
+        found: list[Json] = []
+        for stage in range(stages):
+            by_count = self.stages.get(stage, {})
+            counts = [count for count, written in by_count.items() if len(written) == count]
+            if not counts:
+                return None
+            written = by_count[min(counts)]
+            found += [written[index] for index in sorted(written)]
+        return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """Write a share of this stage's part of the checkpoint: the `index`-th of `count`, one a live peer."""

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.core.cluster.task import WrittenParts
 from everstep.errors import InternalError, UserError, clipped
 from everstep.layout.box import Box
+from everstep.protocol.work import WrittenParts
 from everstep.store import index as indexes
 from everstep.store.index import CannotRead, Part, Refused
 from everstep.store.parts import (

@@ -87,7 +87,7 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _show(world: PlanWorld, plan: Plan, planning_ms: float) -> None:
-    from everstep.plan.durations import span
+    from everstep.protocol.durations import span
 
     console = Console(highlight=False)
     console.print(plan.because, soft_wrap=True)

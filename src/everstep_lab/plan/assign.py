@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from everstep.errors import UserError
 from everstep.plan.answer import Decision, decide, split
 from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.durations import span
 from everstep.plan.explain import Gain, gains_of, reasons
 from everstep.plan.option import OptionKind, TaskOption
 from everstep.plan.running import Period
 from everstep.plan.task import TaskSpec
+from everstep.protocol.durations import span
 from everstep_lab.plan.placement import Placement, Unplaceable, place
 
 MOST_RETRIES = 64

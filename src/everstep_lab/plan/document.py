@@ -29,9 +29,9 @@ from typing import Any
 from everstep.errors import UserError
 from everstep.plan.cluster import Cluster, PlanNode
 from everstep.plan.curve import Curve, from_table
-from everstep.plan.durations import duration
 from everstep.plan.task import TaskSpec
 from everstep.plan.transition import Costs
+from everstep.protocol.durations import duration
 from everstep_lab.plan.assign import Plan
 from everstep_lab.plan.events import PlanWorld
 from everstep_lab.plan.hardware import Gpu, gpu

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
 from everstep.plan.cluster import Assignment, Cluster, PlanNode
-from everstep.plan.durations import duration
 from everstep.plan.task import TaskSpec
+from everstep.protocol.durations import duration
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.orders import Actions
-from everstep.core.cluster.task import Task, WrittenParts
+from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import ErrorKind, judge, known
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
+from everstep.protocol.work import WrittenParts
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
 NOT_COPIED = "its state cannot be copied to memory"
