@@ -115,7 +115,9 @@ class Thinking:
     def _measure_ops(self, machine: Coordinator) -> None:
         for name, scheduler in self.schedulers.items():
             if (task := machine.tasks.get(name)) is not None:
-                self.measured.of(name).instance = scheduler.profile.measured(task.speeds.slow)
+                known = self.measured.of(name)
+                known.instance = scheduler.profile.measured(task.speeds.slow)
+                known.slow = dict(task.speeds.slow)
 
     def outdated(self, task: Task, step: int, first: int) -> msg.PlanAnswered | None:
         """After this step: another schedule, if times have changed. `first`: the first step of this run."""

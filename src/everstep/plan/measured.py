@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.instance import Instance
 
@@ -34,6 +36,7 @@ class TaskMeasurements:
     off_by: dict[Placed, float] = field(default_factory=dict)  # step over bound, when last there
     reshape_s: float | None = None  # of the last change of shape
     instance: Instance | None = None  # op times in the shape it has
+    slow: Mapping[Worker, float] = field(default_factory=dict)  # the speeds that are in these times
     last_at: float | None = None  # when its last step was recorded
     last: Placed | None = None
     is_moving: bool = False

@@ -119,12 +119,12 @@ def rounded(seconds: float) -> float:
 
 
 def _base(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -> Instance:
-    """The task with every place filled, in the shape it has."""
+    """The task with every place filled, in the shape it has, and with these workers slow."""
     if known.instance is not None and (known.instance.replicas, known.instance.stages) == (
         shape.replicas,
         shape.stages,
     ):
-        return _smooth(known.instance)
+        return _smooth(_at_speeds(known.instance, known.slow, slow))
     grid: Grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
     if slow:
         grid = tuple(
@@ -137,6 +137,25 @@ def _base(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
         forward=grid,
         input_grad=grid,
         weight_grad=grid,
+    )
+
+
+def _at_speeds(instance: Instance, are: Mapping[Worker, float], were: Mapping[Worker, float]) -> Instance:
+    """Times that were measured while some workers `are` slow, as if others `were`."""
+    changed = {w: were.get(w, 1.0) / are.get(w, 1.0) for w in {*are, *were} if were.get(w) != are.get(w)}
+    if not changed:
+        return instance
+
+    def grid(rows: Grid) -> Grid:
+        return tuple(
+            tuple(t * changed.get(Worker(k, s), 1.0) for s, t in enumerate(row)) for k, row in enumerate(rows)
+        )
+
+    return replace(
+        instance,
+        forward=grid(instance.forward),
+        input_grad=grid(instance.input_grad),
+        weight_grad=grid(instance.weight_grad),
     )
 
 
