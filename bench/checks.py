@@ -33,7 +33,7 @@ from harness.cluster import EVERSTEP
 from harness.machines import Machines, absent, inside
 
 PEERS = ("n1", "n2", "n3", "n4")
-RATE = 25e6  # bytes/s of every cable of the data network
+RATE = 6e6  # bytes/s of every cable of the data network: less than a busy host carries
 JOINED, REFUSED, ISOLATED, MARKED = "joined", "refused", "isolated", "marked"
 # Put into a machine's Python: an answer of its probe is another one.
 PATCH = """

@@ -231,7 +231,7 @@ def others() -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ slow, and moved where that pays
 
 MOVE_STEPS, AFTER_STEPS = 400, 20
-SOON = SLOW_FROM + 12
+SOON = SLOW_FROM + 5  # less is left than another process takes to start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ def _move(scene: Scene, factor: float) -> dict[str, Any]:
         moved_step = 0
         with contextlib.suppress(TimeoutError, AssertionError):
             cluster.until(
-                lambda: _has_moved(cluster, home, scene.slow) or _is_over(cluster), "a move", within_s=60
+                lambda: _has_moved(cluster, home, scene.slow) or _is_over(cluster), "a move", within_s=120
             )
             moved_step = int(cluster.task()["step"]) if _has_moved(cluster, home, scene.slow) else 0
         until = min(scene.steps, (moved_step or int(cluster.task()["step"])) + AFTER_STEPS)
@@ -402,9 +402,10 @@ def _found_slow(cluster: Cluster, count: int) -> float | None:
 
 
 def _has_moved(cluster: Cluster, home: dict[str, str], slow: tuple[str, ...]) -> bool:
-    seats = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
-    is_whole = len(seats) == len(home) and all(seat["incarnation"] for seat in cluster.task()["seats"])
-    return is_whole and all(seats[worker] != home[worker] for worker in slow)
+    """And do all workers take part again?"""
+    task = cluster.task()
+    seats = {seat["worker"]: seat["node"] for seat in task["seats"]}
+    return task["working"] == len(home) == len(seats) and all(seats[w] != home[w] for w in slow)
 
 
 def _is_over(cluster: Cluster) -> bool:

@@ -207,6 +207,64 @@ def test_the_slot_of_a_wrong_worker_is_isolated_and_no_other() -> None:
     cluster.coordinator.validate()
 
 
+def two_that_differ(nodes: dict[str, int]) -> FakeCluster:
+    """Two replicas, each the same in every run, and no third one."""
+    cluster = FakeCluster(nodes=nodes)
+    cluster.submit(shape=Shape(2, 1, 2))
+    cluster.seal()
+    report(cluster, (A, "1"), (B, "2"), (A, "1"), (B, "2"), microbatch=Microbatch(0, 1))
+    return cluster
+
+
+def test_of_two_one_goes_to_a_third_machine_and_if_they_differ_again_the_other_one_is_wrong() -> None:
+    cluster = two_that_differ({"a": 2, "b": 2, "c": 1})
+    task, nodes = cluster.coordinator.tasks["t"], cluster.coordinator.nodes
+    left = next(node for node in nodes.values() if node.isolated_slots)
+    other = task.seats[B]
+    assert left.name != other.node
+    assert set(left.isolated_slots) == {0, 1}, "the whole machine is in doubt"
+    assert task.seats[A].node == "c"
+    report(cluster, (A, "1"), (B, "2"), (A, "1"), (B, "2"), microbatch=Microbatch(0, 1))
+    assert not left.isolated_slots
+    assert set(nodes[other.node].isolated_slots) == {other.slot}
+    last = cluster.coordinator.log.incidents[-1]
+    assert (last.workers, last.node) == ([B], other.node)
+    assert last.verdict is not None
+    assert f"on {left.name} and on c" in last.verdict.because
+    assert task.failures.dispute is None
+    cluster.coordinator.validate()
+
+
+def test_of_two_one_goes_to_a_third_machine_and_if_they_agree_there_it_was_wrong() -> None:
+    cluster = two_that_differ({"a": 2, "b": 2, "c": 1})
+    task = cluster.coordinator.tasks["t"]
+    left = next(node for node in cluster.coordinator.nodes.values() if node.isolated_slots)
+    recovery = task.recovery
+    assert recovery is not None
+    step = recovery.recorded + 1
+    sealed = ev.StepSealed(
+        step=step,
+        stage=0,
+        attempt=recovery.attempt_of(step),
+        microbatches=4,
+        executed=12,
+        losses=(),
+        voted=True,
+    )
+    cluster.report("t", B, msg.TaskEvent(task="t", event=sealed))
+    last = cluster.coordinator.log.incidents[-1]
+    assert (last.what, last.node, last.closed) == (f"wrong numbers on node {left.name}", left.name, True)
+    assert set(left.isolated_slots) == {0, 1}
+    assert left.slot_isolations.keys() == {0, 1}, "it counts"
+    assert task.failures.dispute is None
+
+
+def test_of_two_without_a_third_machine_none_is_blamed_and_the_votes_stop() -> None:
+    cluster = two_that_differ({"a": 2, "b": 2})
+    assert not any(node.isolated_slots for node in cluster.coordinator.nodes.values())
+    assert cluster.coordinator.log.incidents[-1].remedies[-1].what == "none: an operator can help"
+
+
 def test_nondeterministic_code_isolates_nothing_and_ends_the_votes() -> None:
     cluster = cluster_of_three()
     epoch = cluster.coordinator.tasks["t"].recovery.epoch  # type: ignore[union-attr]

@@ -421,7 +421,7 @@ def _move_of_ranks(
     if not awaited or redone_s is None:
         return None
     worker = max(awaited, key=lambda one: awaited[one])
-    price = _price(task, given, known, 1.0, awaited[worker], 0.0, START_S + redone_s)
+    price = _price(task, given, known, 1.0, awaited[worker], 0.0, _start_s(task) + redone_s)
     if price is None:
         return None
     what = f"steps take {awaited[worker]:.2f} times as long as without its ranks; on another node"
@@ -457,6 +457,11 @@ def _move_off_link(
     return price.gain, MovedWorker(worker=there[0], because=f"{what} {price.words}", node=node)
 
 
+def _start_s(task: RunningTask) -> float:
+    """As long as the longest start of this task so far."""
+    return max(START_S, task.starts.longest_s)
+
+
 class _Price(NamedTuple):
     gain: float  # above what it costs
     words: str
@@ -477,7 +482,7 @@ def _price(
     step_s = known.step_s(known.last) if known.last is not None else None
     left_s = math.inf if step_s is None else step_s * max(0, task.steps - task.next_step + 1)
     running_s = min(given.horizon.running_s, left_s)
-    coming_s = START_S + times.copy_s if coming_s is None else coming_s
+    coming_s = _start_s(task) + times.copy_s if coming_s is None else coming_s
     gain = (after - today) * max(0.0, running_s - coming_s)
     cost = today * 2 * times.agree_s + max(0.0, today - meanwhile) * coming_s
     if today <= 0 or gain <= cost:

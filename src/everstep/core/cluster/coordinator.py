@@ -580,4 +580,7 @@ class Coordinator:
                 return self._failures.suspected(task, event, now)
             case ev.LedgerReported() | ev.WorkerResumed() | ev.UpdateInvalidated():
                 task.failures.overdue.drop(event.worker)
+            case ev.StepSealed(voted=True) if task.failures.dispute is not None:
+                agreed = self._failures.agreed(task, task.failures.dispute, event.stage, now)
+                return agreed + self._training.inform(task, event, now)
         return self._training.inform(task, event, now)

@@ -12,7 +12,7 @@ from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import BadLink, Seat, Task, TaskState
+from everstep.core.cluster.task import BadLink, Dispute, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
 from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT, OF_HARDWARE
@@ -21,7 +21,7 @@ from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Replay, VoteEnd, VoteVerdict, judge_replay, judge_votes
-from everstep.core.task.states import Copying, Member
+from everstep.core.task.states import Copying, Entering, Member
 from everstep.errors import InternalError
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
@@ -334,6 +334,10 @@ class Failures:
             self._incidents.treat(incident, "go back to a kept state", because, now)
             actions = self._training.doubted(task, verdict.because, now, back=True)
             return actions + self._incidents.close(incident, "the task goes back to a kept state", now)
+        if verdict.finding is VoteEnd.UNDECIDED and event.microbatch is not None:
+            told = self._by_another_machine(task, event, verdict, incident, now)
+            if told is not None:
+                return told
         if verdict.finding is VoteEnd.DAMAGED_INPUT:
             self._incidents.treat(incident, "none needed", "it was used for a check only", now)
             actions = self._incidents.close(incident, "the check is not repeated", now)
@@ -351,6 +355,84 @@ class Failures:
             because = f"`everstep check` on {' and '.join(nodes)} may tell which is wrong; the votes stop"
             self._incidents.treat(incident, "none: an operator can help", because, now)
         return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=False), now)
+
+    def _by_another_machine(
+        self, task: Task, event: ev.VoteDiffered, verdict: VoteVerdict, incident: Incident, now: Moment
+    ) -> Actions | None:
+        """One of the two goes to a third machine. If the next vote differs again, the other one is wrong; if
+        it does not, the machine that was left is. None: there is no such machine, or that was no answer.
+        """
+        host, checker, recovery = task.seats.get(event.host), task.seats.get(event.worker), task.managed
+        if host is None or checker is None or recovery is None or host.leaving or checker.leaving:
+            return None
+        dispute, task.failures.dispute = task.failures.dispute, None
+        if dispute is not None and {dispute.moved, dispute.stays} == {event.host, event.worker}:
+            if not self._is_answer(task, dispute):
+                return None
+            self._nodes.clear_slots(self._roster.nodes[dispute.moved_from], dispute.slots)
+            seat = task.seats[dispute.moved]
+            because = (
+                f"worker {dispute.stays} on {dispute.stays_at} computes other bits than worker "
+                f"{dispute.moved} does, on {dispute.moved_from} and on {seat.node}"
+            )
+            self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
+            actions = self._incidents.close(incident, "a third machine has told which is wrong", now)
+            wrong = replace(verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=dispute.stays)
+            return actions + self._wrong(task, event, wrong, ErrorKind.WRONG_NUMBERS, now)
+        free = {name for name, _ in self._roster.free()} - {host.node, checker.node}
+        if not free or host.node == checker.node:
+            return None
+        node = self._roster.nodes[host.node]
+        slots = self._nodes.slots_without_others(node, task, (event.host,))
+        task.failures.dispute = Dispute(
+            moved=event.host,
+            moved_from=host.node,
+            slots=slots,
+            stays=event.worker,
+            stays_at=checker.node,
+            incarnation=checker.incarnation,
+            because=verdict.because,
+        )
+        because = (
+            f"worker {event.host} goes to a third machine; the next vote tells which of the two is wrong"
+        )
+        self._incidents.treat(incident, "ask a spare slot", because, now)
+        actions = self._nodes.isolate_slots(node, slots, verdict.because, now, counts=False)
+        actions += self._incidents.close(incident, f"worker {event.host} leaves {host.node}", now)
+        spread = task.shape.stages > 1 and verdict.has_spread
+        back = recovery.recorded > recovery.verified or spread
+        return actions + self._training.doubted(task, verdict.because, now, back=back)
+
+    def _is_answer(self, task: Task, dispute: Dispute) -> bool:
+        """Is the one on a third machine, and the other one where it was, in the same process?"""
+        moved, stays = task.seats.get(dispute.moved), task.seats.get(dispute.stays)
+        if moved is None or stays is None or stays.incarnation != dispute.incarnation:
+            return False
+        return moved.node not in (dispute.moved_from, dispute.stays_at)
+
+    def agreed(self, task: Task, dispute: Dispute, stage: int, now: Moment) -> Actions:
+        """Peers of a stage have computed the same bits. Are they the two that differed?"""
+        there = {worker for worker in task.seats if worker.stage == stage}
+        place = None if task.managed is None else task.managed.places.get(dispute.moved)
+        if there != {dispute.moved, dispute.stays} or not isinstance(place, Entering | Member):
+            return []
+        if not self._is_answer(task, dispute):
+            return []
+        task.failures.dispute = None
+        node, seat = self._roster.nodes[dispute.moved_from], task.seats[dispute.moved]
+        because = (
+            f"worker {dispute.moved} computed other bits on {dispute.moved_from} than on {seat.node}, where "
+            f"it agrees with worker {dispute.stays}"
+        )
+        incident = self._incidents.new(
+            task=task, what=f"wrong numbers on node {node.name}", now=now, step=task.next_step
+        )
+        incident.node, incident.workers, incident.stops_training = node.name, [dispute.moved], False
+        self._incidents.tell(incident, "votes", (dispute.because, because), now)
+        self._incidents.judge(incident, known(ErrorKind.WRONG_NUMBERS, because), now)
+        self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
+        actions = self._nodes.isolate_slots(node, dispute.slots, because, now)
+        return actions + self._incidents.close(incident, "its slots are isolated", now)
 
     def _write_votes(
         self, incident: Incident, event: ev.VoteDiffered, verdict: VoteVerdict, now: Moment

@@ -400,15 +400,31 @@ class Nodes:
                 actions += self._staffing.ask_to_go(task, worker, f"its slot is isolated: {because}", now)
         return actions
 
+    def clear_slots(self, node: Node, slots: tuple[int, ...]) -> None:
+        """They were isolated for what was not their fault."""
+        for slot in slots:
+            node.isolated_slots.pop(slot, None)
+        self._roster.node_changed(node)
+        self._later.slots_changed(f"slots of node {node.name} are back from isolation")
+
     def leave_link(self, node: Node, task: Task, because: str, now: Moment) -> Actions:
         """Its link is slow for this task. Where no other task is there, the node is checked before it gets
         workers again; else the others keep their slots.
         """
         if self._roster.tasks_on_node(node.name) == [task]:
             return self.isolate(node, because, now)
-        others = [s for t, w in self._roster.on_node(node.name) if t is not task for s in t.seats[w].slots]
-        slots = set(range(node.slots)) - set(others) - node.unusable
-        return self.isolate_slots(node, tuple(sorted(slots)), because, now)
+        there = [w for t, w in self._roster.on_node(node.name) if t is task]
+        return self.isolate_slots(node, self.slots_without_others(node, task, there), because, now)
+
+    def slots_without_others(self, node: Node, task: Task, workers: Collection[Worker]) -> tuple[int, ...]:
+        """The usable slots of a node, but for those that other workers than these of a task have."""
+        taken = {
+            slot
+            for other, worker in self._roster.on_node(node.name)
+            if other is not task or worker not in workers
+            for slot in other.seats[worker].slots
+        }
+        return tuple(sorted(set(range(node.slots)) - taken - node.unusable))
 
     def _slots_back(self, node: Node, now: Moment) -> Actions:
         """Those whose time is over, once the node has passed its checks. One that was isolated again and

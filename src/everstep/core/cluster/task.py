@@ -210,11 +210,27 @@ class BadLinks:
     told: set[str] = field(default_factory=set)  # nodes that could not be left: said once
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispute:
+    """Two workers compute different bits, each the same every time, and no third one is there: one of them
+    goes to another machine, and the next vote tells.
+    """
+
+    moved: Worker
+    moved_from: str  # a node
+    slots: tuple[int, ...]  # of that node, which get no workers meanwhile
+    stays: Worker
+    stays_at: str
+    incarnation: int  # of the one that stays
+    because: str
+
+
 @dataclass(slots=True)
 class FailureHistory:
     """What has gone wrong with its workers. `Failures` changes it."""
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
+    dispute: Dispute | None = None
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
