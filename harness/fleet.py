@@ -6,12 +6,13 @@ done), it runs again. What is measured is what a daemon's event loop would be bu
 
     one event    its journal entry is packed, it is decided, recorded, learned from, and its orders are queued
 
-Encoding an order is counted apart, because the writer of each connection does it; so is the scheduler, which
-has a thread of its own. Times are CPU seconds of this process: they do not count what others do.
+Encoding an order is counted apart, because the writer of each connection does it; so are scheduler and
+planner, which have threads. Times are CPU seconds of this process: they do not count what others do.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import deque
@@ -20,10 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.order_lines import FactTexts, OrderLine
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking
+from everstep.plan.ask import think
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
@@ -113,9 +116,9 @@ class Fleet:
             )
         return self.settle()
 
-    def submit(self, shape: Shape, *, steps: int = 1000) -> Busy:
+    def submit(self, shape: Shape, *, steps: int = 1000, task: str = TASK) -> Busy:
         """Until it trains."""
-        self.hear(msg.TaskSubmitted(task=TASK, job=JOB, shape=shape, steps=steps, secret="s" * 32))
+        self.hear(msg.TaskSubmitted(task=task, job=JOB, shape=shape, steps=steps, secret="s" * 32))
         return self.settle()
 
     def exits(self, worker: Worker, reason: str = "killed by SIGKILL") -> Busy:
@@ -262,14 +265,24 @@ class Fleet:
             self.hear(event)
 
     def choose(self, action: msg.ChooseAssignment) -> None:
-        """As in a daemon: several changes at once are one question, and the loop answers it."""
+        """As in a daemon: several changes at once are one question, and a thread thinks about it."""
 
-        def answer() -> None:
-            if action.version == self.machine.version:
-                for event in self.thinking.choose(self.machine, action, self.now):
-                    self.hear(event)
+        def ask() -> None:
+            if action.version != self.machine.version:
+                return
+            asked, thought = self.thinking.question(self.machine, self.now)
+            if asked is not None and thought is None:
+                began = time.process_time()
+                thought = think(asked)
+                self.busy.think_s += time.process_time() - began
 
-        self._events.append(("choose", answer))
+            def answer() -> None:
+                if action.version == self.machine.version:
+                    self.hear(self.thinking.chosen(self.machine, action, thought, self.now))
+
+            self._events.append(("answer", answer))
+
+        self._events.append(("ask", ask))
 
     # -------------------------------------------------------------- agents and workers
 
@@ -340,6 +353,30 @@ def measure(workers: int, scenes: tuple[str, ...] = SCENES) -> Iterator[dict[str
         }
         if scene not in ("submit", "seat", "restart"):
             fleet.seal()
+
+
+def measure_tasks(count: int) -> Iterator[dict[str, Any]]:
+    """The same for many small tasks. A restart reads the journal, or the snapshot that is there at the latest
+    after every 5,000 entries.
+    """
+    fleet, submitted = Fleet(), Busy()
+    fleet.join(count + 1, SLOTS)
+    for number in range(count):
+        submitted = fleet.submit(Shape(2, 4, 4), task=f"t{number}")
+    began = time.process_time()
+    frozen = json.dumps(freeze(fleet.machine))
+    froze = time.process_time()
+    thaw(Coordinator(planned=True), json.loads(frozen))
+    snapshot = Busy(events=[("freeze", froze - began), ("thaw", time.process_time() - froze)])
+    for scene, found in (("submit", submitted), ("restart", fleet.restart()[1]), ("snapshot", snapshot)):
+        row = found.row()
+        yield {
+            "tasks": count,
+            "scene": scene,
+            **{name: row[name] for name in ("events", "p50_ms", "max_ms", "slowest", "total_s", "order_mb")},
+            "entry_kb": row["largest_entry_kb"],
+            "schedule_s": row["schedule_s"],
+        }
 
 
 def _lose(fleet: Fleet, number: int) -> Busy:

@@ -187,3 +187,31 @@ def test_in_a_storm_the_parts_add_up_after_every_event(seed: int, monkeypatch: p
     (account,) = accounts.tasks.values()
     assert account.undivided_s == 0
     assert account.productive_s > 0
+
+
+def test_of_tasks_for_which_an_event_changes_nothing_the_time_is_counted_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every event went through the accounts of all tasks: with 300 of them, some milliseconds each."""
+    accounts, real, advanced, last = Accounts(), TaskAccount.advance, list[float](), [0.0]
+
+    def advance(account: TaskAccount, at: float) -> None:
+        advanced.append(at)
+        real(account, at)
+
+    class Counted(FakeCluster):
+        def handled(self, one: Any) -> None:
+            super().handled(one)
+            advanced.clear()
+            follow(accounts, one, self.coordinator)
+            assert len(advanced) <= 2
+            last[0] = one.at
+
+    monkeypatch.setattr(TaskAccount, "advance", advance)
+    cluster = Counted(nodes={f"n{number}": 4 for number in range(12)})
+    for number in range(12):
+        cluster.submit(f"t{number}", steps=12)
+    for _ in range(3):
+        cluster.seal("t3")
+    assert {account.until for account in accounts.tasks.values()} == set(last)
+    assert all(parts(one) == pytest.approx(one.wall_s) for one in accounts.tasks.values())

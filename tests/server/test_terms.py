@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -19,11 +20,13 @@ from everstep import __version__
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.errors import EverstepError, InternalError, UserError
+from everstep.plan.ask import PlanQuestion, Thought
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.server import term as terms
 from everstep.server import views
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import JournalEntry, LostLeadership, SqliteJournal
@@ -34,6 +37,7 @@ from everstep.server.term import Daemon, pack
 from harness.etcd import ABSENT, BINARY, Etcd
 from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
+from tests.server.test_api import JOB
 
 LIMIT_S = 120  # for events that come within a second on a quiet machine
 EVENT = msg.KernelSpoke(text="an event, so that it writes")
@@ -437,3 +441,36 @@ def test_a_coordinator_that_ends_in_good_order_leaves_a_snapshot_that_names_its_
     state = json.loads(zlib.decompress(body))["state"]
     assert (entries, state["version"], len(state["journal"])) == ([], __version__, 32)
     assert number >= 2
+
+
+def test_while_the_planner_thinks_the_coordinator_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hundred tasks a question kept the loop busy for half a second."""
+    asked, answer, real = threading.Event(), threading.Event(), terms.think
+
+    def slowly(question: PlanQuestion) -> Thought:
+        asked.set()
+        assert answer.wait(LIMIT_S)
+        return real(question)
+
+    monkeypatch.setattr(terms, "think", slowly)
+
+    async def play(address: str) -> None:
+        client = Client(address=address)
+        async with agent(address, "a"):
+            await asyncio.to_thread(client.post, "/v1/tasks", {"name": "t", "job": JOB})
+            assert await asyncio.to_thread(asked.wait, LIMIT_S)
+            await asyncio.to_thread(client.post, "/v1/tasks", {"name": "u", "job": JOB})
+            assert not any(plan["workers"] for plan in await asyncio.to_thread(client.get, "/v1/plans"))
+            answer.set()
+            async with asyncio.timeout(LIMIT_S):
+                while not (plans := (await asyncio.to_thread(client.get, "/v1/plans"))[0]["workers"]):
+                    await asyncio.sleep(0.02)
+        assert set(plans) == {"t", "u"}, "the first question is out of date"
+
+    with served(tmp_path) as address:
+        try:
+            asyncio.run(play(address))
+        finally:
+            answer.set()

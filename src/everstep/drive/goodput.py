@@ -25,6 +25,7 @@ from everstep.core.cluster.lives import Living, Locating, Settling
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.task.states import Gathering, Member, Over, Planning, Running
 from everstep.protocol.incidents import IncidentLog
+from everstep.protocol.shape import Shape
 from everstep.protocol.table import Document, Json
 
 HOUR_S = 3600.0
@@ -211,50 +212,78 @@ class Accounts:
     """Of all tasks, by name; those of tasks that are over stay as long as their hours are kept."""
 
     def __init__(self) -> None:
-        self.tasks: dict[str, TaskAccount] = {}
+        self._tasks: dict[str, TaskAccount] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._at = self._advanced_at = 0.0
+
+    @property
+    def tasks(self) -> dict[str, TaskAccount]:
+        """Up to the last event."""
+        if self._advanced_at != self._at:
+            self._advanced_at = self._at
+            for account in self._tasks.values():
+                if account.state not in OVER:
+                    account.advance(self._at)
+        return self._tasks
 
     def handled(
         self, tasks: Mapping[str, Task], log: IncidentLog, steps: Iterable[tuple[str, int]], at: float
     ) -> None:
-        """An event was handled now: it recorded these steps, and the tasks are in these states."""
+        """An event was handled now: it recorded these steps, and the tasks are in these states. Most events
+        change nothing for most tasks: of those the time is counted when somebody asks, or something changes.
+        """
+        self._at = at
         for name, step in steps:
-            if name in tasks and name in self.tasks and self.tasks[name].state not in OVER:
-                self.tasks[name].advance(at)
-                self.tasks[name].recorded(step, full=is_full(tasks[name]))
+            if name in tasks and name in self._tasks and self._tasks[name].state not in OVER:
+                self._tasks[name].advance(at)
+                self._tasks[name].recorded(step, full=is_full(tasks[name]))
+        open_ones = log.open_ones()
+        stopped = {one.task for one in open_ones if one.stops_training}
+        suspects = {one.task for one in open_ones if one.verdict is None}
         for name, task in tasks.items():
-            account = self.tasks.get(name)
+            account = self._tasks.get(name)
             if account is None:
                 if task.state in OVER:
                     continue
                 owner = task.request.owner
-                account = self.tasks[name] = TaskAccount(since=at, until=at, owner=owner)
+                account = self._tasks[name] = TaskAccount(since=at, until=at, owner=owner)
             elif account.state in OVER:
                 continue
+            condition = condition_of(task, stopped=name in stopped, begun=account.last > 0)
+            account.disturbed |= condition in _FAULT
+            now = (task.state, condition, name in suspects)
+            if self._shapes.get(name) is task.shape and now == (
+                account.state,
+                account.condition,
+                account.suspects,
+            ):
+                continue
             account.advance(at)
-            if account.state != task.state:
-                account.state = task.state
+            account.state = task.state
+            self._shapes[name] = task.shape
             if task.state in OVER:
                 account.ended()
+                del self._shapes[name]
             elif account.shape != (shape := str(task.shape)):
                 account.shape = shape
                 account.usual.clear()
-            account.condition = condition_of(task, log, begun=account.last > 0)
-            account.disturbed |= account.condition in _FAULT
-            account.suspects = any(one.task == name and one.verdict is None for one in log.open_ones())
+            account.condition, account.suspects = condition, name in suspects
 
     def forget(self, now: float) -> None:
         oldest = now - KEPT_HOURS * HOUR_S
-        over = sorted((one.until, name) for name, one in self.tasks.items() if one.state in OVER)
+        over = sorted((one.until, name) for name, one in self._tasks.items() if one.state in OVER)
         for number, (until, name) in enumerate(over):
             if until < oldest or number < len(over) - MOST_OVER:
-                del self.tasks[name]
+                del self._tasks[name]
 
 
 _FAULT = frozenset({Cause.DECIDE, Cause.RESUME, Cause.RESTORE})
 
 
-def condition_of(task: Task, log: IncidentLog, *, begun: bool) -> Cause | None:
-    """What the time from now on belongs to. None: it trains. `begun`: it has made a step."""
+def condition_of(task: Task, *, stopped: bool, begun: bool) -> Cause | None:
+    """What the time from now on belongs to. None: it trains. `stopped`: by an incident that is open. `begun`:
+    it has made a step.
+    """
     match task.state:
         case TaskState.WAITING:
             return Cause.WAIT
@@ -263,14 +292,14 @@ def condition_of(task: Task, log: IncidentLog, *, begun: bool) -> Cause | None:
         case TaskState.SEARCHING:
             return Cause.RESTORE if begun else Cause.START
         case TaskState.RUNNING if task.recovery is not None:
-            return _of_phase(task.recovery.phase, task.name, log, begun=begun)
+            return _of_phase(task.recovery.phase, stopped=stopped, begun=begun)
         case TaskState.RUNNING:
             return None
         case _:
             return Cause.END
 
 
-def _of_phase(phase: object, name: str, log: IncidentLog, *, begun: bool) -> Cause | None:
+def _of_phase(phase: object, *, stopped: bool, begun: bool) -> Cause | None:
     if isinstance(phase, Gathering | Planning):
         return Cause.DECIDE
     if isinstance(phase, Over):
@@ -279,7 +308,6 @@ def _of_phase(phase: object, name: str, log: IncidentLog, *, begun: bool) -> Cau
         return None
     if not isinstance(phase, Running):
         return Cause.RESTORE if begun else Cause.START
-    stopped = any(one.task == name and one.stops_training for one in log.open_ones())
     return Cause.RESUME if stopped else None
 
 

@@ -8,6 +8,7 @@ Times of steps are derived from what is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
@@ -18,7 +19,7 @@ from everstep.diagnose.slowness_watch import Watch
 from everstep.drive.ports import HandledEvent
 from everstep.errors import clipped
 from everstep.plan.ahead import ReadyAnswers
-from everstep.plan.ask import choose
+from everstep.plan.ask import PlanQuestion, Thought, chosen, nothing_to_share, question, think
 from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
@@ -66,18 +67,31 @@ class Thinking:
     ) -> list[msg.ClusterEvent]:
         """How many workers each task gets, and in which shape."""
         try:
-            self._measure_ops(machine)
-            chosen = choose(
-                machine,
-                action.version,
-                action.because,
-                now=now,
-                measured=self.measured,
-                ready=self.ready.table,
-            )
+            asked, prepared = self.question(machine, now)
+            thought = prepared or (None if asked is None else think(asked))
+            return [self.chosen(machine, action, thought, now, is_prepared=prepared is not None)]
         except Exception as error:  # whatever a planner can raise: tasks must not wait without end
-            return [msg.PlanFailed(task="", because=_sentence(error)), _plain_assignment(machine, action)]
-        return [chosen]
+            return unchosen(machine, action, sentence(error))
+
+    def question(self, machine: Coordinator, now: float) -> tuple[PlanQuestion | None, Thought | None]:
+        """What the planner is asked, if anything, and its answer where that is there already."""
+        self._measure_ops(machine)
+        asked = question(machine, now, self.measured)
+        return asked, None if asked is None else self.ready.table.get(asked.key)
+
+    def chosen(
+        self,
+        machine: Coordinator,
+        action: msg.ChooseAssignment,
+        thought: Thought | None,
+        now: float,
+        *,
+        is_prepared: bool = False,
+    ) -> msg.AssignmentChosen:
+        if thought is None:
+            return nothing_to_share(action.version)
+        found = chosen(machine, action.version, action.because, thought, self.measured, now)
+        return replace(found, is_prepared=is_prepared)
 
     def think_ahead(self, machine: Coordinator, now: float) -> int:
         """In an idle moment: prepare the planner's answer to one of the events that may come next. Of large
@@ -142,7 +156,7 @@ def answered(scheduler: TaskScheduler, action: msg.Think) -> list[msg.ClusterEve
     try:
         answer = scheduler.answer(action.question, action.slow)
     except Exception as error:  # whatever it can raise
-        return unanswered(scheduler, action, _sentence(error))
+        return unanswered(scheduler, action, sentence(error))
     return [msg.PlanAnswered(task=action.task, event=answer)]
 
 
@@ -150,6 +164,10 @@ def unanswered(scheduler: TaskScheduler, action: msg.Think, because: str) -> lis
     plain = plain_answer(action.question, scheduler.profile.shape)
     failed = msg.PlanFailed(task=action.task, because=because)
     return [failed, msg.PlanAnswered(task=action.task, event=plain)]
+
+
+def unchosen(machine: Coordinator, action: msg.ChooseAssignment, because: str) -> list[msg.ClusterEvent]:
+    return [msg.PlanFailed(task="", because=because), _plain_assignment(machine, action)]
 
 
 def _plain_assignment(machine: Coordinator, action: msg.ChooseAssignment) -> msg.AssignmentChosen:
@@ -167,7 +185,7 @@ def _plain_assignment(machine: Coordinator, action: msg.ChooseAssignment) -> msg
     return msg.AssignmentChosen(version=action.version, workers=workers, because=because)
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     return clipped(f"{type(error).__name__}: {error}")
 
 

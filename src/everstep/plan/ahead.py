@@ -21,8 +21,7 @@ from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.cluster.tasks import WANTS_WORKERS
-from everstep.plan.answer import Decision
-from everstep.plan.ask import ClusterView, question, think
+from everstep.plan.ask import ClusterView, Thought, question, think
 from everstep.plan.measured import Measurements
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import Patience
@@ -45,7 +44,7 @@ class ReadyAnswers:
     """The table, and where it goes on being filled."""
 
     def __init__(self) -> None:
-        self.table: OrderedDict[object, Decision] = OrderedDict()
+        self.table: OrderedDict[object, Thought] = OrderedDict()
         self._next = 0
 
     def prepare(self, view: ClusterView, now: float, measured: Measurements) -> int:

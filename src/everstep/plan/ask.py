@@ -45,7 +45,13 @@ from everstep.plan.task_shape import ParallelShape
 from everstep.plan.waits import held_back, in_cut
 from everstep.plan.weigh import weigh, with_only
 from everstep.protocol.incidents import IncidentLog
-from everstep.protocol.messages import AssignmentChosen, ChosenShape, MovedWorker, Patience
+from everstep.protocol.messages import (
+    AssignmentChosen,
+    ChosenShape,
+    MovedWorker,
+    Patience,
+    WeighedOption,
+)
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 
@@ -92,6 +98,13 @@ class PlanQuestion:
         return Assignment(places=dict(self.places), shapes=dict(self.shapes))
 
 
+class Thought(NamedTuple):
+    """The best for the whole cluster, and what else there was."""
+
+    decision: Decision
+    weighed: tuple[WeighedOption, ...]
+
+
 def choose(
     view: ClusterView,
     version: int,
@@ -99,26 +112,40 @@ def choose(
     *,
     now: float = 0.0,
     measured: Measurements | None = None,
-    ready: Mapping[object, Decision] | None = None,
+    ready: Mapping[object, Thought] | None = None,
 ) -> AssignmentChosen:
     """How many workers each task shall have, and in which shape, now that `event` has happened."""
     measured = measured or Measurements()
     asked = question(view, now, measured)
     if asked is None:
-        because = "no slots to allocate, or no task that wants one"
-        return AssignmentChosen(version=version, workers={}, because=because)
+        return nothing_to_share(version)
     prepared = (ready or {}).get(asked.key)
-    chosen = _chosen(view, version, event, prepared or think(asked), measured, now)
-    return replace(chosen, is_prepared=prepared is not None)
+    found = chosen(view, version, event, prepared or think(asked), measured, now)
+    return replace(found, is_prepared=prepared is not None)
 
 
-def think(asked: PlanQuestion) -> Decision:
-    """The best for the whole cluster."""
-    return decide(asked.cluster(), asked.tasks, asked.now())
+def nothing_to_share(version: int) -> AssignmentChosen:
+    because = "no slots to allocate, or no task that wants one"
+    return AssignmentChosen(version=version, workers={}, because=because)
+
+
+def think(asked: PlanQuestion) -> Thought:
+    """Of the question alone: a thread may do it while the coordinator goes on."""
+    decision = decide(asked.cluster(), asked.tasks, asked.now())
+    return Thought(decision, weigh(decision, _interesting(decision)))
+
+
+def is_about(asked: PlanQuestion, view: ClusterView) -> bool:
+    """Are the tasks that want slots those of the question?"""
+    return {task.name for task in asked.tasks} == {task.name for task in _wanting(view)}
+
+
+def _wanting(view: ClusterView) -> list[RunningTask]:
+    return [t for t in view.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
 
 
 def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuestion | None:
-    tasks = [t for t in view.tasks.values() if t.state not in OVER and t.state is not TaskState.PAUSED]
+    tasks = _wanting(view)
     unit = _slots_per_worker(tasks)
     nodes = tuple(_node(view, node, now, measured, unit) for node in view.nodes.values())
     capacity = sum(node.slots for node in nodes if not node.lost)
@@ -247,14 +274,16 @@ def _spec(
     )
 
 
-def _chosen(
+def chosen(
     view: ClusterView,
     version: int,
     event: str,
-    decision: Decision,
+    thought: Thought,
     measured: Measurements,
     now: float,
 ) -> AssignmentChosen:
+    """What was thought of, as far as it is to be carried out at once."""
+    decision, weighed = thought
     unfinished = [task.name for task in view.tasks.values() if task.state not in OVER]
     held = held_back(view.tasks, decision, measured, circumstances(view.nodes, unfinished), now)
     choices, because = held.carried_out.choices, explained(decision.period.cluster, held.carried_out)
@@ -280,7 +309,7 @@ def _chosen(
         review_s=min(
             (s for s in (held.review_s, _spread_pays_s(held.carried_out)) if s is not None), default=None
         ),
-        weighed=weigh(decision, _interesting(decision)),
+        weighed=weighed,
     )
 
 

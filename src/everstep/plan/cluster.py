@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class Cluster:
     capacity: int = field(init=False, repr=False, compare=False)  # slots a plan may use
     sound: frozenset[str] = field(init=False, repr=False, compare=False)  # nodes all of whose slots are good
     _by_name: dict[str, PlanNode] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _offering: Counter[int] = field(init=False, repr=False, compare=False)  # nodes by usable slots
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -66,7 +68,9 @@ class Cluster:
         object.__setattr__(self, "sound", sound)
         unit = max((node.slots for node in self.nodes), default=1) if self.whole_nodes else 1
         object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "capacity", sum(len(self.offered(node)) for node in self.nodes))
+        offering = Counter(len(self.offered(node)) for node in self.nodes)
+        object.__setattr__(self, "_offering", offering)
+        object.__setattr__(self, "capacity", sum(slots * nodes for slots, nodes in offering.items()))
 
     def node(self, name: str) -> PlanNode:
         if name not in self._by_name:
@@ -78,6 +82,10 @@ class Cluster:
         """The slots a plan may use: all that are good, or in whole-node mode all or none."""
         good = node.usable()
         return [] if self.whole_nodes and len(good) < self.unit else good
+
+    def room(self, slots: int) -> int:
+        """For how many workers of so many slots, each on one node."""
+        return sum(offered // slots * nodes for offered, nodes in self._offering.items())
 
     def is_usable(self, place: SlotPlace) -> bool:
         node = self._by_name.get(place.node)

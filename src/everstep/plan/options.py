@@ -256,7 +256,7 @@ class _Build:
     def _offer(self, number: int) -> Layer:
         """A listed shape with every number of workers."""
         offer, task = self.task.offers[number], self.task
-        room = sum(len(self.cluster.offered(node)) // offer.slots for node in self.cluster.nodes)
+        room = self.cluster.room(offer.slots)
         most = min(room, task.max_workers or room, len(offer.throughput) - 1)
         workers = np.arange(max(offer.shape.stages, task.min_workers), most + 1, dtype=np.int64)
         throughput = np.array(offer.throughput)[workers]

@@ -29,8 +29,9 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
-from everstep.drive.thinking import Thinking, answered, unanswered
+from everstep.drive.thinking import Thinking, answered, sentence, unanswered, unchosen
 from everstep.errors import InternalError, PeerError, UserError, clipped
+from everstep.plan.ask import is_about, think
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.moment import Moment
@@ -45,7 +46,7 @@ AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and t
 SNAPSHOT_EVERY = 5000  # entries
 MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
 FORGET_S = 10.0
-MOST_THINK_S = 120.0  # for a schedule: then a plain one is used
+MOST_THINK_S = 120.0  # for a schedule or an assignment: then a plain one is used
 TRY_AGAIN_S, SAY_AGAIN_S = 0.5, 60.0  # where the journal has no room
 REPLAY_S, REPLAY_PAUSE_S = 0.05, 0.002  # at once, and then for the rest of the loop: it keeps the lease
 RETURN_S = 15.0  # for agents to notice that a coordinator's machine is dead, and to find another
@@ -423,9 +424,28 @@ class Term:
                 self.hear(event)
 
     async def _choose(self, action: msg.ChooseAssignment) -> None:
+        """The planner thinks in a thread; a question that is out of date by then is not answered."""
         await asyncio.sleep(0)  # several changes at once are one question: the last
-        if action.version == self.machine.version:
-            for event in self.thinking.choose(self.machine, action, self._clock()):
+        thinking, machine = self.thinking, self.machine
+        if action.version != machine.version:
+            return
+        events: list[msg.ClusterEvent]
+        try:
+            asked, thought = thinking.question(machine, self._clock())
+            is_prepared = thought is not None
+            if asked is not None and thought is None:
+                thought = await asyncio.wait_for(asyncio.to_thread(think, asked), MOST_THINK_S)
+                if not is_about(asked, machine):
+                    self.choose(action)
+                    return
+            now = self._clock()
+            events = [thinking.chosen(machine, action, thought, now, is_prepared=is_prepared)]
+        except TimeoutError:
+            events = unchosen(machine, action, f"no answer within {MOST_THINK_S:g} s")
+        except Exception as error:  # whatever a planner can raise: tasks must not wait without end
+            events = unchosen(machine, action, sentence(error))
+        if action.version == machine.version:
+            for event in events:
                 self.hear(event)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
