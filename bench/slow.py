@@ -299,7 +299,7 @@ def _move(scene: Scene, factor: float) -> dict[str, Any]:
         moved_step = 0
         with contextlib.suppress(TimeoutError, AssertionError):
             cluster.until(
-                lambda: _has_moved(cluster, home, scene.slow) or _is_over(cluster), "a move", within_s=120
+                lambda: _has_moved(cluster, home, scene.slow) or _is_over(cluster), "a move", within_s=240
             )
             moved_step = int(cluster.task()["step"]) if _has_moved(cluster, home, scene.slow) else 0
         until = min(scene.steps, (moved_step or int(cluster.task()["step"])) + AFTER_STEPS)
