@@ -109,12 +109,14 @@ def one(kind: str, ranks: int, victim: int, device: str, limit_s: float) -> dict
     except ValueError:
         return found | {"error": "\n".join(said.splitlines()[-5:])}
     signalled = next((n for n, line in enumerate(lines) if "SIGTERM to" in line), len(lines))
-    early = [line for line in lines[:signalled] if "Nothing is ended" in line]
+    # What a line begins with: a suspicion, or the incident itself.
+    told = [re.sub(r"^.*? s  (no rank has made progress for .*? s: )?", "", line) for line in lines]
+    early = [line for line in told[:signalled] if re.match(rf"(hang at )?ranks? (\d+, )*{victim}\b", line)]
     first = incidents[0] if incidents else {"rank": None, "what": "no incident", "because": ""}
     return found | {
         "named": first["rank"],
         "right": first["rank"] == victim,
-        "early": any(re.search(rf"\branks? (\d+, )*{victim}\b", line) for line in early),
+        "early": bool(early),
         "noticed_s": round(first.get("noticed_ms", 0) / 1e3, 1),
         "restarts": len(incidents),
         "seconds": round(time.monotonic() - began, 1),

@@ -51,7 +51,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 NAMES = ("n1", "n2", "n3", "n4")
 HEAD, VICTIM = "n1", "n3"
-EXTENSIONS = "/var/tmp/script-faults-extensions"  # seen by all machines
 PORT, FAULT_AFTER = 29400, 25  # steps
 RETURNS_AFTER_S = 5.0
 FAULTS = ("kill", "stop", "exception", "spin", "lost")
@@ -276,7 +275,6 @@ class _Trial:
         number = str(NAMES.index(name))
         own = {"TRIAL_FOLDER": str(self._folder), "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu"}
         own |= {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONWARNINGS": "ignore"}
-        own |= {"TORCH_EXTENSIONS_DIR": EXTENSIONS}  # DeepSpeed compiles at its first start
         own |= {"NODE_ID": number, "NODE_RANK": number, "NODE_NUM": str(len(NAMES))}  # of DLRover
         own |= {"POD_IP": self._machines[name].address, "DLROVER_MASTER_ADDR": f"{self._head}:{PORT}"}
         return own | {"ELASTIC_JOB_NAME": "trial"}
