@@ -787,7 +787,7 @@ def test_a_planner_that_raises_leaves_no_task_waiting(monkeypatch: pytest.Monkey
     def raises(*_: object, **__: object) -> None:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(thinking, "choose", raises)
+    monkeypatch.setattr(thinking, "think", raises)
     cluster = FakeCluster(nodes={"a": 2, "b": 2}, planned=True)
     cluster.submit()
     assert len(cluster.coordinator.tasks["t"].seats) == 4

@@ -168,15 +168,15 @@ def test_an_isolated_slot_is_checked_before_it_gets_workers_again() -> None:
     cluster = FakeCluster(nodes={})
     for name in "abcd":
         join(cluster, name, of_gpu(()))
-    cluster.checks["a"] = of_gpu((1,), "1 of 9 products is wrong")
+    cluster.crew.checks["a"] = of_gpu((1,), "1 of 9 products is wrong")
     node, isolation_s = cluster.coordinator.nodes["a"], cluster.coordinator.patience.isolation_s
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    cluster._report("a", msg.KernelSpoke(text=text, slots=(1,)), None)
+    cluster.says("a", msg.KernelSpoke(text=text, slots=(1,)))
     assert set(node.isolated_slots) == {1}
     cluster.wait(isolation_s + 1)
     assert set(node.isolated_slots) == {1}, "it fails its check"
     assert node.state is NodeState.UP
-    cluster.checks["a"] = of_gpu(())
+    cluster.crew.checks["a"] = of_gpu(())
     cluster.wait(isolation_s + 1)
     assert not node.isolated_slots
 
@@ -185,7 +185,7 @@ def test_the_slots_of_a_node_that_does_not_answer_are_back_after_a_while() -> No
     cluster = FakeCluster(nodes=dict.fromkeys("abc", 2))
     node = cluster.coordinator.nodes["a"]
     text = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
-    cluster._report("a", msg.KernelSpoke(text=text, slots=(1,)), None)
+    cluster.says("a", msg.KernelSpoke(text=text, slots=(1,)))
     cluster.cut.add("a")
     cluster.wait(cluster.coordinator.patience.isolation_s + 1)
     assert node.isolated_slots
