@@ -231,7 +231,7 @@ def test_of_two_one_goes_to_a_third_machine_and_if_they_differ_again_the_other_o
     assert (last.workers, last.node) == ([B], other.node)
     assert last.verdict is not None
     assert f"on {left.name} and on c" in last.verdict.because
-    assert task.failures.dispute is None
+    assert task.failures.differing is None
     cluster.coordinator.validate()
 
 
@@ -256,7 +256,7 @@ def test_of_two_one_goes_to_a_third_machine_and_if_they_agree_there_it_was_wrong
     assert (last.what, last.node, last.closed) == (f"wrong numbers on node {left.name}", left.name, True)
     assert set(left.isolated_slots) == {0, 1}
     assert left.slot_isolations.keys() == {0, 1}, "it counts"
-    assert task.failures.dispute is None
+    assert task.failures.differing is None
 
 
 def test_of_two_without_a_third_machine_none_is_blamed_and_the_votes_stop() -> None:

@@ -65,3 +65,12 @@ def progress_of(sock: socket.socket) -> FlowProgress:
     (acked,) = struct.unpack_from("=Q", info, 120)
     busy_us, receiver_full_us = struct.unpack_from("=QQ", info, 168)
     return FlowProgress(acked, (busy_us - receiver_full_us) / 1e6, unacked > 0)
+
+
+def read_exactly(line: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        if not (more := line.recv(count - len(found))):
+            raise ConnectionResetError(0, "the other end closed the connection")
+        found += more
+    return found

@@ -100,9 +100,7 @@ class AgentSettings:
     checks: tuple[msg.CheckResult, ...] = ()  # what was found before it joins
     other_checks: tuple[str, ...] = ()  # options of `everstep check`, for later ones
     checks_network: bool = False  # it gets no workers before its network is checked
-    state: Path | None = (
-        None  # a folder in which workers wait for the next agent; None: they end with this one
-    )
+    state: Path | None = None  # where workers wait for the next agent; None: they end with this one
     alone_s: float = 120.0  # and for how long
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
 
@@ -372,7 +370,7 @@ class Agent:
 
     def _put(self, write: Callable[[AgentRecord], bool]) -> bool:
         """A record that cannot be written would be wrong: the next agent must not believe it. False: write
-        all of it anew.
+        all of it again.
         """
         assert self._record is not None
         try:

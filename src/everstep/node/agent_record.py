@@ -38,7 +38,7 @@ from everstep.protocol.codec import decode, encode
 from everstep.protocol.messages import Sender
 from everstep.protocol.table import Document
 
-REWRITE_BYTES = 4 << 20  # a record is written anew when it has grown by so much
+REWRITE_BYTES = 4 << 20  # a record is written again when it has grown by so much
 MOST_PATH = 90  # of the folder: names of sockets have at most 107 bytes
 REPLACE_S = 30.0  # for an agent that was told to make room for this one
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -120,7 +120,7 @@ class AgentRecord:
         return True
 
     def append(self, line: Document) -> bool:
-        """False: it has grown so much that it should be written anew."""
+        """False: it has grown so much that it should be written again."""
         text = self._text(line)
         _write(self._file, text)
         self._size += len(text)

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from everstep.net.sockets import read_exactly
 from everstep.node.checks import CheckFinding, State
 
 TOLERATED = ("nvidia.com/gpu", "amd.com/gpu")  # what GPU nodes have in good health
@@ -103,8 +104,8 @@ def _asked(path: str, limit_s: float) -> bytes:
         data = b""
         while len(data) <= MOST_BYTES:
             line.settimeout(max(0.01, ends - time.monotonic()))
-            size, kind, flags, stream = struct.unpack("!IBBI", b"\0" + _read(line, 9))
-            body = _read(line, min(size, MOST_BYTES))
+            size, kind, flags, stream = struct.unpack("!IBBI", b"\0" + read_exactly(line, 9))
+            body = read_exactly(line, min(size, MOST_BYTES))
             if kind == _SETTINGS and not flags & _ACK:
                 line.sendall(_frame(_SETTINGS, _ACK, 0, b""))
             elif kind == _PING and not flags & _ACK:
@@ -165,15 +166,6 @@ def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 def _text(text: str) -> bytes:
     assert len(text) < 127, "a length of one byte"
     return bytes([len(text)]) + text.encode()
-
-
-def _read(line: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        if not (more := line.recv(count - len(found))):
-            raise ConnectionResetError(0, "it closed the connection")
-        found += more
-    return found
 
 
 # ------------------------------------------------------------------ taints

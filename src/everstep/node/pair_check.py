@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from everstep.net.sockets import listening
+from everstep.net.sockets import listening, read_exactly
 from everstep.protocol.messages import MeasurePair, PairMeasured
 
 KEY_S = 30.0  # how long a key is known
@@ -84,7 +84,7 @@ class PairServer:
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(SERVE_S)
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                given, now = _read(caller, KEY_BYTES), time.monotonic()
+                given, now = read_exactly(caller, KEY_BYTES), time.monotonic()
                 known = [k for k, until in list(self._keys.items()) if until > now]
                 if not (found := [key for key in known if hmac.compare_digest(key, given)]):
                     return
@@ -97,7 +97,7 @@ class PairServer:
     def _serve(self, caller: socket.socket) -> None:
         ends = time.monotonic() + SERVE_S
         while time.monotonic() < ends:
-            match _read(caller, 1):
+            match read_exactly(caller, 1):
                 case b"p":
                     caller.sendall(_CLOCK.pack(self._clock()))
                 case b"u":
@@ -177,7 +177,7 @@ def _ping(line: socket.socket, clock: Callable[[], float]) -> tuple[float, float
     """Seconds until the answer, and how far the clock here is ahead of the other one."""
     began, here = time.monotonic(), clock()
     line.sendall(b"p")
-    (there,) = _CLOCK.unpack(_read(line, _CLOCK.size))
+    (there,) = _CLOCK.unpack(read_exactly(line, _CLOCK.size))
     took = time.monotonic() - began
     return took, here + took / 2 - there
 
@@ -186,7 +186,7 @@ def _transfer(line: socket.socket, way: bytes, size: int) -> tuple[float, bool]:
     began = time.monotonic()
     line.sendall(way + _SIZE.pack(size))
     mine = _give(line, size) if way == b"u" else _take(line, size)
-    (theirs,) = _HASH.unpack(_read(line, _HASH.size))
+    (theirs,) = _HASH.unpack(read_exactly(line, _HASH.size))
     return max(1e-6, time.monotonic() - began), mine == theirs
 
 
@@ -211,17 +211,8 @@ def _take(line: socket.socket, size: int) -> int:
 
 
 def _size(line: socket.socket) -> int:
-    size: int = _SIZE.unpack(_read(line, _SIZE.size))[0]
+    size: int = _SIZE.unpack(read_exactly(line, _SIZE.size))[0]
     return min(size, MOST_BYTES)
-
-
-def _read(line: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        if not (more := line.recv(count - len(found))):
-            raise ConnectionResetError(0, "the other end closed the connection")
-        found += more
-    return found
 
 
 def _resent(line: socket.socket) -> float:
@@ -229,7 +220,7 @@ def _resent(line: socket.socket) -> float:
     ends = [_packets(line)]
     with contextlib.suppress(OSError):  # an agent of the version before closes the line
         line.sendall(b"r")
-        ends.append(_PACKETS.unpack(_read(line, _PACKETS.size)))
+        ends.append(_PACKETS.unpack(read_exactly(line, _PACKETS.size)))
     sent = sum(sent for sent, _ in ends)
     return sum(again for _, again in ends) / sent if sent else 0.0
 

@@ -61,6 +61,9 @@ Decide = Callable[[ag.ProcessEvent, float], Sequence[Any]]  # AgentActions
 Done = Callable[[Any], None]  # given what the work returned, or the exception it raised
 
 
+Aside = Callable[[Callable[[], Any], Done], None]  # does some work, and says what came of it
+
+
 def at_once(work: Callable[[], Any], done: Done) -> None:
     """Where the caller has nothing else to do meanwhile."""
     try:
@@ -133,14 +136,10 @@ class AgentSide(NamedTuple):
     """What an agent brings. A run on one machine needs none of it."""
 
     decide: Decide | None = None  # where the machine is a part of a larger one
-    beside: Callable[[Callable[[], Any], Done], None] = at_once  # how to do what takes long
-    on_storage: Callable[[Callable[[], Any], Done], None] = (
-        at_once  # what waits for a file system that may hang
-    )
+    beside: Aside = at_once  # what takes long
+    on_storage: Aside = at_once  # what waits for a file system that may hang
     devices: NodeDevices | None = None
-    on_record: Callable[[], None] = lambda: (
-        None
-    )  # before anything is said to workers that outlive their agent
+    on_record: Callable[[], None] = lambda: None  # called before workers that outlive their agent are told
 
 
 class WorkerProcesses:

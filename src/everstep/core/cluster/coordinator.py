@@ -76,7 +76,10 @@ class Coordinator:
         gray_pace: float = 1.0,
     ) -> None:
         self.policy = CoordinatorPolicy(
-            patience or Patience(), limits or DetectorLimits(), gray_pace, planned
+            patience=patience or Patience(),
+            limits=limits or DetectorLimits(),
+            planned=planned,
+            gray_pace=gray_pace,
         )
         self.roster = Roster()
         self.incidents = Incidents()
@@ -580,7 +583,7 @@ class Coordinator:
                 return self._failures.suspected(task, event, now)
             case ev.LedgerReported() | ev.WorkerResumed() | ev.UpdateInvalidated():
                 task.failures.overdue.drop(event.worker)
-            case ev.StepSealed(voted=True) if task.failures.dispute is not None:
-                agreed = self._failures.agreed(task, task.failures.dispute, event.stage, now)
+            case ev.StepSealed(voted=True) if task.failures.differing is not None:
+                agreed = self._failures.agreed(task, task.failures.differing, event.stage, now)
                 return agreed + self._training.inform(task, event, now)
         return self._training.inform(task, event, now)

@@ -12,7 +12,7 @@ from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import BadLink, Dispute, Seat, Task, TaskState
+from everstep.core.cluster.task import BadLink, Differing, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
 from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT, OF_HARDWARE
@@ -365,26 +365,29 @@ class Failures:
         host, checker, recovery = task.seats.get(event.host), task.seats.get(event.worker), task.managed
         if host is None or checker is None or recovery is None or host.leaving or checker.leaving:
             return None
-        dispute, task.failures.dispute = task.failures.dispute, None
-        if dispute is not None and {dispute.moved, dispute.stays} == {event.host, event.worker}:
-            if not self._is_answer(task, dispute):
+        differing, task.failures.differing = task.failures.differing, None
+        if differing is not None and {differing.moved, differing.stays} == {
+            event.host,
+            event.worker,
+        }:
+            if not self._is_answer(task, differing):
                 return None
-            self._nodes.clear_slots(self._roster.nodes[dispute.moved_from], dispute.slots)
-            seat = task.seats[dispute.moved]
+            self._nodes.clear_slots(self._roster.nodes[differing.moved_from], differing.slots)
+            seat = task.seats[differing.moved]
             because = (
-                f"worker {dispute.stays} on {dispute.stays_at} computes other bits than worker "
-                f"{dispute.moved} does, on {dispute.moved_from} and on {seat.node}"
+                f"worker {differing.stays} on {differing.stays_at} computes other bits than worker "
+                f"{differing.moved} does, on {differing.moved_from} and on {seat.node}"
             )
             self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
             actions = self._incidents.close(incident, "a third machine has told which is wrong", now)
-            wrong = replace(verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=dispute.stays)
+            wrong = replace(verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=differing.stays)
             return actions + self._wrong(task, event, wrong, ErrorKind.WRONG_NUMBERS, now)
         free = {name for name, _ in self._roster.free()} - {host.node, checker.node}
         if not free or host.node == checker.node:
             return None
         node = self._roster.nodes[host.node]
         slots = self._nodes.slots_without_others(node, task, (event.host,))
-        task.failures.dispute = Dispute(
+        task.failures.differing = Differing(
             moved=event.host,
             moved_from=host.node,
             slots=slots,
@@ -403,35 +406,35 @@ class Failures:
         back = recovery.recorded > recovery.verified or spread
         return actions + self._training.doubted(task, verdict.because, now, back=back)
 
-    def _is_answer(self, task: Task, dispute: Dispute) -> bool:
+    def _is_answer(self, task: Task, differing: Differing) -> bool:
         """Is the one on a third machine, and the other one where it was, in the same process?"""
-        moved, stays = task.seats.get(dispute.moved), task.seats.get(dispute.stays)
-        if moved is None or stays is None or stays.incarnation != dispute.incarnation:
+        moved, stays = task.seats.get(differing.moved), task.seats.get(differing.stays)
+        if moved is None or stays is None or stays.incarnation != differing.incarnation:
             return False
-        return moved.node not in (dispute.moved_from, dispute.stays_at)
+        return moved.node not in (differing.moved_from, differing.stays_at)
 
-    def agreed(self, task: Task, dispute: Dispute, stage: int, now: Moment) -> Actions:
+    def agreed(self, task: Task, differing: Differing, stage: int, now: Moment) -> Actions:
         """Peers of a stage have computed the same bits. Are they the two that differed?"""
         there = {worker for worker in task.seats if worker.stage == stage}
-        place = None if task.managed is None else task.managed.places.get(dispute.moved)
-        if there != {dispute.moved, dispute.stays} or not isinstance(place, Entering | Member):
+        place = None if task.managed is None else task.managed.places.get(differing.moved)
+        if there != {differing.moved, differing.stays} or not isinstance(place, Entering | Member):
             return []
-        if not self._is_answer(task, dispute):
+        if not self._is_answer(task, differing):
             return []
-        task.failures.dispute = None
-        node, seat = self._roster.nodes[dispute.moved_from], task.seats[dispute.moved]
+        task.failures.differing = None
+        node, seat = self._roster.nodes[differing.moved_from], task.seats[differing.moved]
         because = (
-            f"worker {dispute.moved} computed other bits on {dispute.moved_from} than on {seat.node}, where "
-            f"it agrees with worker {dispute.stays}"
+            f"worker {differing.moved} computed other bits on {differing.moved_from} than on {seat.node}, "
+            f"where it agrees with worker {differing.stays}"
         )
         incident = self._incidents.new(
             task=task, what=f"wrong numbers on node {node.name}", now=now, step=task.next_step
         )
-        incident.node, incident.workers, incident.stops_training = node.name, [dispute.moved], False
-        self._incidents.tell(incident, "votes", (dispute.because, because), now)
+        incident.node, incident.workers, incident.stops_training = node.name, [differing.moved], False
+        self._incidents.tell(incident, "votes", (differing.because, because), now)
         self._incidents.judge(incident, known(ErrorKind.WRONG_NUMBERS, because), now)
         self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
-        actions = self._nodes.isolate_slots(node, dispute.slots, because, now)
+        actions = self._nodes.isolate_slots(node, differing.slots, because, now)
         return actions + self._incidents.close(incident, "its slots are isolated", now)
 
     def _write_votes(

@@ -211,7 +211,7 @@ class BadLinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dispute:
+class Differing:
     """Two workers compute different bits, each the same every time, and no third one is there: one of them
     goes to another machine, and the next vote tells.
     """
@@ -230,7 +230,7 @@ class FailureHistory:
     """What has gone wrong with its workers. `Failures` changes it."""
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
-    dispute: Dispute | None = None
+    differing: Differing | None = None
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
@@ -308,9 +308,7 @@ class Speeds:
     """Slow workers, and how many times as long as usual they take. `Slowness` changes it."""
 
     slow: dict[Worker, float] = field(default_factory=dict)
-    awaited: dict[Worker, float] = field(
-        default_factory=dict
-    )  # the same, of scripts: the others wait for them
+    awaited: dict[Worker, float] = field(default_factory=dict)  # the same, of scripts: others wait for them
     planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
 
 
