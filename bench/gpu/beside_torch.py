@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -234,6 +235,8 @@ def main() -> None:
     fp32 = {**nccl, "accumulate": "fp32"}
     rows: dict[str, Any] = {}
     for shape in given.shapes.split(","):
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+            parser.error(f"--shapes: {shape!r} is no shape such as 2x1.")
         replicas, stages = map(int, shape.split("x"))
         sizes = {"replicas": replicas, "stages": stages}
         rows[f"everstep {shape} fp32"] = {"shape": shape, "job": fp32}
