@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 
 from everstep.core.worker.control import StateDirections
 from everstep.engine.layers.model import Model
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.job.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
@@ -75,8 +75,7 @@ def stage(options: argparse.Namespace) -> Stage:
         range(len(whole.layers)),
         data=NoData(),
         device=device,
-        accumulate="fp32",
-        sharded=options.shard,
+        settings=StageSettings(accumulate="fp32", sharded=options.shard),
     )
 
 

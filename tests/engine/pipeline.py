@@ -8,13 +8,20 @@ from torch import Tensor, nn
 from everstep.engine import device, keys
 from everstep.engine.datasets.data import Dataset
 from everstep.engine.layers.model import Model, partition
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.evaluation import Evaluation
+from everstep.engine.stage.stage import Stage, StageSettings
 
 CPU = torch.device("cpu")
 
 
-def stages(model: Model, count: int, data: Dataset, **options) -> list[Stage]:
-    return [Stage(model, layers, data=data, device=CPU, **options) for layers in partition(model, count)]
+def stages(
+    model: Model, count: int, data: Dataset, evaluation: Evaluation | None = None, **options
+) -> list[Stage]:
+    settings = StageSettings(**options)
+    return [
+        Stage(model, layers, data=data, device=CPU, settings=settings, evaluation=evaluation)
+        for layers in partition(model, count)
+    ]
 
 
 def forward(pipeline: list[Stage], step: int, microbatch: int) -> None:

@@ -15,7 +15,7 @@ from everstep.engine.layers.model import partition
 from everstep.engine.prepare.fitting import take_share
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater
 from everstep.job.job import Job, ModelSpec
 from everstep.net import host_memory
@@ -28,7 +28,10 @@ SMALL = {"vocab": 512, "width": 256, "heads": 4, "hidden": 512, "depth": 2, "dro
 def pipeline(**options) -> list[Stage]:
     model = gpt(**SMALL)
     cuda = device.pick("cuda")
-    return [Stage(model, part, data=DATA, device=cuda, **options) for part in partition(model, 2)]
+    return [
+        Stage(model, part, data=DATA, device=cuda, settings=StageSettings(**options))
+        for part in partition(model, 2)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,14 @@ def test_evaluation_beside_recorded_ops_has_the_bits_of_eager_ones() -> None:
     evaluation = Evaluation(data=DATA, every=2, batches=4, steps=5, microbatches=3)
     eager, recorded = (
         [
-            Stage(model, part, data=DATA, device=cuda, precision="bf16", evaluation=evaluation)
+            Stage(
+                model,
+                part,
+                data=DATA,
+                device=cuda,
+                settings=StageSettings(precision="bf16"),
+                evaluation=evaluation,
+            )
             for part in partition(model, 2)
         ]
         for _ in range(2)
@@ -89,7 +99,13 @@ def test_recorded_ops_have_the_bits_of_eager_ones(accumulate: str, limit: int | 
     model = gpt(**{**SMALL, "dropout": 0.0})
     eager, recorded = (
         [
-            Stage(model, part, data=DATA, device=cuda, precision="bf16", accumulate=accumulate)
+            Stage(
+                model,
+                part,
+                data=DATA,
+                device=cuda,
+                settings=StageSettings(precision="bf16", accumulate=accumulate),
+            )
             for part in partition(model, 2)
         ]
         for _ in range(2)

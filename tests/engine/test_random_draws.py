@@ -15,7 +15,7 @@ import everstep
 from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader
 from everstep.engine.layers.model import Model, drawn
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.job.job import Job, ModelSpec
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def computed(
     """A microbatch's loss and gradients. `noise`: what was drawn in the process before."""
     layers = [lambda: Depth(DRAWS[name], backward)] * 2
     model = Model(layers=[*layers, lambda: nn.Linear(8, 1)], loss=nn.functional.mse_loss)
-    stage = Stage(model, range(3), data=Pairs(), device=CPU, recompute=recompute)
+    stage = Stage(model, range(3), data=Pairs(), device=CPU, settings=StageSettings(recompute=recompute))
     devices.seed(CPU, noise)
     stage.forward(1, 0)
     loss = stage.loss(1, 0).clone()

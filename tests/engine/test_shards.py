@@ -27,7 +27,7 @@ from everstep.engine.prepare.preflight import preflight
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage.evaluation import Evaluation
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec
@@ -85,11 +85,16 @@ def _result(pipe: Connection) -> Any:
 
 
 def trained(
-    build: Callable[[], Model], shards: GroupCollectives | None = None, *, steps: int = 3, **more: Any
+    build: Callable[[], Model],
+    shards: GroupCollectives | None = None,
+    *,
+    steps: int = 3,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     model = build()
     layers = range(len(model.layers))
-    stage = Stage(model, layers, data=DATA, device=CPU, accumulate="fp32", shards=shards, **more)
+    settings = StageSettings(accumulate="fp32", recompute=recompute)
+    stage = Stage(model, layers, data=DATA, device=CPU, settings=settings, shards=shards)
     updater = Updater(stage, adamw(lr=1e-3))
     losses, norms = [], []
     for step in range(1, steps + 1):
@@ -301,7 +306,9 @@ def left_behind(shards: GroupCollectives, *, recompute: bool) -> int:
     """
     model = own_model()
     pipe = [
-        Stage(model, layers, data=DATA, device=CPU, shards=shards, recompute=recompute)
+        Stage(
+            model, layers, data=DATA, device=CPU, shards=shards, settings=StageSettings(recompute=recompute)
+        )
         for layers in (range(1), range(1, 4))
     ]
     inputs: list[weakref.ref[torch.Tensor]] = []
@@ -329,7 +336,14 @@ def resident_mib(shards: GroupCollectives, *, recompute: bool) -> list[float]:
     """After some microbatches, and after four times as many more."""
     model = small_gpt(width=64, context=256)
     data = Synthetic(vocab=128, sequence=256, rows=8, seed=3)
-    stage = Stage(model, range(len(model.layers)), data=data, device=CPU, shards=shards, recompute=recompute)
+    stage = Stage(
+        model,
+        range(len(model.layers)),
+        data=data,
+        device=CPU,
+        shards=shards,
+        settings=StageSettings(recompute=recompute),
+    )
     found = []
     for step in range(1, 26):
         stage.forward(step, 0)
@@ -380,7 +394,14 @@ def masks(shards: GroupCollectives | None = None) -> list[list[int]]:
     """
     found, gradients = [], []
     for recompute in (False, True):
-        stage = Stage(dropping(), range(4), data=DATA, device=CPU, shards=shards, recompute=recompute)
+        stage = Stage(
+            dropping(),
+            range(4),
+            data=DATA,
+            device=CPU,
+            shards=shards,
+            settings=StageSettings(recompute=recompute),
+        )
         stage.forward(1, 0)
         found = [mask.flatten().int().tolist() for layer in stage._modules[1:3] for mask in layer.masks]
         stage.input_grad(1, 0)

@@ -14,7 +14,7 @@ from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
 from everstep.engine.stage.evaluation import Evaluation
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.errors import InternalError, UserError
 from everstep.net import frames
 from everstep.net.envelope import Envelope
@@ -294,7 +294,10 @@ def spoiling_loss(output: Tensor, targets: Tensor) -> Tensor:
 def test_a_layer_that_changes_what_was_received_is_named(recompute: bool) -> None:
     data = SameTensors()
     model = Model(layers={"first": Masks, "second": Halves}, loss=spoiling_loss)
-    pipe = [Stage(model, range(i, i + 1), data=data, device=CPU, recompute=recompute) for i in range(2)]
+    pipe = [
+        Stage(model, range(i, i + 1), data=data, device=CPU, settings=StageSettings(recompute=recompute))
+        for i in range(2)
+    ]
     sent = pipe[0].forward(1, 0)
     with pytest.raises(UserError, match=r"^layer 'second' changes a tensor in place"):
         pipe[1].forward(1, 0, sent)

@@ -18,7 +18,7 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
 from everstep.engine.prepare.program import Program
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.sums.sums import MOST_PROMOTED
@@ -288,7 +288,7 @@ def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(
     holders = ((0, 1), (1, 0)) * (chunks // 2)
     pair = []
     for replica in range(2):
-        stage = Stage(model, range(1), data=Rows(), device=CPU, sharded=bool(chunks))
+        stage = Stage(model, range(1), data=Rows(), device=CPU, settings=StageSettings(sharded=bool(chunks)))
         updater = ShardedUpdater(stage, chunks=chunks) if chunks else Updater(stage)
         where = Worker(replica, 0)
         tensors = StepTensors(
@@ -331,7 +331,9 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
 
     def build() -> tuple[Stage, Updater | ShardedUpdater]:
         assert [one() for one in before] == [None] * len(before)
-        stage = Stage(program.model, range(4), data=DATA, device=CPU, sharded=bool(chunks))
+        stage = Stage(
+            program.model, range(4), data=DATA, device=CPU, settings=StageSettings(sharded=bool(chunks))
+        )
         updater = ShardedUpdater(stage, chunks=chunks) if chunks else Updater(stage)
         before.extend(weakref.ref(one) for one in (stage, updater, stage.masters, stage.sums.flat))
         return stage, updater

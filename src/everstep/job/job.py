@@ -11,7 +11,7 @@ import math
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
@@ -31,6 +31,24 @@ _NO_VOTES = {
     "shards": "does not work with shards yet; give shards = 1, or leave it out.",
 }
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay")
+_USUAL_NAMES = {  # of other trainers
+    "learning_rate": "lr",
+    "max_grad_norm": "clip",
+    "gradient_clip_val": "clip",
+    "grad_clip": "clip",
+    "warmup_steps": "warmup",
+    "batch_size": "rows",
+    "block_size": "sequence",
+    "sequence_length": "sequence",
+    "max_steps": "steps",
+    "gradient_accumulation_steps": "microbatches",
+    "accumulate_grad_batches": "microbatches",
+    "gradient_checkpointing": "recompute",
+    "dtype": "precision",
+    "output_dir": "folder",
+    "save_steps": "interval",
+    "eval_steps": "every",
+}
 HF_ARGUMENTS = ("weights", "train", "freeze", "prepare")  # of `everstep.hf`; other keys are its config's
 
 
@@ -51,7 +69,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not (self.preset or self.build or self.hf):  # one of them may be misspelt
-            refuse_unknown("model", self.options, [f.name for f in fields(ModelSpec)])
+            _refuse_unknown("model", self.options)
         one_of("model", preset=self.preset, build=self.build, hf=self.hf)
         self.shape()
 
@@ -68,6 +86,7 @@ class ModelSpec:
         for name, value in known.items():
             if isinstance(value, int):
                 at_most(f"model.{name}", value, 10_000 if name == "depth" else 2**24)
+        _refuse_misplaced("model.", self.options, hints, self.preset)
         return presets.shape(self.preset, **{**self.options, **known})
 
 
@@ -111,7 +130,7 @@ class DataSpec:
                 raise UserError(f"data.{key} is for data.kind = {usual}; leave it out, or change the kind.")
         at_least("data.document_end", self.document_end, 0)
         if self.build is None and self.options:
-            refuse_unknown("data", self.options, [f.name for f in fields(DataSpec)])
+            _refuse_unknown("data", self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +174,7 @@ class OptimizerSpec:
         if self.build is not None and self.name is not None:
             raise UserError("optimizer.build and optimizer.name are both given; give one.")
         if self.build is None and self.name is None and self.options:
-            refuse_unknown("optimizer", self.options, [f.name for f in fields(OptimizerSpec)])
+            _refuse_unknown("optimizer", self.options)
 
     def changed(self) -> dict[str, Any]:
         """The numbers of AdamW that are not ours; another optimizer has its own defaults."""
@@ -498,6 +517,10 @@ class Job:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        for name, kind in {"": Job, **_TABLES}.items():
+            given, known = table.get(name) if name else table, [f.name for f in fields(kind)]
+            if isinstance(given, Mapping) and "options" not in known:
+                _refuse_misplaced(f"{name}." if name else "", given, known, f"[{name}]" if name else "a job")
         return read(cls, _from_home(table), "")
 
 
@@ -541,14 +564,35 @@ def load_job(path: str | Path) -> Job:
     return Job.from_dict({**table, "base": str(path.resolve().parent)})
 
 
+_TABLES: dict[str, Any] = {f.name: type(f.default) for f in fields(Job) if is_dataclass(f.default)}
+_TABLES |= {"checkpoint": CheckpointSpec, "evaluation": EvaluationSpec, "model": ModelSpec}
+
+
 def _homes() -> dict[str, str]:
     """The table of each key that a user may set and that only one table has; "": the job itself."""
-    tables: dict[str, Any] = {f.name: type(f.default) for f in fields(Job) if is_dataclass(f.default)}
-    tables |= {"checkpoint": CheckpointSpec, "evaluation": EvaluationSpec, "model": ModelSpec}
-    keys = [("", f.name) for f in fields(Job) if f.name not in (*tables, "base", "code")]
-    keys += [(name, f.name) for name, table in tables.items() for f in fields(table) if f.name != "options"]
+    keys = [("", f.name) for f in fields(Job) if f.name not in (*_TABLES, "base", "code")]
+    keys += [(name, f.name) for name, table in _TABLES.items() for f in fields(table) if f.name != "options"]
     count = Counter(key for _, key in keys)
-    return {key: name for name, key in keys if count[key] == 1 and key not in tables}
+    return {key: name for name, key in keys if count[key] == 1 and key not in _TABLES}
 
 
-presets.HOMES.update(_homes())
+_HOMES = _homes()
+
+
+def _refuse_misplaced(where: str, given: Mapping[str, Any], known: Collection[str], table: str) -> None:
+    """A key that is in another table, or has another name here."""
+    for key in given:
+        name = _USUAL_NAMES.get(key, key)
+        home = _HOMES.get(name)
+        if key in known or home is None:
+            continue
+        place = f"[{home}]" if home else "the job: move it above all tables"
+        hint = f"{f'here it is called {name}, ' if name != key else 'it is '}a key of {place}."
+        raise UserError(f"{where}{key} is not a key of {table}; {hint}")
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any]) -> None:
+    """Of a table whose other keys would be arguments, had it anything to give them to."""
+    known = [f.name for f in fields(_TABLES[where])]
+    _refuse_misplaced(f"{where}.", given, known, f"[{where}]")
+    refuse_unknown(where, given, known)

@@ -100,8 +100,7 @@ def shape(preset: str | None = None, **changes: Any) -> GptShape:
     known = {field.name for field in fields(GptShape)}
     for name in changes:
         if name not in known:
-            hint = misplaced(name) or closest_key(name, known)
-            raise UserError(f"model.{name} is not a key of {preset or SMALLEST}; {hint}")
+            raise UserError(f"model.{name} is not a key of {preset or SMALLEST}; {closest_key(name, known)}")
     return replace(MODELS[preset or SMALLEST].shape, **changes)
 
 
@@ -116,37 +115,6 @@ def closest_key(word: str, known: Any) -> str:
     near = get_close_matches(word, list(known), n=1)
     guess = f"did you mean {near[0]!r}? " if near else ""
     return f"{guess}{'Its' if near else 'its'} keys: {', '.join(sorted(known))}."
-
-
-HOMES: dict[str, str] = {}  # the table of a job in which a key is, where only one has it; `job.py` fills it
-_USUAL_NAMES = {  # of other trainers
-    "learning_rate": "lr",
-    "max_grad_norm": "clip",
-    "gradient_clip_val": "clip",
-    "grad_clip": "clip",
-    "warmup_steps": "warmup",
-    "batch_size": "rows",
-    "block_size": "sequence",
-    "sequence_length": "sequence",
-    "max_steps": "steps",
-    "gradient_accumulation_steps": "microbatches",
-    "accumulate_grad_batches": "microbatches",
-    "gradient_checkpointing": "recompute",
-    "dtype": "precision",
-    "output_dir": "folder",
-    "save_steps": "interval",
-    "eval_steps": "every",
-}
-
-
-def misplaced(word: str) -> str:
-    """How a message ends about a key of a job that is in another table, or has another name here."""
-    name = _USUAL_NAMES.get(word, word)
-    home = HOMES.get(name)
-    if home is None:
-        return ""
-    place = f"[{home}]" if home else "the job: move it above all tables"
-    return f"{f'here it is called {name}, ' if name != word else 'it is '}a key of {place}."
 
 
 def refuse_shards(shards: int, numbers: Mapping[str, int | None]) -> None:

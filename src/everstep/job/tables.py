@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from everstep.errors import UserError
-from everstep.job.presets import closest, closest_key, misplaced
+from everstep.job.presets import closest, closest_key
 
 T = TypeVar("T")
 LARGEST = 2**53  # whole numbers up to here survive any JSON reader
@@ -83,8 +83,7 @@ def refuse_unknown(where: str, given: Mapping[str, Any], known: list[str]) -> No
         if key not in known:
             table = f"[{where}]" if where else "a job"
             mine = [name for name in known if name not in ("base", "code")]  # not for users to set
-            hint = misplaced(key) or closest_key(key, mine)
-            raise UserError(f"{_name(where, key)} is not a key of {table}; {hint}")
+            raise UserError(f"{_name(where, key)} is not a key of {table}; {closest_key(key, mine)}")
 
 
 def one_of(where: str, **given: str | None) -> None:

@@ -42,7 +42,7 @@ from everstep_lab.storm.waits import Waits
 from everstep_lab.storm.world import TASK
 
 SPARE_NODES = 1
-GRAY_PACE = 3600 / 1e-3  # hours are milliseconds: rates of weeks in a storm
+GRAY_HOUR_S = 1e-3  # rates of weeks in a storm
 PATIENCE = msg.Patience(
     restarts_per_place=60,
     backoff_s=0.005,
@@ -87,8 +87,8 @@ class ClusterWorld:
 
     def _fresh(self) -> Coordinator:
         patience = HANGING if self.spec.hangs else PATIENCE
-        pace = GRAY_PACE if self.spec.gray is not None else 1.0
-        return Coordinator(patience=patience, limits=LIMITS, planned=self.spec.planned, gray_pace=pace)
+        limits = LIMITS if self.spec.gray is None else replace(LIMITS, gray_hour_s=GRAY_HOUR_S)
+        return Coordinator(patience=patience, limits=limits, planned=self.spec.planned)
 
     @property
     def coordinator(self) -> Coordinator:

@@ -73,13 +73,9 @@ class Coordinator:
         patience: Patience | None = None,
         limits: DetectorLimits | None = None,
         planned: bool = False,
-        gray_pace: float = 1.0,
     ) -> None:
         self.policy = CoordinatorPolicy(
-            patience=patience or Patience(),
-            limits=limits or DetectorLimits(),
-            planned=planned,
-            gray_pace=gray_pace,
+            patience=patience or Patience(), limits=limits or DetectorLimits(), planned=planned
         )
         self.roster = Roster()
         self.incidents = Incidents()

@@ -82,7 +82,7 @@ class Nodes:
                 host=event.host,
                 admin_since=now.at,
                 liveness_since=now.at,
-                gray=self._gray_record(now),
+                gray=gray.GrayRecord(since=self._gray_time(now)),
                 memory_port=event.memory_port,
             )
             self._roster.add_node(node)
@@ -348,14 +348,14 @@ class Nodes:
 
     def noted(self, node: Node, kind: str, now: Moment) -> gray.Lemon | None:
         """One more of what healthy nodes do now and then. Does this one do it too often?"""
-        at = now.at * self._policy.gray_pace
+        at = self._gray_time(now)
         if not node.gray.note(kind, at):
             return None
         peers = [other.gray for other in self._roster.nodes.values() if other is not node]
         return gray.judge_gray(kind, node.gray, gray.Peers.of(peers, kind, at), at)
 
-    def _gray_record(self, now: Moment) -> gray.GrayRecord:
-        return gray.GrayRecord(since=now.at * self._policy.gray_pace)
+    def _gray_time(self, now: Moment) -> float:
+        return now.at * (gray.HOUR_S / self._policy.limits.gray_hour_s)
 
     def _isolate(self, node: Node, because: str, lemon: gray.Lemon | None, now: Moment) -> Actions:
         state = NodeAdmin.LEMON if lemon is not None else NodeAdmin.ISOLATED
@@ -505,7 +505,7 @@ class Nodes:
             self._later.slots_changed(f"slots of node {node.name} were readmitted")
         if node.admin is NodeAdmin.UP:
             return []
-        node.gray = self._gray_record(now)
+        node.gray = gray.GrayRecord(since=self._gray_time(now))
         node.check_asked_at = None
         self._later.slots_changed(f"node {node.name} was readmitted")
         return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)

@@ -13,7 +13,6 @@ from everstep.protocol.messages import Patience
 class CoordinatorPolicy:
     patience: Patience = field(default_factory=Patience)
     limits: DetectorLimits = field(default_factory=DetectorLimits)
-    gray_pace: float = 1.0  # storms make weeks of rates pass in a second
     planned: bool = False  # ask a planner how many workers each task gets; else first come, first served
     journal: str = ""  # its id, by the event `JournalBegun`; empty: it has none yet
     version: str = ""  # of Everstep, which decided last

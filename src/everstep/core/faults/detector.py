@@ -105,6 +105,7 @@ class DetectorLimits:
     first_op_s: float = 120.0  # before an op's usual time is known
     deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
     look_gap_s: float = 0.5  # between two looks; in a longer pause the observer itself did not run
+    gray_hour_s: float = 3600.0  # the hour in which rates of gray failures are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from everstep.engine.prepare.resolve import (
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
-from everstep.engine.stage.stage import Stage
+from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import OptimizerFactory, Updater
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import ShardedUpdater, tied_refused
@@ -89,15 +89,17 @@ class Program:
             partition(self.model, job.stages)[stage],
             data=self.data,
             device=device or devices.pick(job.device),
+            settings=StageSettings(
+                seed=job.seed,
+                precision=job.precision,
+                accumulate=job.sums,
+                recompute=recompute_of(job),
+                contributions=job.microbatches_in_step,
+                sharded=job.optimizer.shard,
+            ),
             empty=empty,
-            seed=job.seed,
-            precision=job.precision,
-            accumulate=job.sums,
-            recompute=recompute_of(job),
-            contributions=job.microbatches_in_step,
             shards=shards,
             evaluation=self.evaluation,
-            sharded=job.optimizer.shard,
         )
         if made.device.type == "cuda" and shards is None and self._records:
             limit = None if job.memory_gib is None else job.memory_gib * GIB

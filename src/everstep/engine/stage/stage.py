@@ -17,6 +17,7 @@ sums that do not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -53,6 +54,18 @@ Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """What a job says of how its stages compute."""
+
+    seed: int = 0
+    precision: Precision = "fp32"
+    accumulate: Accumulate = "strict"
+    recompute: int = 0
+    contributions: int = 256  # the microbatches of a step, or more
+    sharded: bool = False  # the optimizer's states are
+
+
 class Stage:
     def __init__(
         self,
@@ -61,19 +74,15 @@ class Stage:
         *,
         data: Dataset,
         device: torch.device,
-        seed: int = 0,
-        precision: Precision = "fp32",
-        accumulate: Accumulate = "strict",
-        recompute: int = 0,
-        contributions: int = 256,
-        sharded: bool = False,
+        settings: StageSettings | None = None,
         empty: Empty | None = None,
         shards: Collectives | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """`contributions`: the microbatches of a step, or more. `empty`: where gradient buffers come from."""
-        self.model, self.layers, self.data, self.device, self.seed = model, layers, data, device, seed
-        self.precision, self.accumulate, self.recompute = precision, accumulate, recompute
+        """`empty`: where gradient buffers come from."""
+        self.model, self.layers, self.data, self.device = model, layers, data, device
+        settings = settings or StageSettings()
+        self.seed, self._dtype = settings.seed, DTYPES[settings.precision]
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
         self.shards = shards
         place = (0, 1) if shards is None else (shards.index, shards.count)
@@ -86,14 +95,14 @@ class Stage:
         self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.working = (
             self.masters
-            if precision == "fp32" and not sharded
-            else torch.zeros(self.size, dtype=DTYPES[precision], device=device)
+            if settings.precision == "fp32" and not settings.sharded
+            else torch.zeros(self.size, dtype=self._dtype, device=device)
         )
         self._queue: Queue = []
         self._modules, self.parameters, self._summed = build_layers(
             model,
             layers,
-            seed=seed,
+            seed=self.seed,
             slots=self.slots,
             masters=self.masters,
             working=self.working,
@@ -111,9 +120,14 @@ class Stage:
                 evaluation, self._modules, self._through, loss=loss, fed=fed, seed=self._seed_evaluation
             )
         self.tied = TiedHalves(model, self.slots)
-        self._recomputed = set(model.recomputed(recompute)) & set(layers)
+        self._recomputed = set(model.recomputed(settings.recompute)) & set(layers)
         self.sums = GradientSums(
-            self.slots, self.size, kind=accumulate, contributions=contributions, device=device, empty=empty
+            self.slots,
+            self.size,
+            kind=settings.accumulate,
+            contributions=settings.contributions,
+            device=device,
+            empty=empty,
         )
         self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
@@ -430,7 +444,7 @@ class Stage:
 
         def fed(tensor: Tensor) -> Tensor:
             there = host_memory.to_device(tensor.detach(), self.device)
-            dtype = DTYPES[self.precision] if there.is_floating_point() else there.dtype
+            dtype = self._dtype if there.is_floating_point() else there.dtype
             return there.to(dtype, copy=there.device == tensor.device)
 
         return mapped(fed, inputs)
