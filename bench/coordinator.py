@@ -39,7 +39,7 @@ from everstep.protocol.ops import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.cluster import Cluster, replayed, small_job
+from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
 from harness.etcd import ABSENT, BINARY, Etcd
 from harness.fake_agents import Crowd, FakeAgent
 
@@ -74,7 +74,7 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     chance = random.Random(seed)
     clean = clean_losses(folder, steps)
     worker_kills, away = 0, []
-    with Cluster(folder, eager=True) as cluster:
+    with Cluster(folder, eager=True, poll_s=MEASURED_POLL_S) as cluster:
         cluster.start_coordinator()
         for node in "ab":
             cluster.start_agent(node, slots=2)
@@ -132,7 +132,10 @@ def takeover(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     chance = random.Random(seed)
     clean = clean_losses(folder, steps)
     took = []
-    with Etcd(folder) as etcd, Cluster(folder, etcd=etcd.endpoints, eager=True) as cluster:
+    with (
+        Etcd(folder) as etcd,
+        Cluster(folder, etcd=etcd.endpoints, eager=True, poll_s=MEASURED_POLL_S) as cluster,
+    ):
         cluster.start_coordinator("first")
         cluster.start_coordinator("second", wait=False)
         for node in "ab":
@@ -196,7 +199,7 @@ def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     """The coordinator on one core, the crowd on the other."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with Cluster(folder) as cluster:
+    with Cluster(folder, poll_s=MEASURED_POLL_S) as cluster:
         address = cluster.start_coordinator()
         pid = cluster.coordinators["first"].pid
         os.sched_setaffinity(pid, {0})
@@ -234,7 +237,7 @@ def recovery(number: int, times: int, folder: Path) -> dict[str, Any]:
     """Every agent has one worker of a task of two stages; none of them is a process."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with Etcd(folder) as etcd, Cluster(folder, etcd=etcd.endpoints) as cluster:
+    with Etcd(folder) as etcd, Cluster(folder, etcd=etcd.endpoints, poll_s=MEASURED_POLL_S) as cluster:
         cluster.start_coordinator("first")
         cluster.start_coordinator("second", wait=False)
         return asyncio.run(_recoveries(cluster, number, times, folder))

@@ -40,7 +40,7 @@ from everstep.launch.local.api import run_job
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from everstep_lab.forecast.storm_forecast import NODES, forecast, weighed
-from harness.cluster import Cluster, replayed, small_job
+from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
 from harness.real_storm import SLOTS, STRIKES, Storm, small_disk
 from harness.storm_measures import JobKind, StormMeasures
 
@@ -181,7 +181,10 @@ def run(
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)
     wrong: dict[str, list[str]] = {}
-    with small_disk(folder / "disk") as may_fill, Cluster(folder, eager=True, token_file=True) as cluster:
+    with (
+        small_disk(folder / "disk") as may_fill,
+        Cluster(folder, eager=True, token_file=True, poll_s=MEASURED_POLL_S) as cluster,
+    ):
         if OWN_MOUNTS not in os.environ:
             say("/dev/shm is shared with other programs: what is left there is not checked")
         say(f"seed {seed}; the disk of checkpoints can {'' if may_fill else 'not '}be filled")

@@ -21,6 +21,7 @@ from everstep.core.cluster.snapshot import digest
 from everstep.server.journal import SqliteJournal
 from everstep.server.term import Daemon
 
+MEASURED_POLL_S = 0.02  # where what is waited for is also timed
 CLOSE_S = 60.0  # a busy machine takes its time; an agent that is killed leaves its folder to the next one
 GUARD = """while read -r pid && [ "$pid" != ended ]; do pids="$pids $pid"; done
 [ "$pid" = ended ] || { kill -CONT $pids; kill $pids; sleep 10; kill -KILL $pids; } 2>/dev/null"""
@@ -39,12 +40,14 @@ class Cluster:
         eager: bool = False,
         token_file: bool = False,
         program: Sequence[str] = EVERSTEP,
+        poll_s: float = 0.1,
     ) -> None:
         """`eager`: no node is suspected, however often its workers are killed. `token_file`: the token is
-        given by a file, so that it can be changed. `program`: of coordinators.
+        given by a file, so that it can be changed. `program`: of coordinators. `poll_s`: between two
+        questions; each takes milliseconds of the cores that training needs.
         """
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
-        self.program = program
+        self.program, self.poll_s = program, poll_s
         self.token_file = folder / "token" if token_file else None
         self.set_token(token)
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
@@ -152,7 +155,10 @@ class Cluster:
 
     @property
     def client(self) -> Client:
-        return Client(address=next(a for a in self.addresses.values() if _healthy(a)), token=self.token)
+        """Of the only coordinator, or of the one that leads."""
+        known = list(self.addresses.values())
+        address = known[0] if len(known) == 1 else next(one for one in known if _healthy(one))
+        return Client(address=address, token=self.token)
 
     def submit(self, job: dict[str, Any], name: str = "job", **more: Any) -> Any:
         return self.client.post("/v1/tasks", {"name": name, "job": job, **more})
@@ -181,7 +187,7 @@ class Cluster:
                     return told
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {within_s:g} s: {what}\n{self.logs()}")
-            time.sleep(0.02)
+            time.sleep(self.poll_s)
 
     def nodes_up(self, number: int) -> None:
         def up() -> bool:
