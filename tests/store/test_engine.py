@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,28 @@ def test_another_shape_goes_on_with_the_same_losses(
     assert sorted(ours) == [4, 5, 6]
     for step in ours:
         assert ours[step].loss == pytest.approx(theirs[step].loss, rel=1e-6)
+
+
+def test_a_run_goes_on_in_another_precision_and_back(
+    fork_server: ForkServer, whole: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """fp32 to step 3, bf16 to step 6 in another shape, fp32 to step 9: what is saved is fp32 throughout."""
+    folder, before = whole
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    in_bf16 = run_job(replace(job(tmp_path, 1, 2), precision="bf16"), fork_server=fork_server)
+    back = run_job(replace(job(tmp_path, 2, 2), steps=9), fork_server=fork_server)
+    assert (in_bf16.resumed_from, back.resumed_from) == (3, 6)
+    for step, row in in_bf16.by_step().items():
+        theirs = before.by_step()[step].loss
+        assert row.loss != theirs  # it did compute in another precision
+        assert row.loss == pytest.approx(theirs, rel=0.02)
+    assert sorted(back.by_step()) == [7, 8, 9]
+    assert back.by_step()[7].loss == pytest.approx(in_bf16.by_step()[6].loss, rel=0.2)
+    for step, precision in ((3, "fp32"), (6, "bf16"), (9, "fp32")):
+        found = open_checkpoint(tmp_path / f"step-{step:08d}")
+        assert found.meta["precision"] == precision
+        trained = {name: one.dtype for name, one in found.tensors.items() if not name.startswith("extra/")}
+        assert set(trained.values()) == {"F32"}
 
 
 def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Outcome]) -> None:

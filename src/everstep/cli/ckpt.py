@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,12 +115,19 @@ def convert_command(
     ] = None,
     optimizer: Annotated[bool, typer.Option(help="Include the optimizer state.")] = True,
     threads: Annotated[int, typer.Option(help="Threads that read, hash and write.")] = 2,
+    share: Annotated[
+        str, typer.Option(metavar="I/N", help="universal: write only share I of N, such as 1/4.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint to another format. The format of the source is detected automatically.
 
     The result is read back and compared with the source. The command fails if anything is lost, added or
     changed in type, unless you --accept it.
+
+    Several processes, also of several machines with a shared file system or object store, convert one
+    checkpoint together: run the command once for every share. The checkpoint appears when the last share is
+    written, in any order. A share that failed can be run again.
 
     Examples:
 
@@ -130,9 +138,12 @@ def convert_command(
         everstep ckpt convert checkpoints/ llama/ --to hf --names llama --no-optimizer --dtype BF16
 
         everstep ckpt convert dcp-run/ universal/ --accept 'lost:lr_scheduler*'
+
+        for i in 1 2 3 4; do everstep ckpt convert z3/ universal/ --share $i/4 & done; wait
     """
     from everstep.convert.conversion import Accepted, Reading, Target, format_named, write_state
     from everstep.convert.formats.dialects import Heads
+    from everstep.convert.formats.universal import missing_shares
 
     if names != "keep" and names not in DIALECTS:
         raise UserError(f"--names {names} is not keep, {', '.join(DIALECTS)}.")
@@ -156,6 +167,7 @@ def convert_command(
         shard_bytes=round(shard_gib * 2**30),
         with_optimizer=optimizer,
         threads=max(1, threads),
+        share=_share(share),
     )
     reading = Reading(
         patterns=_patterns(patterns),
@@ -166,12 +178,14 @@ def convert_command(
     kind, state = _read(source, reading)
     _require_apart(source, target, kind)
     _give_config(state, goal.format, heads, kv_heads)
-    with progress_bar(f"{kind} to {to}", state.num_bytes()) as advance:
+    size = state.num_bytes() // (goal.share[1] if goal.share else 1)
+    with progress_bar(f"{kind} to {to}", size) as advance:
         changes = write_state(target, state, goal, advance, accepted=accepted)
     for sentence in state.notes:
         note(f"note: {sentence}")
     for change in changes:
         note(f"accepted: {change}")
+    missing = missing_shares(target, state.step, goal.share[1]) if goal.share else []
     result = {
         "source": source,
         "source_format": kind,
@@ -183,12 +197,29 @@ def convert_command(
         "notes": state.notes,
         "checked": True,
         "accepted": [str(change) for change in changes],
+        **({"share": share, "missing_shares": missing} if goal.share else {}),
     }
     if as_json:
         emit(result)
+    elif missing:
+        print(f"{target}: share {share} of step {state.step}, checked; waiting for {_listed(missing)}")
     else:
-        size = size_text(state.num_bytes())
-        print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {size}, checked")
+        total = size_text(state.num_bytes())
+        print(f"{target}: {to}, step {state.step}, {len(state.tensors)} tensors, {total}, checked")
+
+
+def _share(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--share {text} is not I/N with I from 1 to N, such as 1/4.")
+    return int(found[1]), int(found[2])
+
+
+def _listed(missing: list[int]) -> str:
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return f"share{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}{more}"
 
 
 def _require_apart(source: str, target: str, kind: str) -> None:

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from everstep.convert import selfcheck
-from everstep.convert.formats import dialects
-from everstep.convert.formats.format import Format, Reading, Target
+from everstep.convert.formats import dialects, universal
+from everstep.convert.formats.format import Format, Reading, Staging, Target
 from everstep.convert.formats.known_formats import FORMATS
 from everstep.convert.selfcheck import Accepted, Change
 from everstep.convert.state import TrainingState
@@ -72,12 +72,19 @@ def write_state(
     accepted: Accepted | None = None,
     check: bool = True,
 ) -> list[Change]:
-    """Write all of it, or nothing under this name. The changes that were accepted."""
+    """Write all of it, or nothing under this name; a share becomes visible with the last of all shares. The
+    changes that were accepted.
+    """
     row = format_named(target.format)
     wanted, asked = _wanted(state, target)
     _require_folder(path)
     new = NewFolders(path)
-    staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
+    staging: Staging
+    if target.share is not None:
+        staging = universal.ShareStaging(path, wanted, target.share)
+        wanted = universal.shared(wanted, target.share)
+    else:
+        staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
     try:
         source = selfcheck.hashed(wanted) if check else wanted
         staging.write(source, target, progress)

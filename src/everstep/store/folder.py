@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,9 +171,7 @@ def commit_described(
     meta = {key: value for part in described for key, value in part.get("meta", {}).items()}
     if loss is not None and math.isfinite(loss):
         meta["loss"] = loss
-    told = ("groups", "meta", "save")  # of the whole, not of one part
-    parts = [{key: value for key, value in part.items() if key not in told} for part in described]
-    commit(root, step, parts, meta, keep, groups=groups)
+    commit(root, step, [_undescribed(part) for part in described], meta, keep, groups=groups)
     place_of(root).clean(before=step)  # what is not whole by now never will be
 
 
@@ -271,6 +269,26 @@ def commit_whole(root: str | Path, *, run: str, keep: int, sealed: int = 0) -> A
         one.step for one in steps if one.of_run and one.step > newest and one.step not in found.kept
     ]
     return found
+
+
+def staged_saves(place: Place, step: int) -> Iterator[tuple[SavedPart, Part]]:
+    """The parts of a step that are described, and which save each belongs to."""
+    for name in dict(place.staged()).get(step, ()):
+        if name.endswith(".json") and name != "index.json":
+            part, save = _read_saved(place, step, name)
+            if part is not None and save is not None:
+                yield save, _undescribed(part)
+
+
+def staged_parts(place: Place, step: int, run: str) -> list[Part] | None:
+    """The parts of a step of this run, if all are there, as `commit` takes them."""
+    described = _staged(place, step, dict(place.staged()).get(step, ()), run).parts
+    return None if described is None else [_undescribed(part) for part in described]
+
+
+def _undescribed(part: Part) -> Part:
+    """Without what a description tells of the whole checkpoint."""
+    return {key: value for key, value in part.items() if key not in ("groups", "meta", "save")}
 
 
 def _staged(place: Place, step: int, names: Sequence[str], run: str) -> StagedStep:

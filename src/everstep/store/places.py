@@ -78,8 +78,8 @@ class Place(Protocol):
         one that comes second finds nothing to commit (FileNotFoundError), and the step is complete.
         """
 
-    def discard(self, step: int) -> None:
-        """Remove the parts of a step that was not committed."""
+    def discard(self, step: int, part: str | None = None) -> None:
+        """Remove the parts of a step that was not committed, or one of them."""
 
     def remove(self, folder: str) -> None:
         """Gone at once for readers, whatever happens half-way."""
@@ -175,8 +175,14 @@ class LocalPlace:
     def staging_name(self, step: int) -> str:
         return f"{step_name(step)}.partial"
 
-    def discard(self, step: int) -> None:
-        shutil.rmtree(self.root / self.staging_name(step), ignore_errors=True)
+    def discard(self, step: int, part: str | None = None) -> None:
+        folder = self.root / self.staging_name(step)
+        if part is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            (folder / f"{part}.safetensors").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # unless others write there
 
     def staged(self) -> list[tuple[int, list[str]]]:
         found = [(int(m[1]), name) for name in self._folders() if (m := _STAGING.fullmatch(name)) is not None]
@@ -339,10 +345,14 @@ class UrlPlace:
     def staging_name(self, step: int) -> str:
         return step_name(step)
 
-    def discard(self, step: int) -> None:
+    def discard(self, step: int, part: str | None = None) -> None:
+        folder = f"{self._path}/{step_name(step)}"
         if not self._has_index(step_name(step)):
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(f"{self._path}/{step_name(step)}", recursive=True)
+                if part is None:
+                    self._fs.rm(folder, recursive=True)
+                else:
+                    self._fs.rm_file(f"{folder}/{part}.safetensors")
 
     def staged(self) -> list[tuple[int, list[str]]]:
         found = [(step, name) for step, name in _steps(self._folders()) if not self._has_index(name)]

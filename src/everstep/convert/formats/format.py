@@ -36,7 +36,8 @@ class Reading:
 class Target:
     """What to write. `stage`, `world`: ZeRO's, `world` data-parallel ranks; `tp`, `pp`, `ep`: tensor-,
     pipeline- and expert-parallel ranks of DeepSpeed and legacy Megatron. `patterns`: how to split over `tp`.
-    `stage_starts`: the first layer of every pipeline stage.
+    `stage_starts`: the first layer of every pipeline stage. `share`: (i, n) writes the i-th (from 1) of n
+    shares, and the checkpoint appears with the last of them.
     """
 
     format: str
@@ -54,8 +55,11 @@ class Target:
     shard_bytes: int = 5 << 30  # of Hugging Face's files
     with_optimizer: bool = True
     threads: int = 2
+    share: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if self.share is not None and self.format != "universal":
+            raise UserError(f"--share is for universal checkpoints, not for {self.format}; leave it out.")
         if self.dtype is not None and self.dtype not in ITEM_BYTES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
 
