@@ -3,7 +3,8 @@
     torch_dist   iter_0000100/{metadata.json, common.pt, .metadata, __0_0.distcp}
                  decoder.layers.<...>       all layers stacked along a first axis, or decoder.layers.7.<...>
                  optimizer.state.<key>.<model key>       fp32_param, exp_avg, exp_avg_sq
-    legacy       iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt       one shard per tensor and pipeline rank
+    legacy       iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt       by tensor, pipeline and expert;
+                 an expert rank has its own experts, numbered from 0, and a copy of the rest
 
 Counts of steps, groups and whatever else Megatron has no key for are in `common.pt` (legacy: in the first
 rank's file) under "everstep". Legacy optimizer state is bound to the order of buffers in Megatron's memory
@@ -12,9 +13,10 @@ and to the run that wrote it; it is neither read nor written, and counts as lost
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,22 @@ from everstep.store.parts import Progress
 from everstep.store.stored import Pieces, Stored
 
 LATEST = "latest_checkpointed_iteration.txt"
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(
+    r"(.*\.experts\.(?:local_experts\.(?=\d)|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d+)(.*)"
+)
 PATTERNS = Patterns(
     (
         Pattern(match=r".*(word_embeddings|output_layer)\.weight", kind="fragment", dim=0, pad_to=1),
         Pattern(match=r".*linear_qkv\.(weight|bias)", kind="fragment", dim=0),
-        Pattern(match=r".*linear_fc1\.(weight|bias)", kind="fragment", dim=0),
-        Pattern(match=r".*(linear_proj|linear_fc2)\.weight", kind="fragment", dim=1),
-        Pattern(match=r".*(linear_proj|linear_fc2)\.bias", kind="replicated"),
+        Pattern(match=r"(?!.*experts\.).*linear_fc1\.(weight|bias)", kind="fragment", dim=0),
+        Pattern(match=r".*shared_experts\.linear_fc1\.(weight|bias)", kind="fragment", dim=0),
+        Pattern(match=r".*\.experts\..*linear_fc1\.(weight|bias)\d*", kind="fragment", dim=0),
+        Pattern(match=r".*(linear_proj|linear_fc2)\.weight\d*", kind="fragment", dim=1),
+        Pattern(match=r".*(linear_proj|linear_fc2)\.bias\d*", kind="replicated"),
+        Pattern(match=r".*mlp\.(router\.\w+|shared_experts\.gate_weight)", kind="replicated"),
         Pattern(match=r".*(layer_norm_(weight|bias)|layernorm\.(weight|bias))", kind="replicated"),
         Pattern(match=r".*position_embeddings\.weight", kind="replicated"),
     )
@@ -251,57 +259,110 @@ def _common(state: TrainingState, kept: Mapping[str, Stored]) -> dict[str, Any]:
 
 
 def _read_legacy(folder: Path, reading: Reading) -> TrainingState:
-    ranks: dict[tuple[int, int], Any] = {}
+    files: dict[tuple[int, ...], Any] = {}  # tensor rank, and one or two more: a pipeline's, an expert's
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
         if match:
-            ranks[int(match[2] or 0), int(match[1])] = pickles.load(path / "model_optim_rng.pt")
-    tp = 1 + max(t for _, t in ranks)
-    pp = 1 + max(p for p, _ in ranks)
-    if len(ranks) != tp * pp:
-        raise Refused(f"it has {len(ranks)} ranks, which are not {pp} stages of {tp}")
-    if any("model" not in held for held in ranks.values()):
+            files[tuple(int(n) for n in match.groups() if n is not None)] = pickles.load(
+                path / "model_optim_rng.pt"
+            )
+    if any("model" not in held for held in files.values()):
         raise Refused("it is of a virtual pipeline (model0, model1, …), which is not supported")
-    steps = sorted({int(held.get("iteration") or 0) for held in ranks.values()})
+    steps = sorted({int(held.get("iteration") or 0) for held in files.values()})
     if len(steps) > 1:
         raise Refused(f"its files are of iterations {' and '.join(map(str, steps))}; give those of one")
+    first = files[min(files)]
+    ranks = _by_ranks(files, first)
+    tp, pp, ep = (1 + max(rank[i] for rank in ranks) for i in range(3))
+    if len(ranks) != tp * pp * ep:
+        kinds = f"{pp} stages of {tp}" + (f" with {ep} expert-parallel ranks" if ep > 1 else "")
+        raise Refused(f"it has {len(ranks)} ranks, which are not {kinds}")
     state = TrainingState()
-    first = ranks[0, 0]
-    args = first.get("args")
-    swiglu = args.get("swiglu", True) if isinstance(args, pickles.Opaque) else True
-    patterns = reading.patterns or _patterns(bool(swiglu), first["model"], tp)
+    patterns = reading.patterns or _patterns(bool(_argument(first, "swiglu", True)), first["model"], tp)
     rules = ShardRules(patterns, vocab=reading.vocab)
     before = 0
     for stage in range(pp):
-        shards = [ranks[stage, t]["model"] for t in range(tp)]
         deepest = -1
-        for name in dict.fromkeys(name for shard in shards for name in shard):
-            match = _LAYER.fullmatch(name)
-            full = f"decoder.layers.{before + int(match[1])}.{match[2]}" if match else name
-            deepest = max(deepest, int(match[1]) if match else -1)
-            held = {t: shard[name] for t, shard in enumerate(shards) if name in shard}
-            if all(isinstance(part, Pieces) for part in held.values()):
-                made = rules.whole(name, held, tp)
-                known = state.tensors.setdefault(f"model/{full}", made)
-                if known is not made:  # tied: the embedding, once more in the last stage
-                    places, cure = ("an earlier pipeline stage", f"stage {stage}"), "restore its files"
-                    state.tensors[f"model/{full}"] = copies(f"{full!r}", places, [known, made], cure)
-            elif any(part is not None for part in held.values()):
-                state.lost.append(f"model/{full}")
+        for expert in range(ep):
+            shards = [ranks[t, stage, expert]["model"] for t in range(tp)]
+            names = list(dict.fromkeys(name for shard in shards for name in shard))
+            local = _num_experts(names)
+            for name in names:
+                match = _LAYER.fullmatch(name)
+                full = f"decoder.layers.{before + int(match[1])}.{match[2]}" if match else name
+                full = _renumbered(full, expert * local)
+                deepest = max(deepest, int(match[1]) if match else -1)
+                held = {t: shard[name] for t, shard in enumerate(shards) if name in shard}
+                if all(isinstance(part, Pieces) for part in held.values()):
+                    made = rules.whole(name, held, tp)
+                    known = state.tensors.setdefault(f"model/{full}", made)
+                    if (
+                        known is not made
+                    ):  # in every expert rank; tied: the embedding, once more in the last stage
+                        places = (
+                            "an earlier rank",
+                            f"stage {stage}" + (f", expert rank {expert}" if ep > 1 else ""),
+                        )
+                        made = copies(f"{full!r}", places, [known, made], "restore its files")
+                        state.tensors[f"model/{full}"] = made
+                elif any(part is not None for part in held.values()):
+                    state.lost.append(f"model/{full}")
         before += deepest + 1
     _take_common(state, {key: value for key, value in first.items() if key != "optimizer"}, reading)
     state.lost += [f"legacy {key}" for key in ("optimizer", "rng_state") if first.get(key)]
     return _stripped(state, reading.vocab)
 
 
+def _argument(held: Any, name: str, otherwise: Any) -> Any:
+    """Of Megatron's command line."""
+    args = held.get("args")
+    return args.get(name, otherwise) if isinstance(args, pickles.Opaque) else otherwise
+
+
+def _by_ranks(files: Mapping[tuple[int, ...], Any], first: Any) -> dict[tuple[int, int, int], Any]:
+    """By tensor, pipeline and expert rank. The second number of `mp_rank_00_001` is the pipeline's, or the
+    expert's where there is no pipeline: names do not say which.
+    """
+    ours = (first.get("everstep") or {}).get("ranks") or {}
+    pp = ours.get("pp", _argument(first, "pipeline_model_parallel_size", None))
+    ep = ours.get("ep", _argument(first, "expert_model_parallel_size", 1)) or 1
+    tp = 1 + max(rank[0] for rank in files)
+    if ep > 1 and _argument(first, "expert_tensor_parallel_size", None) not in (None, tp):
+        raise Refused("its experts are split over another number of tensor-parallel ranks than the rest")
+    if ep > 1 and any(re.search(r"\.experts\.weight[12]$", name) for name in first["model"]):
+        raise Refused("its experts are stacked in one tensor (moe_grouped_gemm), which is not supported")
+    found: dict[tuple[int, int, int], Any] = {}
+    for rank, held in files.items():
+        more = rank[1:]
+        if len(more) == 1 and ep > 1:
+            if pp is None:
+                raise Refused("its files do not say whether they are of pipeline or of expert ranks")
+            more = (0, more[0]) if pp == 1 else (more[0], 0)
+        found[(rank[0], *more, 0, 0)[:3]] = held  # type: ignore[index]
+    if len({rank[2] for rank in found}) != ep:
+        raise Refused(f"it has files of {len({r[2] for r in found})} expert-parallel ranks of {ep}")
+    return found
+
+
+def _num_experts(names: Iterable[str]) -> int:
+    """Of one rank."""
+    return 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
+
+
+def _renumbered(name: str, more: int) -> str:
+    """An expert's tensor with its number raised; any other as it is."""
+    match = _EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}{int(match[2]) + more}{match[3]}"
+
+
 def _patterns(swiglu: bool, model: Any, tp: int) -> Patterns:
     """The usual ones; with SwiGLU a shard of fc1 is its part of the gate, then its part of up."""
     if not swiglu:
         return PATTERNS
-    rows = next((t.shape[0] for n, t in model.items() if n.endswith("linear_fc1.weight")), 0)
     found = []
     for pattern in PATTERNS.patterns:
         if "linear_fc1" in pattern.match:
+            rows = next((t.shape[0] for n, t in model.items() if re.fullmatch(pattern.match, n)), 0)
             half = rows * tp // 2
             pattern = Pattern(match=pattern.match, kind="fragment", dim=0, parts=(half, half))
         found.append(pattern)
@@ -310,20 +371,26 @@ def _patterns(swiglu: bool, model: Any, tp: int) -> Patterns:
 
 def write_legacy(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
     folder = path / f"iter_{state.step:07d}"
-    tp, pp = target.tp, target.pp
+    tp, pp, ep = target.tp, target.pp, target.ep
     parameters = {**state.parameters(), **state.buffers()}
     layers = 1 + max((int(m[1]) for n in parameters if (m := _LAYER.fullmatch(n))), default=-1)
     if layers % pp:
         raise UserError(f"{layers} layers do not divide into {pp} pipeline stages; change --pp.")
+    experts = _num_experts(parameters)
+    if ep > 1 and (not experts or experts % ep):
+        raise UserError(f"{experts} experts do not divide into {ep} expert-parallel ranks; change --ep.")
     args = (state.meta.get("megatron") or {}).get("args") or {}
     patterns = _patterns(bool(args.get("swiglu", True)), parameters, 1)
     for stage in range(pp):
-        mine = _stage(parameters, stage, pp, layers // pp)
-        for rank in range(tp):
+        here = _stage(parameters, stage, pp, layers // pp)
+        for expert, rank in itertools.product(range(ep), range(tp)):
+            mine = _of_expert_rank(here, expert, experts // ep)
             model = {name: _shard(patterns, name, stored, rank, tp) for name, stored in mine.items()}
-            place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            suffix = (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
+            place = folder / f"mp_rank_{rank:02d}{suffix}"
             place.mkdir(parents=True, exist_ok=True)
-            common = _common(state, {} if stage or rank else _without_place(state))
+            common = _common(state, {} if stage or rank or expert else _without_place(state))
+            common["everstep"]["ranks"] = {"pp": pp, "ep": ep}
             torchfile.save(place / "model_optim_rng.pt", {**common, "model": model}, progress)
     (path / LATEST).write_text(str(state.step), encoding="utf-8")
 
@@ -337,6 +404,16 @@ def _stage(parameters: dict[str, Stored], stage: int, pp: int, per: int) -> dict
                 found[f"decoder.layers.{int(match[1]) % per}.{match[2]}"] = stored
         elif (stage == 0) if name.startswith("embedding.") else (stage == pp - 1):
             found[name] = stored
+    return found
+
+
+def _of_expert_rank(tensors: dict[str, Stored], rank: int, each: int) -> dict[str, Stored]:
+    """Its own experts, numbered from 0, and all that is not an expert's."""
+    found = {}
+    for name, stored in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None or int(match[2]) // each == rank:
+            found[_renumbered(name, -rank * each)] = stored
     return found
 
 
@@ -361,8 +438,8 @@ FORMAT = Format(
 LEGACY = Format(
     name="megatron-legacy",
     title="Megatron legacy",
-    reads="yes, TP and PP",
-    writes="yes, TP and PP",
+    reads="yes, TP, PP and experts",
+    writes="yes, TP, PP and experts",
     optimizer="no",
     read=read,
     write=write_legacy,
