@@ -26,9 +26,9 @@ from typing import Any
 
 from everstep.cli.client import Client
 from everstep.errors import EverstepError
-from everstep.fabric import flows_of
 from everstep.fabric.allocate import allocate
 from everstep.fabric.document import tasks_from, topology_document
+from everstep.fabric.flows import engine_flows
 from harness import fabric_testbed
 from harness.fabric_testbed import Testbed
 
@@ -177,7 +177,7 @@ def fabric_file(testbed: Testbed) -> dict[str, Any]:
 def planned_spines(testbed: Testbed) -> set[int]:
     """The spines by which the plan sends what leaves h1."""
     topology = testbed.topology()
-    flows = [flow for task in tasks_from(fabric_file(testbed), topology) for flow in flows_of(task)]
+    flows = engine_flows(tasks_from(fabric_file(testbed), topology))
     routing = allocate(topology, flows)
     used = [
         topology.links[link].receiver

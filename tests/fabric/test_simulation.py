@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
+from everstep.core.worker.slices import SMALL
 from everstep.fabric import TrafficTask, allocate, clos, flows_of, reallocate
-from everstep.fabric.flows import double_tree, place, ring
+from everstep.fabric.flows import direct, double_tree, engine_flows, place, ring
+from everstep.protocol.ops import Worker
+from everstep.protocol.work import Send
 from everstep_lab.fabric import scenarios as sc
 from everstep_lab.fabric.policies import ecmp
 from everstep_lab.fabric.simulate import FabricChange, simulate
+from tests.core.scenario import Scenario
 
 TOPOLOGY = clos(name="two", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=2, uplink_gbps=40)
 TASK = TrafficTask(
@@ -74,6 +78,41 @@ def test_rings_and_trees_carry_what_an_all_reduce_must() -> None:
     for count in (2, 3, 8):
         assert sum(share for _, _, share in ring(count)) == pytest.approx(2 * (count - 1))
         assert sum(share for _, _, share in double_tree(count)) == pytest.approx(2 * (count - 1))
+        assert sum(share for _, _, share in direct(count)) == pytest.approx(2 * (count - 1))
+
+
+class Overheard(Scenario):
+    """The state machines of all workers; which of them sends tensors to which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: set[tuple[Worker, Worker]] = set()
+
+    def _send(self, worker: Worker, command: Send) -> None:
+        if command.parcel.what not in SMALL:
+            self.sent.add((worker, Worker(command.replica, command.stage)))
+        super()._send(worker, command)
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 2), (3, 1), (4, 3)])
+def test_the_plan_has_the_flows_that_the_engine_makes(replicas: int, stages: int) -> None:
+    """A ring was planned. With three replicas or more it has less than half of the pairs that reduce, and the
+    others took whatever path the switches hashed them to.
+    """
+    engine = Overheard()
+    engine.obey(f"task replicas={replicas} stages={stages} microbatches=2 steps=2")
+    engine.obey("run to the end")
+    workers = [(f"n{k}-{s}", 0) for k in range(replicas) for s in range(stages)]
+    task = TrafficTask(
+        name="t",
+        replicas=replicas,
+        stages=stages,
+        gradient_bytes=1.0,
+        boundary_bytes=1.0,
+        placement=place(workers, replicas=replicas, stages=stages),
+    )
+    planned = {(flow.source[0], flow.target[0]) for flow in engine_flows([task])}
+    assert planned == {(f"n{a.replica}-{a.stage}", f"n{b.replica}-{b.stage}") for a, b in engine.sent}
 
 
 def test_a_task_sends_between_nodes_only_and_as_much_as_its_shape_says() -> None:

@@ -132,8 +132,8 @@ def _task(row: Mapping[str, Any], topology: Topology) -> TrafficTask:
     workers = [_endpoint(text, where, topology) for text in _get(row, "workers", where)]
     replicas, stages = int(_get(row, "replicas", where)), int(_get(row, "stages", where))
     shards = int(row.get("shards", 1))
-    if row.get("algorithm", "ring") not in ("ring", "tree"):
-        raise UserError(f"{where}: algorithm {row['algorithm']!r} is not ring or tree.")
+    if row.get("algorithm", "ring") not in ("ring", "tree", "direct"):
+        raise UserError(f"{where}: algorithm {row['algorithm']!r} is not ring, tree or direct.")
     fields = {key: value for key, value in row.items() if key not in ("workers",)}
     for key in ("gradient_bytes", "boundary_bytes", "weight", "compute_s"):
         if key in fields:

@@ -5,6 +5,7 @@ A task of replicas × stages × shards moves, in each step:
     phase      flows                                                          bytes of one flow, per step
     pipeline   worker (k, s) to (k, s+1) and back                             boundary bytes × microbatches
     reduce     per stage and shard a ring (or two trees) over the replicas    ring: 2 (n-1)/n × gradient bytes
+               or from every replica to every other, as Everstep's engine     direct: 2/n × gradient bytes
 
 Phases of one task take turns; tasks know nothing of each other, so what one sends can meet anything another
 does. The edges of a ring advance together: a ring is as fast as its slowest edge, which is why the flows of
@@ -14,15 +15,15 @@ words): they are flows of their own, each with its share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.errors import UserError
 
 Endpoint = tuple[str, int]  # node, NIC
 Slot = tuple[int, int, int]  # replica, stage, shard
-Algorithm = Literal["ring", "tree"]
+Algorithm = Literal["ring", "tree", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,11 @@ def flows_of(task: TrafficTask) -> tuple[Flow, ...]:
     return tuple(flow for flow in found if flow.source[0] != flow.target[0] and flow.bytes > 0)
 
 
+def engine_flows(tasks: Iterable[TrafficTask]) -> list[Flow]:
+    """Of tasks that Everstep's engine trains, whatever collective their rows name."""
+    return [flow for task in tasks for flow in flows_of(replace(task, algorithm="direct"))]
+
+
 def _pipeline(task: TrafficTask) -> list[Flow]:
     flows = []
     for k, s, h in task.slots():
@@ -96,7 +102,7 @@ def _pipeline(task: TrafficTask) -> list[Flow]:
 def _reduce(task: TrafficTask) -> list[Flow]:
     if task.replicas == 1:
         return []
-    edges = ring(task.replicas) if task.algorithm == "ring" else double_tree(task.replicas)
+    edges = _EDGES[task.algorithm](task.replicas)
     flows = []
     for s in range(task.stages):
         for h in range(task.shards):
@@ -139,6 +145,11 @@ def ring(count: int) -> list[tuple[int, int, float]]:
     return [(i, (i + 1) % count, 2 * (count - 1) / count) for i in range(count)]
 
 
+def direct(count: int) -> list[tuple[int, int, float]]:
+    """Every replica owns a chunk: all send it their part of it, and it sends the sum to all."""
+    return [(i, j, 2 / count) for i in range(count) for j in range(count) if i != j]
+
+
 def double_tree(count: int) -> list[tuple[int, int, float]]:
     """Two binary trees, each over half of the tensor, up and down.
 
@@ -151,6 +162,9 @@ def double_tree(count: int) -> list[tuple[int, int, float]]:
             for edge in ((one, other), (other, one)):
                 edges[edge] = edges.get(edge, 0.0) + 0.5
     return [(one, other, share) for (one, other), share in edges.items()]
+
+
+_EDGES = {"ring": ring, "tree": double_tree, "direct": direct}
 
 
 def place(

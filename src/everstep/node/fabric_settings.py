@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.errors import UserError
 from everstep.fabric.document import tasks_from, topology_from
-from everstep.fabric.flows import Flow, flows_of
+from everstep.fabric.flows import Flow, engine_flows
 from everstep.protocol.messages import Sender
 
 LEAST_PORTS = 64  # per worker: enough to find every path among a few dozen
@@ -32,8 +32,8 @@ class FabricSettings:
             raise UserError(
                 f"--fabric-ports has {len(ports)} ports for {slots} slots; give at least {LEAST_PORTS} each."
             )
-        tasks = tasks_from(document, topology)
-        self._flows = [flow for task in tasks for flow in flows_of(task) if flow.source[0] == node]
+        flows = engine_flows(tasks_from(document, topology))
+        self._flows = [flow for flow in flows if flow.source[0] == node]
 
     def of(self, sender: Sender, slot: int) -> dict[str, Any] | None:
         """For `node.steer.steering_from`; None if the plan has no flow for this worker."""

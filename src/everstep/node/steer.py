@@ -22,7 +22,7 @@ from everstep.errors import UserError
 from everstep.fabric.allocate import allocate
 from everstep.fabric.catalogue import Hops, Tuple4
 from everstep.fabric.document import hops_of, tasks_from, topology_from
-from everstep.fabric.flows import flows_of
+from everstep.fabric.flows import engine_flows
 from everstep.fabric.routing import Routing
 from everstep.fabric.watch import Action, CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 from everstep.log import say
@@ -159,9 +159,8 @@ def steering_from(document: Mapping[str, Any]) -> Steering:
     The plan is a function of the fabric and its tasks, so all workers compute the same one.
     """
     topology = topology_from({k: v for k, v in document["fabric"].items() if k != "task"})
-    flows = [flow for task in tasks_from(document["fabric"], topology) for flow in flows_of(task)]
     return steering(
-        allocate(topology, flows),
+        allocate(topology, engine_flows(tasks_from(document["fabric"], topology))),
         node=document["node"],
         mine=document.get("worker_flows"),
         ports=range(document["ports"][0], document["ports"][1] + 1),
