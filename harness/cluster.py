@@ -123,10 +123,12 @@ class Cluster:
             self.until(lambda: _healthy(self.addresses[name]), "the coordinator leads")
         return self.addresses[name]
 
-    def start_agent(self, node: str, *, slots: int, through: str | None = None, grace: float = 0.0) -> None:
+    def start_agent(
+        self, node: str, *, slots: int, through: str | None = None, grace: float = 0.0, host: str = ""
+    ) -> None:
         coordinators = through or ",".join(self.addresses.values())
         command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
-        command += ["--grace", f"{grace:g}"]
+        command += ["--grace", f"{grace:g}", *(["--host", host] if host else [])]
         command += self._token_option()
         log = (self.folder / f"agent-{node}.log").open("ab")
         self.agents[node] = subprocess.Popen(

@@ -70,3 +70,17 @@ def test_long_steps_are_told_one_by_one_and_short_ones_together() -> None:
 
 def test_the_kernel_counts_the_line_for_a_core() -> None:
     assert WaitForCore()() >= 0
+
+
+def test_a_report_says_which_updates_were_eager_and_how_large_a_boundary_tensor_is() -> None:
+    world = World()
+    watch = world.watch()
+    shares = []
+    for step, eagerly in enumerate([False, True, True], 1):
+        watch.sent_boundary(4096)
+        watch.updated(eagerly=eagerly)
+        report = watch.step(step)
+        assert report is not None
+        assert report["times"]["boundary"] == 4096
+        shares.append(report["times"]["eager"])
+    assert shares == [0.0, 1.0, 1.0]

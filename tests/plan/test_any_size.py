@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from everstep.plan.measured import TaskMeasurements
 from everstep.plan.shapes import MOST_SHAPES, offered
 from everstep.protocol.shape import Shape
 from everstep.schedule.bounds import balanced_bound
-from everstep.schedule.instance import Instance
+from everstep.schedule.instance import Instance, uniform
 from everstep.schedule.modes import TRAINING
 
 
@@ -67,3 +68,19 @@ def test_one_replica_with_all_microbatches_says_what_thousands_that_are_alike_sa
         assert compact.replicas == 1
         for workers in range(stages, replicas * stages + 1):
             assert balanced_bound(compact, TRAINING, workers) == balanced_bound(instance, TRAINING, workers)
+
+
+def test_offers_know_hops_and_whether_updates_wait_for_all_stages() -> None:
+    """Longer pipelines cost more where tensors take time between stages, or where steps begin together."""
+    grid = uniform(replicas=2, stages=2, value=1.0)
+    now = Instance(replicas=2, stages=2, microbatches=4, forward=grid, input_grad=grid, weight_grad=grid)
+    shape, found = Shape(2, 2, 4), {}
+    for hop, mode in ((0.0, "staggered"), (20.0, "staggered"), (0.0, "decoupled")):
+        known = TaskMeasurements(instance=replace(now, hop=hop), mode=mode)
+        offers = offered(shape, range(1, 5), 4, known, {})
+        found[hop, mode] = {offer.shape.stages: max(offer.throughput) for offer in offers}
+    free, slow, barrier = found.values()
+    assert slow[1] == barrier[1] == free[1]
+    assert slow[2] < free[2]
+    assert slow[4] < free[4]
+    assert barrier[4] < free[4]

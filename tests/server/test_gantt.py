@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.recent_ops import last_steps
@@ -11,6 +14,7 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import step_timeline
+from harness.cluster import Cluster, small_job
 
 SHAPE = Shape(2, 2, 2)
 
@@ -66,3 +70,26 @@ def test_the_last_whole_steps_come_from_a_workers_own_recorder(tmp_path: Path) -
     assert [len(ops) for ops in found.values()] == [4, 4, 4]
     assert all(ended - begun == 500_000 for begun, ended in found["5"])
     assert last_steps(tmp_path / "nobody") == {}
+
+
+@pytest.mark.slow
+def test_a_running_task_shows_the_time_between_its_stages_and_its_eager_updates(tmp_path: Path) -> None:
+    """Two addresses of one machine are two machines to the workers."""
+    with Cluster(tmp_path) as cluster:
+        cluster.start_coordinator()
+        for number, node in enumerate("ab", 1):
+            cluster.start_agent(node, slots=1, host=f"127.0.0.{number}")
+        cluster.nodes_up(2)
+        job = small_job(tmp_path, steps=5000, replicas=1, stages=2, optimizer={"clip": False})
+        cluster.submit(job, "t")
+
+        def told() -> dict[str, Any]:
+            found: dict[str, Any] = cluster.client.get("/v1/tasks/t/gantt")
+            return found
+
+        cluster.until(lambda: told().get("hop_s", 0.0) > 0, "the schedule in force knows hops", within_s=120)
+        assert told()["hop_s"] < 1.0
+        cluster.until(
+            lambda: told()["eager_updates"] > 0.9, "updates do not wait for a norm that clips nothing"
+        )
+        assert told()["mode"] == "staggered"

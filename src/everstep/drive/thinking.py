@@ -24,7 +24,6 @@ from everstep.plan.change_times import copying_s
 from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.table import Json
 from everstep.schedule.modes import training_mode
 from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.task_scheduler import TaskScheduler
@@ -44,7 +43,7 @@ class Thinking:
 
     def scheduler(self, task: Task) -> TaskScheduler:
         if task.name not in self.schedulers:
-            self.schedulers[task.name] = TaskScheduler(task.shape, mode_of(task.job))
+            self.schedulers[task.name] = TaskScheduler(task.shape, mode_of(task))
         return self.schedulers[task.name]
 
     def learn(self, machine: Coordinator, report: msg.TimesReported) -> Iterable[msg.ClusterEvent]:
@@ -130,7 +129,7 @@ class Thinking:
         for name, scheduler in self.schedulers.items():
             if (task := machine.tasks.get(name)) is not None:
                 known = self.measured.of(name)
-                known.instance = scheduler.profile.measured(task.speeds.slow)
+                known.instance, known.mode = scheduler.profile.measured(task.speeds.slow), scheduler.mode
                 known.slow = dict(task.speeds.slow)
 
     def outdated(self, task: Task, step: int, first: int) -> msg.PlanAnswered | None:
@@ -194,6 +193,7 @@ def _members(task: Task) -> int:
     return sum(isinstance(place, Member) for place in places.values())
 
 
-def mode_of(job: Json) -> str:
-    stagger = (job or {}).get("optimizer", {}).get("stagger")
-    return training_mode(stagger=stagger != "never")
+def mode_of(task: Task) -> str:
+    """Sharded states are updated when the norm of all stages is known."""
+    stagger = (task.job or {}).get("optimizer", {}).get("stagger")
+    return training_mode(stagger=stagger != "never" and not task.shape.chunks)

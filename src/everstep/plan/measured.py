@@ -15,6 +15,7 @@ from statistics import median
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.instance import Instance
+from everstep.schedule.modes import TRAINING
 
 KEPT_STEPS = 9
 LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
@@ -36,6 +37,7 @@ class TaskMeasurements:
     off_by: dict[Placed, float] = field(default_factory=dict)  # step over bound, when last there
     reshape_s: float | None = None  # of the last change of shape
     instance: Instance | None = None  # op times in the shape it has
+    mode: str = TRAINING  # of the schedule in force
     slow: Mapping[Worker, float] = field(default_factory=dict)  # the speeds that are in these times
     last_at: float | None = None  # when its last step was recorded
     last: Placed | None = None

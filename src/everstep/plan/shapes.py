@@ -27,7 +27,6 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.bounds import balanced_bound, lower_bound
 from everstep.schedule.instance import Grid, Instance, uniform
-from everstep.schedule.modes import TRAINING
 
 FEW = 16  # numbers of workers that are looked at in a large shape that the task does not have
 MOST_SHAPES = 24  # that are bounded exactly; of more, those that are best by work alone
@@ -54,14 +53,15 @@ def offered(
     base = _compact(_base(shape, known, slow))
     work = _work(base) * shape.shards
     off = _off_by(shape, known)
-    found = [_offer(shape, base, work, off, known.off_by, live, MOST_COUNTS)]
+    found = [_offer(shape, base, work, off, known.off_by, live, known.mode, MOST_COUNTS)]
     if stages is not None:
         work /= 1.0 + known.spread()
         tried = {(replicas, count) for replicas, count, _ in known.off_by}
         for other in _others(shape, stages, slots // shape.shards, base):
             believed = work if (other.replicas, other.stages) in tried else work * trust
             recut = _recut(base, other, stages)
-            found.append(_offer(other, recut, believed, off, known.off_by, slots // shape.shards))
+            room = slots // shape.shards
+            found.append(_offer(other, recut, believed, off, known.off_by, room, known.mode))
         for count in (count for count in shards if count != shape.shards):
             cuts = [shape, *_others(shape, stages, slots // count, base)]
             found += [
@@ -72,6 +72,7 @@ def offered(
                     off,
                     {},
                     slots // count,
+                    known.mode,
                 )
                 for cut in cuts
             ]
@@ -102,7 +103,7 @@ def throughput_now(
     base = _base(shape, known, slow)
     workers = len(shape.workers()) - len(dead)
     off = known.off_by.get((shape.replicas, shape.stages, workers), _off_by(shape, known))
-    return shape.shards * _work(base) / (off * _period(replace(base, dead=dead)))
+    return shape.shards * _work(base) / (off * _period(replace(base, dead=dead), known.mode))
 
 
 def throughput_of(shape: Shape, workers: int) -> float:
@@ -111,7 +112,7 @@ def throughput_of(shape: Shape, workers: int) -> float:
         return 0.0
     base = _base(shape, TaskMeasurements(), {})
     filled = min(workers, shape.replicas * shape.stages)
-    return shape.shards * _work(base) / _balanced_period(_compact(base), filled)
+    return shape.shards * _work(base) / _balanced_period(_compact(base), filled, TaskMeasurements().mode)
 
 
 def rounded(seconds: float) -> float:
@@ -177,6 +178,7 @@ def _smooth(instance: Instance) -> Instance:
         weight_grad=grid(instance.weight_grad),
         reduce=tuple(rounded(t) if t else 0.0 for t in instance.reduce),
         update=tuple(rounded(t) if t else 0.0 for t in instance.update),
+        hop=rounded(instance.hop) if instance.hop else 0.0,
         dead=frozenset(),
     )
 
@@ -198,7 +200,7 @@ def learn(shape: Shape, known: TaskMeasurements, slow: Mapping[Worker, float]) -
         return
     measured = known.step_s(known.last)
     if measured and known.last[2] >= shape.stages:
-        bound = _balanced_period(_compact(_base(shape, known, slow)), known.last[2])
+        bound = _balanced_period(_compact(_base(shape, known, slow)), known.last[2], known.mode)
         known.off_by[known.last] = rounded(max(1.0, measured / bound))
 
 
@@ -259,6 +261,7 @@ def _recut(base: Instance, shape: Shape, stages: range, longer: float = 1.0) -> 
         forward=f,
         input_grad=i,
         weight_grad=w,
+        hop=base.hop,
         reduce=(reduce_s,) * shape.stages if base.reduce else (),
         update=(update_s,) * shape.stages if base.update else (),
     )
@@ -276,22 +279,23 @@ def _offer(
     off: float,
     off_by: Mapping[tuple[int, int, int], float],
     live: int,
+    mode: str,
     most_counts: int = FEW,
 ) -> Offer:
     """`live`: the number of workers that matters most, of `most_counts`."""
     throughput = [0.0] * (shape.replicas * shape.stages + 1)
     for workers in counts(shape.replicas, shape.stages, live, most_counts):
-        seconds = _balanced_period(base, workers)
+        seconds = _balanced_period(base, workers, mode)
         seconds *= off_by.get((shape.replicas, shape.stages, workers), off)
         throughput[workers] = work / seconds
     parallel = ParallelShape(shape.replicas, shape.stages, shape.shards)
     return Offer(shape=parallel, throughput=tuple(throughput))
 
 
-def _balanced_period(base: Instance, workers: int) -> float:
+def _balanced_period(base: Instance, workers: int, mode: str) -> float:
     """With so many workers, spread evenly over the stages."""
     grids = (base.forward, base.input_grad, base.weight_grad)
-    return _balanced_bound(grids, base.microbatches, base.hop, base.reduce, base.update, workers)
+    return _balanced_bound(grids, base.microbatches, base.hop, base.reduce, base.update, workers, mode)
 
 
 @lru_cache(maxsize=8192)
@@ -302,8 +306,9 @@ def _balanced_bound(
     reduce: tuple[float, ...],
     update: tuple[float, ...],
     workers: int,
+    mode: str,
 ) -> float:
-    return balanced_bound(_instance(grids, microbatches, hop, reduce, update), TRAINING, workers)
+    return balanced_bound(_instance(grids, microbatches, hop, reduce, update), mode, workers)
 
 
 def _compact(base: Instance) -> Instance:
@@ -321,9 +326,11 @@ def _compact(base: Instance) -> Instance:
     )
 
 
-def _period(instance: Instance) -> float:
+def _period(instance: Instance, mode: str) -> float:
     grids = (instance.forward, instance.input_grad, instance.weight_grad)
-    return _bound(grids, instance.microbatches, instance.hop, instance.reduce, instance.update, instance.dead)
+    return _bound(
+        grids, instance.microbatches, instance.hop, instance.reduce, instance.update, instance.dead, mode
+    )
 
 
 @lru_cache(maxsize=64)  # with who is dead: sets of up to thousands
@@ -334,8 +341,9 @@ def _bound(
     reduce: tuple[float, ...],
     update: tuple[float, ...],
     dead: frozenset[Worker],
+    mode: str,
 ) -> float:
-    return lower_bound(replace(_instance(grids, microbatches, hop, reduce, update), dead=dead), TRAINING)
+    return lower_bound(replace(_instance(grids, microbatches, hop, reduce, update), dead=dead), mode)
 
 
 @lru_cache(maxsize=64)

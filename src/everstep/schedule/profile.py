@@ -11,6 +11,10 @@ it in a step, and `alone` spreads the rest over the ops.
 Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
 must not move microbatches. Who is slower than that is not guessed here: it is given as `slow`, with a factor,
 when there is evidence for it (see diagnose/slowness_watch.py).
+
+A boundary tensor takes a *hop* to the next stage: its bytes at the rate that the sockets to workers of that
+stage show, latency included. To a worker of the same machine it takes none. A schedule knows one hop, so it
+is the mean over all ways between stages: the sum over a microbatch's whole way is right then.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ WORK = (Kind.F, Kind.I, Kind.W)
 DRIFT = 0.3  # a stage's share of the work has changed if it is off by this much
 _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
 HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, reported with the times
+BOUNDARY = "boundary"  # likewise: of a boundary tensor
+EAGER = "eager"  # likewise: the share of recent updates that did not wait for the norm of all stages
 ALLOCATED, PEAK = (
     "memory",
     "memory.peak",
@@ -46,14 +52,27 @@ class Profile:
         self._step_busy: dict[Worker, float] = {}
         self._slow: Mapping[Worker, float] = {}
         self.rooms: dict[Worker, StashRoom] = {}  # what workers have measured of their memory
+        self._hops: dict[Worker, dict[int, float]] = {}  # by worker and stage of the receiver: seconds
+        self._eager: dict[Worker, float] = {}
         self._planned: list[float] | None = (
             None  # stages' shares of the work, as the schedule in force has it
         )
+        self._planned_hop = 0.0
 
     def learn(
-        self, worker: Worker, times: Mapping[str, float], ops: Mapping[str, tuple[int, float]] | None = None
+        self,
+        worker: Worker,
+        times: Mapping[str, float],
+        ops: Mapping[str, tuple[int, float]] | None = None,
+        sent: Mapping[str, tuple[int, float]] | None = None,
     ) -> None:
-        """`ops`: how many of each kind were run lately, and their own seconds together."""
+        """`ops`: how many of each kind were run lately, and their own seconds together. `sent`: by peer on
+        another machine, bytes and for how many seconds some were on their way.
+        """
+        self._learn_hops(worker, times.get(BOUNDARY, 0.0), sent or {})
+        if EAGER in times:
+            before = self._eager.get(worker, times[EAGER])
+            self._eager[worker] = _OLD * before + _NEW * times[EAGER]
         self._times[worker] = {kind: times[kind] for kind in Kind if kind in times}
         own = self._own.setdefault(worker, dict(self._times[worker]) if ops is None else {})
         for name, (count, seconds) in (ops or {}).items():
@@ -66,6 +85,29 @@ class Profile:
         if all(kind in busy for kind in WORK):
             self._busy[worker] = busy
             self._step_busy[worker] = times.get("step.cpu", 0.0)
+
+    def _learn_hops(self, worker: Worker, boundary: float, sent: Mapping[str, tuple[int, float]]) -> None:
+        hops = self._hops.setdefault(worker, {})
+        for stage in (worker.stage - 1, worker.stage + 1):
+            rows = [row for peer, row in sent.items() if peer.endswith(f":{stage}")]
+            size, seconds = (sum(column) for column in zip(*rows, strict=True)) if rows else (0, 0.0)
+            if size >= boundary > 0:  # less than one tensor says little
+                hop = boundary * seconds / size
+                hops[stage] = hop if stage not in hops else _OLD * hops[stage] + _NEW * hop
+
+    def hop(self) -> float:
+        """From one stage to the next, in either direction, as the mean of all workers that have reported."""
+        ways = [
+            hops.get(stage, 0.0)
+            for worker, hops in self._hops.items()
+            for stage in (worker.stage - 1, worker.stage + 1)
+            if 0 <= stage < self.shape.stages
+        ]
+        return fmean(ways) if ways else 0.0
+
+    def eager(self) -> float | None:
+        """The share of recent updates that did not wait for the norm of all stages; None: not reported."""
+        return fmean(self._eager.values()) if self._eager else None
 
     def drift(self) -> str | None:
         """Does the schedule in force rest on times that are no longer true? One sentence if so.
@@ -85,8 +127,16 @@ class Profile:
         ]
         worst = max(range(len(ratios)), key=lambda s: abs(ratios[s] - 1))
         if abs(ratios[worst] - 1) < DRIFT:
-            return None
+            return self._drift_of_hops()
         return f"stage {worst} has {ratios[worst]:.2f} of the share of the work that was planned for it"
+
+    def _drift_of_hops(self) -> str | None:
+        """A hop is compared with the ops that it delays."""
+        op_s = fmean(sum(own.get(kind, 0.0) for kind in WORK) / len(WORK) for own in self._own.values())
+        hop, planned = self.hop(), self._planned_hop
+        if abs(hop - planned) < DRIFT * max(op_s, planned):
+            return None
+        return f"a tensor takes {hop * 1e3:.2g} ms to the next stage, and {planned * 1e3:.2g} ms were planned"
 
     def instance(self, slow: Mapping[Worker, float] | None = None) -> Instance:
         """The task with no worker dead and nothing done; what is planned now is planned with these times.
@@ -94,7 +144,7 @@ class Profile:
         `slow`: these workers take so many times as long as the others of their stage.
         """
         self._slow = dict(slow or {})
-        self._planned = self._shares()
+        self._planned, self._planned_hop = self._shares(), self.hop()
         return self._with_speeds(self._slow)
 
     def measured(self, slow: Mapping[Worker, float]) -> Instance | None:
@@ -144,6 +194,7 @@ class Profile:
             forward=grids[Kind.F],
             input_grad=grids[Kind.I],
             weight_grad=grids[Kind.W],
+            hop=self.hop(),
             reduce=tuple(_stage_time(times, s, Kind.R) for s in stages),
             update=tuple(_stage_time(times, s, Kind.U) for s in stages),
         )

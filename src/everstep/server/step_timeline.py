@@ -31,6 +31,9 @@ def document(scheduler: TaskScheduler | None, measured: Measured) -> dict[str, A
         "planned_s": None,
         "measured_s": None,
     }
+    if scheduler is not None and planned is not None:
+        profile = scheduler.profile
+        made |= {"mode": scheduler.mode, "eager_updates": profile.eager(), "hop_s": planned[1].hop}
     if planned is not None and len(planned[0].schedule.ops) <= MAX_WORKERS:
         plan, instance = planned
         names = {worker: list(map(str, ops)) for worker, ops in plan.schedule.ops.items()}

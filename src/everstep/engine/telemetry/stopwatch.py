@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from everstep.protocol.ops import Kind
+from everstep.schedule.profile import BOUNDARY, EAGER
 
 _REPORT_AFTER_S = 0.25
 _MOST_STEPS = 16
@@ -58,6 +59,7 @@ class Stopwatch:
         # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
         self.times: dict[str, float] = {}
         self._ops: dict[str, list[float]] = {}  # since the last report: how many, their own seconds
+        self._updates = [0, 0]  # since the last report: all, and those that were eager
         self._step_s: float | None = None  # smoothed
         self._step_at_ns = self._step_cpu_ns = 0
         self._reported_at_ns = self._steps = 0
@@ -89,6 +91,12 @@ class Stopwatch:
         """In one step."""
         self._smooth("data", seconds)
 
+    def sent_boundary(self, num_bytes: int) -> None:
+        self.times[BOUNDARY] = float(num_bytes)
+
+    def updated(self, *, eagerly: bool) -> None:
+        self._updates = [self._updates[0] + 1, self._updates[1] + eagerly]
+
     def step(self, step: int) -> dict[str, Any] | None:
         """A step is over here. What to report of it, if anything."""
         now, cpu = self._clock_ns(), self._process_cpu_ns()
@@ -100,6 +108,8 @@ class Stopwatch:
         self._steps += 1
         if self._steps > _ALWAYS_REPORTED and step % self._every():
             return None
+        if self._updates[0]:
+            self.times[EAGER] = self._updates[1] / self._updates[0]
         report = {
             "step": step,
             "times": dict(self.times),
@@ -107,6 +117,7 @@ class Stopwatch:
             "seconds": (now - self._reported_at_ns) / 1e9 if self._reported_at_ns else 0.0,
         }
         self._ops.clear()
+        self._updates = [0, 0]
         self._reported_at_ns = now
         return report
 

@@ -295,6 +295,7 @@ class WorkItems:
         if self.loader is not None:
             waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
             self.times.stopwatch.waited_for_data(waited_s)
+        self.times.stopwatch.updated(eagerly=task.keep)
         if (measured := self.times.stopwatch.step(task.step)) is not None:
             measured["times"] |= self._memory()
             name, worker, incarnation = self.control.sender

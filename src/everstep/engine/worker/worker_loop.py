@@ -263,9 +263,12 @@ class WorkerLoop:
             in_place = parcel.what is ParcelKind.PART and self.plane.in_place(to)
             envelope, tensors = self.tensors.contents(command, members, in_place=in_place)
             self._post(to, command, envelope, tensors)
-            if self.recorder is not None and tensors:
+            if tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
-                self.recorder.sent(parcel, command.replica, command.stage, sent)
+                if parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
+                    self.work.times.stopwatch.sent_boundary(sent)
+                if self.recorder is not None:
+                    self.recorder.sent(parcel, command.replica, command.stage, sent)
             if parcel.what is ParcelKind.PART:
                 self.signs.maybe_die(parcel.step, "R", "sending")
             elif parcel.what is ParcelKind.WEIGHTS:

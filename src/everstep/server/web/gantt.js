@@ -29,7 +29,9 @@ export function drawGantt(canvas, words, step) {
   brush.textAlign = "right"; brush.fillText(duration(end), width - RIGHT, height - 10);
   const plan = step.planned_s ? `planned ${duration(step.planned_s)} (above, outlined)` : "";
   const ran = step.measured_s ? `step ${step.step} took ${duration(step.measured_s)} from its first op to its last (below, filled)` : "";
-  write(words, [plan, ran].filter(Boolean).join(" · "));
+  const hop = step.hop_s ? `${duration(step.hop_s)} to the next stage` : "";
+  const eager = step.eager_updates == null ? "" : `${Math.round(100 * step.eager_updates)} % of updates did not wait for all stages`;
+  write(words, [plan, ran, hop, eager].filter(Boolean).join(" · "));
 }
 
 function bars(brush, rows, top, x, filled) {
