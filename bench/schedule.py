@@ -6,6 +6,7 @@
     python bench/schedule.py bounds     what CP-SAT proves where the gap is above 5 %
     python bench/schedule.py times      planning time, and its growth with the number of replicas
     python bench/schedule.py policies   against fault-free baselines, shrinking and redundancy
+    python bench/schedule.py scale      throughput at 256 to 1,536 workers with 1, 5 and 10 % of them dead
 
 `suite --effort N` spends N dispatched ops an instance (the default is what `plan` spends online). `--json`
 prints the rows as one document instead of the table.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 from everstep.schedule import Instance, Worker, per_stage, plan, same_cap, uniform
 from everstep.schedule.best_order import ONLINE_EFFORT
 from everstep_lab.schedule.compare import compare
+from everstep_lab.schedule.normalize import normalize
 from everstep_lab.schedule.polish import polish
 
 OPTIMA = {"reroute": (29, 30, 33, 36), "decoupled": (27, 28, 29, 30), "staggered": (27, 27, 27, 27)}
@@ -367,6 +369,27 @@ def run_policies(_: argparse.Namespace, say: Say) -> list[Row]:
     return found
 
 
+def run_scale(_: argparse.Namespace, say: Say) -> list[Row]:
+    """ReCycle's question: throughput at 256 to 1,536 GPUs, beside the share of them that is alive."""
+    found: list[Row] = []
+    say("| workers | dead | alive | of fault-free, failures as they fell | moved | of 1F1B |")
+    say("|---|---|---|---|---|---|")
+    for replicas, stages in ((32, 8), (64, 8), (64, 16), (96, 16)):
+        healthy = even(replicas, stages, 2 * stages, cap=2 * stages, dead=frozenset())
+        base, plain = plan(healthy, "staggered").value, plan(healthy, "1f1b").value
+        for share in (0.01, 0.05, 0.1):
+            everyone = replicas * stages
+            dead = scattered(replicas, stages, round(share * everyone), random.Random(everyone))
+            moved = normalize(replace(healthy, dead=dead), "staggered")[-1].dead
+            there, here = (base / plan(replace(healthy, dead=d), "staggered").value for d in (dead, moved))
+            row = {"workers": everyone, "dead": len(dead), "alive": 1 - len(dead) / everyone}
+            row |= {"where they fell": there, "moved": here, "of 1F1B": here * plain / base}
+            found.append(row)
+            numbers = " | ".join(f"{value:.3f}" for value in list(row.values())[2:])
+            say(f"| {replicas} x {stages} | {len(dead)} | {numbers} |")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -390,6 +413,7 @@ COMMANDS = {
     "bounds": run_bounds,
     "times": run_times,
     "policies": run_policies,
+    "scale": run_scale,
 }
 
 if __name__ == "__main__":

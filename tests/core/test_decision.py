@@ -246,3 +246,37 @@ def test_workers_change_their_stage_where_one_stage_has_lost_three() -> None:
     assert [d.spread for d in decided(cluster)].count(("t",)) == 1, "once is enough"
     assert task.state is TaskState.RUNNING
     cluster.coordinator.validate()
+
+
+def test_a_task_starts_with_as_many_workers_as_its_user_wants_or_waits() -> None:
+    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1}, planned=True)
+    cluster.submit(shape=Shape(4, 1, 2), steps=40, least_workers=4)
+    assert workers(cluster, "t") == 0
+    assert cluster.coordinator.tasks["t"].state is TaskState.WAITING
+    cluster.submit("small", Shape(3, 1, 4), steps=40)
+    assert workers(cluster, "small") == 3  # they are not held back for the one that cannot use them
+    cluster.join("d", 1)
+    cluster.join("e", 1)
+    assert workers(cluster, "t") == 4
+    assert workers(cluster, "small") == 1
+
+
+def test_a_task_below_its_minimum_keeps_its_workers_until_others_need_them() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True, memory_port=7)
+    cluster.submit(shape=Shape(4, 1, 2), steps=40, least_workers=4)
+    cluster.seal()
+    lose(cluster, "d")
+    assert workers(cluster, "t") == 3
+    assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    cluster.submit("other", Shape(3, 1, 4), steps=40)
+    cluster.copy_to_memory(2, away=False)
+    cluster.seal()
+    assert workers(cluster, "other") == 3
+    assert cluster.coordinator.tasks["t"].state is TaskState.WAITING
+
+
+def test_an_operator_may_give_a_task_fewer_than_its_user_wanted() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), planned=True)
+    cluster.submit(shape=Shape(4, 1, 2), steps=40, least_workers=4)
+    cluster.hear(msg.ResizeRequested(task="t", workers=2))
+    assert workers(cluster, "t") == 2

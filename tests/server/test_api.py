@@ -118,6 +118,8 @@ def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
         (b'{"name": "x", "jobs": {}}', "'jobs' is not a key"),
         (json.dumps({"name": "x", "job": JOB, "weight": 0}).encode(), "weight is 0"),
         (json.dumps({"name": "x", "job": JOB, "weight": True}).encode(), "weight is True"),
+        (json.dumps({"name": "x", "job": JOB, "min_workers": 99}).encode(), "min_workers is 99; give 0 to"),
+        (json.dumps({"name": "x", "ranks": {}, "min_workers": 2}).encode(), "a script has --nodes MIN:MAX"),
         (json.dumps({"name": "x", "job": JOB, "faults": ["stage=9"]}).encode(), "--kill"),
     ],
 )

@@ -128,6 +128,13 @@ def submit_command(
         ),
     ] = None,
     weight: Annotated[float, typer.Option(help="Priority relative to other tasks.")] = 1.0,
+    min_workers: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Start with at least N workers. If failures leave fewer, tasks that need slots get them.",
+        ),
+    ] = 0,
     kill: Annotated[list[str] | None, KILL] = None,
     pack: Annotated[
         bool,
@@ -151,10 +158,12 @@ def submit_command(
 
       everstep submit job.toml --name llama-8b --weight 2 --wait
 
+      everstep submit job.toml --min-workers 6
+
       everstep submit --script train.py --nproc-per-node 8 --nodes 2:4 -- --lr 1e-4
     """
     client = Client(address=address, token=token, ca=ca)
-    body: dict[str, Any] = {"weight": weight}
+    body: dict[str, Any] = {"weight": weight} | ({"min_workers": min_workers} if min_workers else {})
     if script:
         if kill:
             raise UserError("--kill is for jobs of Everstep's own engine; remove it or --script.")

@@ -192,6 +192,13 @@ def _most_workers(task: RunningTask) -> int | None:
     return max(asked, task.shape.replicas * task.shape.stages) if task.bounds.is_shape_kept else asked
 
 
+def _least_workers(task: RunningTask) -> int:
+    """The user's word; an operator who gives it fewer is right."""
+    most = _most_workers(task)
+    least = max(1, task.request.least_workers)
+    return least if most is None else max(1, min(least, most))
+
+
 def _may_change(task: RunningTask) -> bool:
     return (
         task.request.most_stages > 0
@@ -266,6 +273,7 @@ def _spec(
         name=task.name,
         curve=from_table(best),
         weight=task.weight,
+        min_workers=_least_workers(task),
         max_workers=_most_workers(task),
         must_run=True,
         offers=offers,

@@ -137,7 +137,7 @@ def _offered(
         after = now if not gone else min(now, offer.at(before - len(gone))) if left else 0.0
     return TaskSituation(
         workers=before,
-        throughput=now,
+        throughput=now if before >= task.min_workers else 0.0,
         shape=shape,
         damaged=bool(gone),
         missing=tuple(sorted(holes + gone)),

@@ -1111,6 +1111,7 @@ class TaskSubmitted(OtherEvent):
     least_stages: int = 0  # the planner may cut the model into so many stages …
     most_stages: int = 0  # … up to so many; 0: it keeps the shape
     most_workers: int = 0  # the planner gives it no more by itself; 0: as many as pay off
+    least_workers: int = 0  # with fewer it is worth nothing to the planner; 0: one per stage
     least_shards: int = 0  # where that pays, workers may have so few shards …
     most_shards: int = 0  # … up to so many, in divisors of these; 0: as many as now
     script: tuple[str, ...] = ()

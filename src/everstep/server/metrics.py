@@ -94,6 +94,7 @@ class ClusterMetrics(Collector):
         workers = gauge("workers", "Workers of a task.")
         places = gauge("places", "Maximum workers of a task: replicas times stages.")
         running = gauge("running", "1 if the task is training, 0 if it waits, stalls, is paused or ended.")
+        weight = gauge("weight", "Weight of a task: times the rate of its model FLOPs, its share of WAF.")
         epoch = gauge("epoch", "Changes of membership or schedule.")
         issued = gauge("microbatches_issued", "Microbatches of the completed steps.")
         protected = gauge("protected_step", "Newest step whose state is saved, on disk or in memory.")
@@ -112,6 +113,7 @@ class ClusterMetrics(Collector):
             places.add_metric(name, row["places"])
             running.add_metric(name, int(row["state"] == TaskState.RUNNING))
             epoch.add_metric(name, row["epoch"])
+            weight.add_metric(name, task.weight)
             protected.add_metric(name, row["saved"]["protected"])
             not_saved.add_metric(name, row["saved"]["failed"])
             issued.add_metric(name, row["microbatches"]["issued"])
@@ -121,7 +123,7 @@ class ClusterMetrics(Collector):
             if row["loss"] is not None:
                 loss.add_metric(name, row["loss"])
         yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
-        yield from (protected, not_saved)
+        yield from (weight, protected, not_saved)
 
     def _goodput(self) -> Iterator[Metric]:
         ratio = GaugeMetricFamily(

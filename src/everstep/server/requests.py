@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) -> TaskSubmitted:
     """The task that a submission asks for. `known`: those whose names are taken."""
-    unknown = given.keys() - {"name", "job", "ranks", "weight", "script", "faults"}
+    unknown = given.keys() - {"name", "job", "ranks", "weight", "script", "faults", "min_workers"}
     if unknown:
         raise UserError(
             f"{shown(min(unknown))} is not a key of a submission; give name, job or ranks, and weight."
@@ -66,6 +66,8 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
     if "ranks" in given:
         if "job" in given or "script" in given or "faults" in given:
             raise UserError("ranks is a script task and job a managed one; give one of them.")
+        if given.get("min_workers"):
+            raise UserError("min_workers is for jobs; a script has --nodes MIN:MAX.")
         return _script_task(name, given["ranks"], float(weight), owner)
     if not isinstance(given.get("job"), dict):
         raise UserError("job is missing; give the job's table.")
@@ -75,6 +77,10 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
     if needs.checkpoints is not None:
         _refuse_shared_folder(needs.checkpoints, known)
     script = _script(given.get("script", []))
+    most = max(job.replicas, job.max_replicas) * job.stages
+    least = given.get("min_workers", 0)
+    if type(least) is not int or not 0 <= least <= most:
+        raise UserError(f"min_workers is {shown(least)}; give 0 to {most}, what the job can have.")
     return TaskSubmitted(
         task=name,
         owner=owner,
@@ -86,7 +92,8 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         has_checkpoints=job.checkpoint is not None,
         least_stages=min(job.stages, job.min_stages or job.stages),
         most_stages=0 if script else job.most_stages() or job.stages,
-        most_workers=max(job.replicas, job.max_replicas) * job.stages,
+        most_workers=most,
+        least_workers=least,
         least_shards=0 if script else min(job.shards, job.min_shards or job.shards),
         most_shards=0 if script else job.shards,
         script=script,

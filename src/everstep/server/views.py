@@ -140,6 +140,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "owner": task.request.owner,
         "goodput": None if account is None or account.ratio is None else round(account.ratio, 3),
         "weight": task.weight,
+        "min_workers": task.request.least_workers,
         "shape": {
             "replicas": task.shape.replicas,
             "stages": task.shape.stages,

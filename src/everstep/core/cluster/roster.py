@@ -160,14 +160,14 @@ class Roster:
         Stages without any worker come first. A worker prefers a node that has no other replica of its stage,
         so that one node's loss leaves a live copy; then one whose memory has most of its state; then one
         where its own replica already is, to keep its neighbours near. Nothing is given unless every stage
-        then has a worker.
+        then has a worker, and a task that starts has as many as its user wants.
         """
         shards = task.shape.shards
         if len(task.seats) >= task.wanted() or self._num_free < shards:
             return []  # asked at every change of the cluster, by every task: most lack nothing
         seated = self._seats(task)
         uncovered = seated.replicas.count(0)
-        lacking = max(uncovered, task.least - len(task.seats))
+        lacking = max(uncovered, (task.least if task.seats else task.starts_with) - len(task.seats))
         if lacking > 0 and not _have_room(map(len, self._free.values()), [shards] * lacking):
             return []
         choice = _NodeChoice(self, task)

@@ -391,6 +391,13 @@ class Task:
         return self.shape.stages if self.request.ranks is None else self.request.ranks.least
 
     @property
+    def starts_with(self) -> int:
+        """Workers without which it is not started: the user's number, or an operator's if smaller."""
+        places = self.shape.replicas * self.shape.stages
+        most = places if self.bounds.workers is None else min(places, self.bounds.workers)
+        return max(self.least, min(self.request.least_workers, most))
+
+    @property
     def epoch(self) -> int:
         return self.recovery.epoch if self.recovery is not None else self.progress.lived.epoch
 

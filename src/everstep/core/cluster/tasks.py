@@ -196,9 +196,11 @@ class Tasks:
         after = event.shapes.get(task.name)
         if after is not None and not task.bounds.is_shape_kept and task.next_shape is None:
             return self._reshape(task, NextShape(after.job, after.shape), now)
-        # A task that lacks a stage, and whose slots no other task needs, waits with the workers it has.
+        # A task that lacks a stage or has fewer workers than its user wants, and whose slots no other task
+        # needs, keeps the workers it has.
         waits = not workers and task.state is TaskState.RUNNING and not is_short
-        task.most = task.shape.stages if waits else workers
+        kept = len(task.staying()) if task.request.least_workers else 0
+        task.most = max(task.shape.stages, kept) if waits else workers
         if not workers and not waits and task.state is TaskState.RUNNING:
             return self._leave(task, f"the planner gives its slots to others: {event.because}", now)
         actions = self._staffing.shrink(task, event.because, now)
@@ -515,7 +517,7 @@ class Tasks:
             elif seated:
                 actions += self._staffing.grant(task, now, clean=frozenset(seated))
             elif task.state is TaskState.WAITING:
-                needed = task.least * task.shape.shards
+                needed = task.starts_with * task.shape.shards
                 task.because = f"slots needed: {needed}, free: {self._roster.num_free}"
         if self._policy.planned and not self._later.keep_plan:
             self._question.version += 1
