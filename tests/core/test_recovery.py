@@ -94,6 +94,19 @@ def test_a_death_interrupts_the_members_and_the_plan_resumes_them() -> None:
     assert task.recovery.phase == Running(2)
 
 
+def test_a_task_begins_without_a_worker_whose_slot_is_lost_while_it_starts() -> None:
+    """Storm seed 3491 of `--corruption`: the last that had not started was lost, and all others waited."""
+    recovery = Recovery(Shape(2, 2, 1), Course(steps=9), policy=RecoveryPolicy())
+    recovery.begin()
+    for worker in (W00, W01, W10):
+        assert recovery.handle(ev.WorkerStarted(worker=worker, incarnation=1), 1.0) == []
+    recovery.handle(ev.PlacesGranted(places=frozenset({W00, W01, W10})), 1.0)
+    (question,) = recovery.handle(ev.WorkerExited(worker=W11, incarnation=1, reason="node n1 is gone"), 1.0)
+    assert isinstance(question, act.ComputePlan)
+    assert question.dead == {W11}
+    assert isinstance(recovery.phase, Restoring)
+
+
 def test_a_place_goes_from_absent_to_member_through_every_state() -> None:
     task = Task()
     seen = []

@@ -321,8 +321,8 @@ class Recovery:
         elif isinstance(self.phase, Running):
             actions += self._places.feed_joiners()
         actions += self._places.start_due(self.recorded)
-        if isinstance(self.phase, Assembling):
-            actions += self._phases.fill_stages()
+        if isinstance(self.phase, Assembling):  # this may have been the last that was waited for
+            actions += self._phases.fill_stages() + self._phases.restore_if_assembled()
         return actions
 
     @on
