@@ -230,7 +230,31 @@ def test_of_two_one_goes_to_a_third_machine_and_if_they_differ_again_the_other_o
     last = cluster.coordinator.log.incidents[-1]
     assert (last.workers, last.node) == ([B], other.node)
     assert last.verdict is not None
-    assert f"on {left.name} and on c" in last.verdict.because
+    assert f"worker 0:0 on {left.name} and worker 0:0 on c" in last.verdict.because
+    assert task.failures.differing is None
+    cluster.coordinator.validate()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([(C, "1"), (B, "2"), (C, "1"), (B, "2")], id="a third worker differs from it too"),
+        pytest.param([(B, "2"), (A, "1"), (B, "2"), (A, "1"), (C, "1")], id="three vote"),
+    ],
+)
+def test_a_third_worker_that_returns_meanwhile_answers_which_of_two_is_wrong(
+    runs: list[tuple[Worker, str]],
+) -> None:
+    """Storm seeds 1149 and 3988 of `--corruption`: the machine that was left stayed isolated, though sound."""
+    cluster = cluster_of_three()
+    cluster.seal()
+    report(cluster, (A, "1"), (B, "2"), (A, "1"), (B, "2"), microbatch=Microbatch(0, 1))
+    task, nodes = cluster.coordinator.tasks["t"], cluster.coordinator.nodes
+    left = next(node for node in nodes.values() if node.isolated_slots)
+    wrong = task.seats[B]
+    report(cluster, *runs, microbatch=Microbatch(0, 1))
+    assert not left.isolated_slots
+    assert set(nodes[wrong.node].isolated_slots) == {wrong.slot}
     assert task.failures.differing is None
     cluster.coordinator.validate()
 
@@ -460,6 +484,15 @@ def test_the_state_of_a_step_without_votes_counts_once_a_later_one_was_voted_on(
     assert not book.is_state_verified(5)
     seal(105, voted=False)
     assert book.is_state_verified(5), "a task must not lose everything because no vote is complete"
+
+
+def test_a_state_that_was_kept_verifies_nothing_by_being_loaded_again() -> None:
+    """Storm seeds 422 and 1803 of `--corruption`: a wrong machine was found after it, and its step stayed."""
+    book = StepBook(shape=Shape(2, 1, 1), steps=9, recorded=4, verified=1, is_voting=True, every=True)
+    book.go_back_to(3, is_verified=False)
+    assert (book.recorded, book.verified) == (3, 1)
+    book.go_back_to(2, is_verified=True)
+    assert (book.recorded, book.verified) == (2, 2)
 
 
 def test_a_stage_with_one_worker_is_not_waited_for_but_the_others_are() -> None:

@@ -293,6 +293,10 @@ class Failures:
         process = next(run.incarnation for run in event.runs if run.worker == worker)
         if seat is None or seat.incarnation != process:  # it is gone since, and its slot is another worker's
             return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=True), now)
+        differing = task.failures.differing
+        if differing is not None and (differing.stays, differing.incarnation) == (worker, process):
+            task.failures.differing = None
+            self._nodes.clear_slots(self._roster.nodes[differing.moved_from], differing.slots)
         incident = self._incidents.suspect(task, worker, "votes", verdict.because, now)
         incident.node, incident.step = seat.node, event.step
         self._write_votes(incident, event, verdict, now)
@@ -365,23 +369,25 @@ class Failures:
         host, checker, recovery = task.seats.get(event.host), task.seats.get(event.worker), task.managed
         if host is None or checker is None or recovery is None or host.leaving or checker.leaving:
             return None
+        pair = {event.host, event.worker}
         differing, task.failures.differing = task.failures.differing, None
-        if differing is not None and {differing.moved, differing.stays} == {
-            event.host,
-            event.worker,
-        }:
-            if not self._is_answer(task, differing):
+        if differing is not None and differing.stays in pair:
+            (other,) = pair - {differing.stays}
+            if self._is_answer(task, differing, other):
+                because = (
+                    f"worker {differing.stays} on {differing.stays_at} computes other bits than worker "
+                    f"{differing.moved} on {differing.moved_from} and worker {other} on "
+                    f"{task.seats[other].node}"
+                )
+                self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
+                actions = self._incidents.close(incident, "a third machine has told which is wrong", now)
+                task.failures.differing = differing  # answered there
+                wrong = replace(
+                    verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=differing.stays
+                )
+                return actions + self._wrong(task, event, wrong, ErrorKind.WRONG_NUMBERS, now)
+            if other == differing.moved:
                 return None
-            self._nodes.clear_slots(self._roster.nodes[differing.moved_from], differing.slots)
-            seat = task.seats[differing.moved]
-            because = (
-                f"worker {differing.stays} on {differing.stays_at} computes other bits than worker "
-                f"{differing.moved} does, on {differing.moved_from} and on {seat.node}"
-            )
-            self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
-            actions = self._incidents.close(incident, "a third machine has told which is wrong", now)
-            wrong = replace(verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=differing.stays)
-            return actions + self._wrong(task, event, wrong, ErrorKind.WRONG_NUMBERS, now)
         free = {name for name, _ in self._roster.free()} - {host.node, checker.node}
         if not free or host.node == checker.node:
             return None
@@ -406,12 +412,12 @@ class Failures:
         back = recovery.recorded > recovery.verified or spread
         return actions + self._training.doubted(task, verdict.because, now, back=back)
 
-    def _is_answer(self, task: Task, differing: Differing) -> bool:
-        """Is the one on a third machine, and the other one where it was, in the same process?"""
-        moved, stays = task.seats.get(differing.moved), task.seats.get(differing.stays)
-        if moved is None or stays is None or stays.incarnation != differing.incarnation:
+    def _is_answer(self, task: Task, differing: Differing, other: Worker) -> bool:
+        """Is this one on a third machine, and the one that stays where it was, in the same process?"""
+        seat, stays = task.seats.get(other), task.seats.get(differing.stays)
+        if seat is None or stays is None or stays.incarnation != differing.incarnation:
             return False
-        return moved.node not in (differing.moved_from, differing.stays_at)
+        return seat.node not in (differing.moved_from, differing.stays_at)
 
     def agreed(self, task: Task, differing: Differing, stage: int, now: Moment) -> Actions:
         """Peers of a stage have computed the same bits. Are they the two that differed?"""
@@ -419,7 +425,7 @@ class Failures:
         place = None if task.managed is None else task.managed.places.get(differing.moved)
         if there != {differing.moved, differing.stays} or not isinstance(place, Entering | Member):
             return []
-        if not self._is_answer(task, differing):
+        if not self._is_answer(task, differing, differing.moved):
             return []
         task.failures.differing = None
         node, seat = self._roster.nodes[differing.moved_from], task.seats[differing.moved]

@@ -138,7 +138,7 @@ class Phases:
         self._log.planned(now, phase.epoch, kept_outputs)
         if isinstance(phase, Restoring):
             self._void_from(phase.restore + 1)
-            self._book.go_back_to(phase.restore)
+            self._book.go_back_to(phase.restore, is_verified=phase.restore == self.assembly.on_disk)
             self.assembly.loaded()
             self.assembly.ordered_in = phase.epoch
             orders = restore_orders(event, phase, self._places, self.groups, self._book)

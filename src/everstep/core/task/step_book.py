@@ -90,9 +90,12 @@ class StepBook:
             )
         return records
 
-    def go_back_to(self, step: int) -> None:
-        """The state of this step is restored: later steps are not recorded any more."""
-        self.recorded = self.verified = step
+    def go_back_to(self, step: int, *, is_verified: bool) -> None:
+        """The state of this step is restored: later steps are not recorded any more. That a state was kept
+        says nothing of the steps it was made in, unless it `is_verified`.
+        """
+        self.recorded = step
+        self.verified = step if is_verified else min(self.verified, step)
         self.sealed.clear()
 
     def void_from(self, step: int) -> None:
