@@ -245,7 +245,7 @@ def test_of_two_one_goes_to_a_third_machine_and_if_they_differ_again_the_other_o
 def test_a_third_worker_that_returns_meanwhile_answers_which_of_two_is_wrong(
     runs: list[tuple[Worker, str]],
 ) -> None:
-    """Storm seeds 1149 and 3988 of `--corruption`: the machine that was left stayed isolated, though sound."""
+    """Storm seeds 1149 and 3988 of `--corruption`: the machine that was left stayed isolated."""
     cluster = cluster_of_three()
     cluster.seal()
     report(cluster, (A, "1"), (B, "2"), (A, "1"), (B, "2"), microbatch=Microbatch(0, 1))

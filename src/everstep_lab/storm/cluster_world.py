@@ -168,8 +168,8 @@ class ClusterWorld:
         is_one_wrong = self.spec.flip is not None or self.spec.spike is not None
         if (place := self.scene.checkers.bad_at) is not None:
             bad = {f"slot {slot} of n{place[0]}" for slot in place[1]}
-            open_questions = [t.failures.differing for t in coordinator.tasks.values() if t.failures.differing]
-            asked = {f"slot {slot} of {one.moved_from}" for one in open_questions for slot in one.slots}
+            questions = [task.failures.differing for task in coordinator.tasks.values()]
+            asked = {f"slot {slot} of {one.moved_from}" for one in questions if one for slot in one.slots}
             if healthy := sorted(set(isolated) - bad - asked):  # nobody could tell before the task ended
                 raise Violation(f"no healthy slot is isolated: {healthy[0]} is, {', '.join(bad)} is wrong")
         if is_one_wrong and self.spec.faults == () and len(isolated) > 1:
