@@ -1,13 +1,10 @@
-"""Roles: what each may call, one node cannot speak for another, who did what, and where tokens never are."""
+"""Roles: what each may call, one node cannot speak for another, and who did what."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +13,7 @@ import aiohttp
 import pytest
 
 from everstep.cli import main
-from everstep.cli.client import Client
 from everstep.errors import UserError
-from everstep.launch import coordinator_token
 from everstep.server import api
 from everstep.server.access import (
     CALLS,
@@ -227,51 +222,3 @@ def test_a_token_on_the_command_line_of_a_daemon_is_refused(capfd: pytest.Captur
     assert main.run(["agent", "--token", "s3cret"]) == 2
     assert main.run(["coordinator", "--token", "s3cret", "--host", "0.0.0.0"]) == 2
     assert capfd.readouterr().err.count("can be read by every user of this machine") == 2
-
-
-def test_tokens_are_in_no_environment_and_in_no_log(tmp_path: Path) -> None:
-    """Real daemons, started with the token in their environment as systemd and scripts do."""
-    secret = "s3cret-of-the-cluster"
-    given = os.environ | {coordinator_token.VARIABLE: secret}
-    everstep, running = [sys.executable, "-m", "everstep.cli.main"], []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        with (tmp_path / f"{words[0]}.log").open("w") as log:
-            running.append(
-                subprocess.Popen(
-                    [*everstep, *words], env=given, stdout=subprocess.PIPE, stderr=log, text=True
-                )
-            )
-        return running[-1]
-
-    try:
-        daemon = start("coordinator", "--port", "0", "--state", str(tmp_path / "state"), "--json")
-        assert daemon.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            text += daemon.stdout.readline()
-        address = json.loads(text)["address"]
-        client = Client(address=address, token=secret)
-        start("agent", "--coordinator", address, "--node", "n1", "--slots", "1", "--json")
-        while not client.get("/v1/health")["leads"] or not client.get("/v1/status")["nodes"]:
-            assert all(process.poll() is None for process in running)
-            time.sleep(0.05)
-        pids = {process.pid for process in running} | {
-            pid for process in running for pid in _descendants(process.pid)
-        }
-        assert len(pids) >= 3, "the agent's fork server, too"
-        for pid in pids:
-            assert secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes(), pid
-            assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes(), pid
-    finally:
-        for process in reversed(running):
-            process.terminate()
-            process.wait(60)
-    logs = "".join((tmp_path / f"{name}.log").read_text() for name in ("coordinator", "agent"))
-    assert "dashboard: http" in logs
-    assert secret not in logs
-
-
-def _descendants(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [below for child in map(int, found) for below in (child, *_descendants(child))]

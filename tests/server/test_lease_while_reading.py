@@ -18,7 +18,7 @@ from harness.etcd import ABSENT, BINARY, Etcd
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=ABSENT)
 LEASE_S = 2  # etcd grants no shorter one
-ENTRIES = 600
+ENTRIES = 450
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_an_event_that_outlasts_the_lease_keeps_it_and_a_loop_that_hangs_loses_i
 
     async def slow() -> None:
         journal = await leading(etcd, "/slow-event", LEASE_S)
-        time.sleep(3 * LEASE_S)  # on the loop, as a decision is
+        time.sleep(2 * LEASE_S)  # on the loop, as a decision is
         assert await journal.append([joined(1)]) == 1
         await asyncio.sleep(0.2)
         assert not journal.lost.is_set()
@@ -113,7 +113,7 @@ def test_an_event_that_outlasts_the_lease_keeps_it_and_a_loop_that_hangs_loses_i
 
     async def hung() -> None:
         journal = await leading(etcd, "/hung-loop", LEASE_S)
-        time.sleep(4 * LEASE_S)
+        time.sleep(3 * LEASE_S)
         await asyncio.wait_for(journal.lost.wait(), 30.0)
         other = await leading(etcd, "/hung-loop", LEASE_S)
         await other.close()

@@ -101,3 +101,12 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
         run.step(row(step, 1.0), None, 1.0)
     run.close()
     assert len(said) == 1
+
+
+def test_tensorboard_has_the_scores(tmp_path: Path) -> None:
+    run = RunScalars(tmp_path)
+    run.evaluation(4, {"loss": 0.5, "error": float("nan")}, 1000.0)
+    run.close()
+    written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"eval/loss" in written
+    assert b"eval/error" not in written

@@ -24,6 +24,7 @@ from everstep.server.metrics import ClusterMetrics
 from everstep.server.record import ClusterRecord
 
 EVERY_S = 15.0
+STANDBY_S = 0.5  # between two looks at whether this coordinator leads
 ANSWER_S = 5.0
 _CUMULATIVE = 2  # AGGREGATION_TEMPORALITY_CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1"}
@@ -52,7 +53,7 @@ class MetricsExporter:
             while True:
                 if self._record.leads:
                     await self._send(session)
-                await asyncio.sleep(self._every_s)
+                await asyncio.sleep(self._every_s if self._record.leads else STANDBY_S)
 
     async def _send(self, session: aiohttp.ClientSession) -> None:
         families = self._metrics.registry.collect()
