@@ -214,7 +214,7 @@ def test_links_listen_at_one_address_and_tell_another_by_ipv4_or_ipv6(
     """`--host` was both, and IPv4 alone: peers of a node behind NAT, or of IPv6, could not be reached."""
     here, there = End(host, bind), End(host, bind)
     try:
-        assert there.links.address.host in (told, "::1")
+        assert there.links.address.host == told
         here.links.send(there.links.address, name(1), Envelope(), torch.ones(3))
         kind, frame = there.inbox.get(timeout=20)
         assert (kind, frame.parcel) == ("frame", name(1))
@@ -318,7 +318,7 @@ sys.stdin.read()
         worker.stdin.close()
 
 
-def test_a_path_that_swallows_everything_is_noticed(ends: tuple[End, End]) -> None:
+def test_the_kernel_is_told_to_give_up_a_path_that_swallows_everything(ends: tuple[End, End]) -> None:
     here, there = ends
     here.links.send(there.links.address, name(1), Envelope(), torch.ones(3))
     there.inbox.get(timeout=20)

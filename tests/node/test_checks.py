@@ -96,7 +96,10 @@ DEFECTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_a_defect_is_found_and_nothing_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "SIZE", 32)
     check, answer, change = DEFECTS[name]
     calls.clear()
     broken = type("Broken", (Healthy,), {answer: change})(tmp_path)

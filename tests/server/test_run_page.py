@@ -159,6 +159,8 @@ def test_a_page_that_goes_wrong_ends_and_the_run_goes_on(capsys: pytest.CaptureF
             run.meanwhile(lambda: client.get(f"/v1/tasks/{TASK}/readings"))
         run.report(1, ev.WorkerStarted(worker=Worker(0, 0), incarnation=1, address=("127.0.0.1", 1)))
         assert "page: given up (ZeroDivisionError" in capsys.readouterr().err
+        assert not run.page.watched
+        assert run.coordinator.tasks[TASK].seats[Worker(0, 0)].incarnation == 1, "the run has heard it"
 
 
 def test_what_changes_something_needs_the_token_and_comes_from_no_other_page() -> None:

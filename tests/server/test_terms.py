@@ -350,7 +350,9 @@ def test_an_event_that_no_agent_may_report_does_not_end_the_coordinator(tmp_path
             ],
         )
     )
-    asyncio.run(started(tmp_path, more=[]))
+    again = asyncio.run(started(tmp_path, more=[]))
+    assert set(again.record.machine.nodes) == {"a"}
+    assert again._aside == {}, "it was handled, not set aside"
 
 
 def test_a_journal_without_room_ends_nothing_and_is_written_when_there_is_some(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.server
 import queue
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,8 +134,16 @@ def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:
         provider("collector")
 
 
-def test_a_collector_that_is_away_costs_only_its_traces(tmp_path: Path) -> None:
+def test_a_collector_that_is_away_costs_only_its_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who tells of an incident nor the end of the coordinator waits for it."""
+    monkeypatch.setattr("everstep.server.traces.EXPORT_S", 0.5)
     record = leading()
     record.machine.log.incidents.append(incident())
-    traces = IncidentTraces(record, "http://127.0.0.1:9")
-    traces.hear({"kind": "IncidentClosed", "incident": 3, "at": 10.25})
+    with socket.socket() as away:
+        away.bind(("127.0.0.1", 0))  # nothing listens: a connection is refused
+        traces = IncidentTraces(record, f"http://127.0.0.1:{away.getsockname()[1]}")
+        began = time.monotonic()
+        traces.hear({"kind": "IncidentClosed", "incident": 3, "at": 10.25})
+        assert time.monotonic() - began < 0.4, "it was sent by the thread that told of it"
+        traces.close()
+    assert time.monotonic() - began < 10

@@ -97,7 +97,7 @@ def test_storage_that_hangs_costs_saves_and_no_step(fork_server: ForkServer, tmp
     readers: list[int] = []
 
     def hang() -> None:
-        parts = itertools.product((40, 41), (0, 1), (1, 2))
+        parts = itertools.product((20, 21), (0, 1), (1, 2))
         for number, (step, stage, share) in enumerate(parts):
             os.mkfifo(pipes / str(number))
             folder = root / f"step-{step:08d}.partial"
@@ -105,22 +105,22 @@ def test_storage_that_hangs_costs_saves_and_no_step(fork_server: ForkServer, tmp
             os.link(pipes / str(number), folder / f"stage-{stage}-{share}-of-2-i1.safetensors")
 
     def watch(kind: str, what: Any) -> None:
-        if kind == "step" and what.step == 5:
+        if kind == "step" and what.step == 4:
             hang()
-        if kind == "step" and what.step == 50:
+        if kind == "step" and what.step == 30:
             readers.extend(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) for pipe in sorted(pipes.iterdir()))
 
     try:
-        task = trained(fork_server, root, watch, interval=1, steps=90)
+        task = trained(fork_server, root, watch, interval=1, steps=45)
     finally:
         for reader in readers:
             os.close(reader)
-    assert len(task.outcome.by_step()) == 90
+    assert len(task.outcome.by_step()) == 45
     incident = next(i for i in task.coordinator.log.incidents if i.what == NOT_SAVED)
     assert incident.verdict is not None
     assert incident.verdict.kind == "remote storage error"
     assert any("the checkpoint storage does not answer" in evidence.text for evidence in incident.evidence)
-    assert complete_steps(root)[-1] == 90
+    assert complete_steps(root)[-1] == 45
 
 
 def test_the_last_step_is_saved_whatever_the_interval(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ class Recordings:
         if self._is_full or not self.has_room(int(_MARGIN * self.expected_bytes())):
             self._is_full, self.is_off = True, not self._made
             return None
-        gc.collect()  # what is left of eager graphs belongs to another stream
         recorder = self.recorder()
         try:
             self._made.append(self._record(recorder, tensors, tree))
@@ -247,6 +246,7 @@ class CudaRecorder:
     _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  one per device: see record
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()  # what is left of eager graphs belongs to another stream
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
