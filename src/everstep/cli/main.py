@@ -32,7 +32,7 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "drain": "everstep.cli.cluster:drain_command",
     "check": "everstep.cli.check:check_command",
     "expect": "everstep.cli.cluster:expect_command",
-    "notice": "everstep.cli.notice:notice_command",
+    "notice": "everstep.cli.cluster:notice_command",
     "cancel": "everstep.cli.cluster:cancel_command",
     "pause": "everstep.cli.cluster:pause_command",
     "resume": "everstep.cli.cluster:resume_command",

@@ -16,33 +16,47 @@ sums that do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
-from everstep.engine.layers.model import BACKWARD, Model, Slot, end, refusing_changed_buffers, slots
+from everstep.engine.layers.model import (
+    BACKWARD,
+    Model,
+    Slot,
+    drawn,
+    end,
+    every_parameter,
+    in_precision,
+    in_training,
+    refusing_changed_buffers,
+    slots,
+    trained,
+)
 from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.taken_over import take_over
 from everstep.engine.shards.collectives import Collectives
-from everstep.engine.shards.layers import refuse_unequal, sum_whole
+from everstep.engine.shards.layers import cut, join, refuse_unequal, sum_whole
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
-from everstep.engine.stage.held_bytes import HeldBytes
-from everstep.engine.stage.microbatch_numbers import MicrobatchNumbers
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.stage.stage_evaluation import StageEvaluation
-from everstep.engine.stage.stage_layers import build_layers
 from everstep.engine.stage.stage_loss import StageLoss
 from everstep.engine.stage.stash import Stash
-from everstep.engine.stage.tied_halves import TiedHalves
 from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.sum_units import Accumulate
@@ -99,17 +113,11 @@ class Stage:
             else torch.zeros(self.size, dtype=self._dtype, device=device)
         )
         self._queue: Queue = []
-        self._modules, self.parameters, self._summed = build_layers(
-            model,
-            layers,
-            seed=self.seed,
-            slots=self.slots,
-            masters=self.masters,
-            working=self.working,
-            queue=self._queue,
-            plan=self.cut,
-            shards=shards,
-        )
+        self._modules: list[nn.Module] = []
+        self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
+        self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
+        for index in layers:
+            self._build(index)
         self.evaluation = evaluation
         self._loss = StageLoss(model, device, shards)
         self._through = model.assembly.join(layers, self._modules, device)
@@ -140,6 +148,35 @@ class Stage:
         self.recordings: Recordings | None = None
         self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
         self._whole_are_equal = shards is None  # whole parameters on all shards; looked at in the first W
+
+    def _build(self, index: int) -> None:
+        """A layer, drawn on the CPU from (seed, layer), so equal everywhere. Masters and working weights get
+        its first values; its weight gradients will go to the queue.
+        """
+        model, layer = self.model, self.model.names[index]
+        module = drawn(model, index, self.seed)
+        here = every_parameter(layer, module)
+        for first, second in model.tied:  # the second of a pair starts with the values of the first
+            if second in here:
+                owner = max((name for name in model.layers if first.startswith(name + ".")), key=len)
+                others = owner != layer
+                source = drawn(model, model.names.index(owner), self.seed) if others else module
+                here[second].data.copy_(every_parameter(owner, source)[first].data)
+        cut(layer, module, self.cut)
+        parameters = trained(layer, module)
+        for name, parameter in parameters.items():
+            master, copy = self.slots[name].of(self.masters), self.slots[name].of(self.working)
+            copy.copy_(master.copy_(parameter.data))
+            parameter.data = copy
+        self.parameters.update(parameters)
+        in_precision(module.to(self.working.device), self.working.dtype, layer, model.assembly.in_fp32)
+        fused = regions.are_enabled() and self.shards is None and not model.assembly.has_regions
+        take_over(module, self._queue, fused=fused)
+        if self.shards is not None:
+            self._summed.extend(join(layer, module, self.cut, self.shards))
+        self._modules.append(in_training(module))
+        if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
+            module.forward = regions.compiled(f"layer {layer!r}", module.forward)
 
     def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
         """From now on F and I are recorded, where they can be."""
@@ -492,3 +529,96 @@ def changed_in_place(by: str) -> str:
         f"{by} changes a tensor in place that the layer before gives, such as a mask; a worker that takes "
         "over would get the changed one: make a new tensor, such as x = x * y instead of x *= y."
     )
+
+
+class MicrobatchNumbers:
+    """The loss of each microbatch and what it counts, of this step and the one before."""
+
+    def __init__(self) -> None:
+        self.losses: dict[tuple[int, int], Tensor] = {}  # by step and microbatch
+        self.weights: dict[tuple[int, int], float] = {}
+
+    def keep_loss(self, step: int, microbatch: int, loss: Tensor) -> None:
+        self.losses = {key: known for key, known in self.losses.items() if key[0] >= step - 1}
+        self.losses[step, microbatch] = loss
+
+    def keep_weight(self, step: int, microbatch: int, weight: float) -> None:
+        if not 0 <= weight < math.inf:
+            raise UserError(
+                f"the loss of step {step}, microbatch {microbatch} has the weight {weight}; it must be 0 or "
+                "more, such as the number of tokens that count."
+            )
+        self.weights = {key: known for key, known in self.weights.items() if key[0] >= step - 1}
+        self.weights[step, microbatch] = weight
+
+    def discard(self, from_step: int | None) -> None:
+        for key in [key for key in self.losses if from_step is None or key[0] >= from_step]:
+            del self.losses[key]
+        for key in [key for key in self.weights if from_step is None or key[0] >= from_step]:
+            del self.weights[key]
+
+
+class TiedHalves:
+    """A stage's halves of tied pairs whose other halves are on another stage: in and out of a flat buffer."""
+
+    def __init__(self, model: Model, slots: Mapping[str, Slot]) -> None:
+        both = [pair for pair in model.tied if all(half in slots for half in pair)]
+        self.has_pair = bool(both)  # are both halves of a pair here?
+        self._elsewhere = [
+            slots[name] for pair in model.tied if pair not in both for name in pair if name in slots
+        ]
+
+    def part(self, flat: Tensor) -> Tensor:
+        """The halves that are here, one after the other."""
+        return torch.cat([slot.of(flat).reshape(-1) for slot in self._elsewhere])
+
+    def set_part(self, flat: Tensor, part: Tensor) -> None:
+        """The inverse of `part`."""
+        for slot in self._elsewhere:
+            here = slot.of(flat)
+            here.copy_(part[: here.numel()].view(here.shape))
+            part = part[here.numel() :]
+
+
+class HeldBytes:
+    """What a microbatch holds between its ops, in bytes: measured once, on the first one. `weights`: the flat
+    buffer of the stage's weights, which are held anyway.
+    """
+
+    def __init__(self, weights: Callable[[], Tensor]) -> None:
+        self._weights = weights
+        self._kept: list[Tensor] = []
+        self.forward = self.weight = -1  # from F to I, from I to W; not measured yet
+
+    def measured(self) -> AbstractContextManager[Any]:
+        """For a forward: what it keeps for its backward is counted, if it has not been yet."""
+        return nullcontext() if self.forward >= 0 else _Counted(self)
+
+    def keep(self, *values: Any) -> None:
+        """A recomputed layer keeps these, and nothing else."""
+        if self.forward < 0:
+            self._kept.extend(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+    def counted(self) -> None:
+        self.forward = self.of(self._kept)
+        self._kept.clear()
+
+    def of(self, tensors: Iterable[Tensor]) -> int:
+        """Memory of the storages behind some tensors, the weights' own left out."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages.pop(self._weights().untyped_storage().data_ptr(), None)
+        return sum(storages.values())
+
+
+class _Counted(saved_tensors_hooks):
+    def __init__(self, held: HeldBytes) -> None:
+        self._held = held
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._held.keep(tensor := tensor.detach())
+        return tensor
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._held.counted()
