@@ -1,5 +1,5 @@
-"""The commands of a running cluster: submit, status, drain, expect, notice, cancel, pause, resume and
-others.
+"""The commands of a running cluster: submit, status, queue, drain, expect, notice, cancel, pause, resume,
+update, resize, logs.
 """
 
 from __future__ import annotations
