@@ -273,7 +273,7 @@ def test_the_norm_of_a_tied_model_converts_no_tensor_as_a_whole(monkeypatch: pyt
     for slot in stage.slots.values():
         slot.of(flat).normal_(generator=torch.Generator().manual_seed(slot.offset))
     norms, converted = torch._foreach_norm, []
-    monkeypatch.setattr(counted, "CHUNK", 500)
+    monkeypatch.setattr(counted, "CPU_BLOCK", 500)
     monkeypatch.setattr(
         torch,
         "_foreach_norm",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everstep.engine.shards.collectives import summed
 from everstep.engine.stage.stage import Stage
+from everstep.engine.sums.sum_units import CPU_BLOCK
 from everstep.schedule.footprint import CHUNK
 
 
@@ -40,4 +41,5 @@ def squares_of(stage: Stage, parts: Sequence[Sequence[Tensor]]) -> tuple[float, 
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
-    return [flat[at : at + CHUNK] for at in range(0, flat.numel(), CHUNK)]
+    size = CPU_BLOCK if flat.device.type == "cpu" else CHUNK
+    return [flat[at : at + size] for at in range(0, flat.numel(), size)]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 Accumulate = Literal["strict", "strict40", "strict32", "fp64", "fp32"]
 
-_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
+CPU_BLOCK = 1 << 16  # elements that several passes go over: they stay in a cache
+_BLOCK = {"cpu": CPU_BLOCK, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
 _LARGER = 1 + 2.0**-52
 _OFFSET = 1.5 * 2.0**52
 
@@ -45,12 +46,12 @@ def units_of(kind: Accumulate, *, late: bool) -> SumUnits | None:
 def _add_to_doubles(additions: Sequence[Addition], sign: int) -> None:
     totals, contributions = [], []
     for total, contribution, _ in additions:
-        if total.numel() <= _BLOCK["cpu"]:
+        if total.numel() <= CPU_BLOCK:
             totals.append(total)
             contributions.append(contribution)
         else:
-            totals += torch.split(total, _BLOCK["cpu"])
-            contributions += torch.split(contribution, _BLOCK["cpu"])
+            totals += torch.split(total, CPU_BLOCK)
+            contributions += torch.split(contribution, CPU_BLOCK)
     if totals:
         torch._foreach_add_(totals, contributions, alpha=sign * _LARGER)
 

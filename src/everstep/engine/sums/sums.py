@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -29,7 +29,7 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, reciprocal
 from everstep.engine.sums.sum_parts import SHORT, SumPart, restored, shortened
-from everstep.engine.sums.sum_units import Accumulate, Addition, units_of
+from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, units_of
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
 
@@ -148,13 +148,10 @@ class GradientSums:
         group, self._group, self._group_size = self._group, [], 0
         if not group or self._units is None:
             return
-        largest = [contribution.max() for _, contribution in group]
-        smallest = [contribution.min() for _, contribution in group]
-        found = torch.stack([*largest, *smallest]).tolist()
+        ends = [end for _, contribution in group for end in contribution.aminmax()]
+        found = torch.stack(ends).tolist()
         fitting = []
-        for (index, contribution), high, low in zip(
-            group, found[: len(group)], found[len(group) :], strict=True
-        ):
+        for (index, contribution), low, high in zip(group, found[::2], found[1::2], strict=True):
             peak = grids.exponent(max(high, -low))
             if self._fits(index, peak):
                 self.peaks[index] = max(self.peaks[index], peak)
@@ -285,7 +282,7 @@ class GradientSums:
                 sums = [restored(flat, _shifted(whole, stretch.start)) for flat in flats]
                 self._device_sums.means(whole, sums, weight, out, origin)
             chunks = self._uncommon(stretch, levels, parts)
-        for chunk in chunks:
+        for chunk in chunks if self._is_late else _in_a_cache(chunks):
             here = [restored(flat, _shifted(chunk, stretch.start)) for flat in flats]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
                 total = self._total(chunk, here, levels, parts)
@@ -347,8 +344,11 @@ class GradientSums:
                 total, pieces, start, torch._foreach_mul_, lambda i, level: 2.0 ** self._unit(i, level)
             )
             return total
-        total = sums[0].clone()
-        self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+        is_whole = sum(piece.stop - piece.start for *_, piece in pieces) == sums[0].numel()
+        total = torch.empty_like(sums[0]) if is_whole else torch.zeros_like(sums[0])
+        for index, level, piece in pieces:
+            here = _shifted(piece, start)
+            torch.sub(sums[0][here], self._offset(index, level), out=total[here])
         for one in sums[1:]:  # two offsets in one number would take a bit of its grid
             total.add_(one)
             self._each(total, pieces, start, torch._foreach_sub_, self._offset)
@@ -415,6 +415,13 @@ def _blocks(stretch: slice) -> list[slice]:
     """What is restored at once: it has to be held."""
     starts = range(stretch.start, stretch.stop, _RESTORED)
     return [slice(start, min(start + _RESTORED, stretch.stop)) for start in starts]
+
+
+def _in_a_cache(chunks: Sequence[slice]) -> Iterator[slice]:
+    """On a CPU: what several passes go over at once."""
+    for chunk in chunks:
+        for start in range(chunk.start, chunk.stop, CPU_BLOCK):
+            yield slice(start, min(start + CPU_BLOCK, chunk.stop))
 
 
 def _shifted(piece: slice, start: int) -> slice:
