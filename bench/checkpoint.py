@@ -1,8 +1,10 @@
-"""Checkpoints in figures: convert, read a part, save, stall, and die while saving. Ratios from one run.
+"""Checkpoints in figures: convert, convert in shares, read a part, save, load, stall, and die while saving.
+Ratios from one run.
 
     python bench/checkpoint.py                                      2 GB, everything but DeepSpeed
     python bench/checkpoint.py --deepspeed ds/bin/python            with `ds_to_universal` beside us
     python bench/checkpoint.py --only kill --kills 100
+    python bench/checkpoint.py --only shares --processes 1,2,4,8,16 --gib 16
     python bench/checkpoint.py --only stall --device cuda --gib 8   the stall of a snapshot of a GPU's state
     python -m bench.checkpoint matrix --cases 300 --seed 7          odd checkpoints, every pair of formats
 
@@ -40,7 +42,7 @@ from everstep.store.saver import AsyncSaver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-SECTIONS = ("convert", "part", "save", "stall", "kill")
+SECTIONS = ("convert", "shares", "part", "save", "load", "stall", "kill")
 
 
 # ------------------------------------------------------------------ what is saved
@@ -107,12 +109,12 @@ def make_deepspeed(path: Path, gib: float, world: int) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def convert_here(source: Path, target: Path) -> None:
-    """In a process of its own, which tells its time and its memory."""
+def convert_here(source: Path, target: Path, share: tuple[int, int] | None) -> None:
+    """In a process of its own, which tells its time and its memory; a share is written by one thread."""
     before = peak_rss()
     started = time.perf_counter()
     state = read_state(source)
-    write_state(target, state, Target(format="universal"))
+    write_state(target, state, Target(format="universal", share=share, threads=1 if share else 2))
     seconds = time.perf_counter() - started
     told = {"seconds": seconds, "idle_rss": before, "peak_rss": peak_rss(), "bytes": state.num_bytes()}
     print(json.dumps(told))
@@ -166,6 +168,30 @@ def bench_convert(root: Path, options: argparse.Namespace) -> dict[str, Any]:
             "times_ds_to_universal_with_start": median(theirs) / median(whole),
         }
     return found
+
+
+def bench_shares(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One conversion by several processes of one thread each, from the first read to the commit."""
+    source, target = root / "zero1", root / "universal"
+    found: dict[str, Any] = {"source_bytes": make_deepspeed(source, options.gib, world=2)}
+    counts = [int(text) for text in options.processes.split(",")]
+    for count in counts:
+        seconds, peaks = [], []
+        for _ in range(options.turns):
+            os.sync()
+            words = [sys.executable, __file__, "--convert-here", str(source), str(target), "--share"]
+            running = [
+                subprocess.Popen([*words, f"{i}/{count}"], stdout=subprocess.PIPE, text=True)
+                for i in range(1, count + 1)
+            ]
+            told = [json.loads(process.communicate()[0]) for process in running]
+            seconds.append(max(row["seconds"] for row in told))
+            peaks.append(max(row["peak_rss"] for row in told))
+            assert folder.complete_steps(target) == [1]
+            shutil.rmtree(target)
+        found |= {f"processes_{count}_s": median(seconds), f"processes_{count}_peak_bytes": max(peaks)}
+    first, last = (found[f"processes_{count}_s"] for count in (counts[0], counts[-1]))
+    return found | {"times_faster": first / last}
 
 
 def _ds_to_universal(python: str, source: Path, root: Path, *more: str) -> None:
@@ -266,6 +292,39 @@ def bench_save(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "times_dcp": found["dcp_s"] / found["ours_s"],
         "times_dcp_2_threads": found["dcp_2_threads_s"] / found["ours_s"],
     }
+
+
+def bench_load(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All of a state into tensors that are there: ours with every hash checked, DCP, torch.load."""
+    import torch.distributed.checkpoint as dcp
+
+    state = with_moments(weights(options.gib))
+    save_ours(root / "o", 1, state)
+    _save_dcp(root / "d", state)
+    _torch_save(root / "t.pt", state)
+    into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+
+    def ours() -> None:
+        found = folder.open_checkpoint(root / "o" / "step-00000001")
+        for name, tensor in into.items():
+            tensor.copy_(found.read_box(name))
+
+    def theirs() -> None:
+        for name, tensor in torch.load(root / "t.pt").items():
+            into[name].copy_(tensor)
+
+    contestants = {
+        "ours": ours,
+        "dcp": lambda: dcp.load(into, checkpoint_id=str(root / "d"), no_dist=True),
+        "torch_load": theirs,
+    }
+    rows: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(options.turns):
+        for name, load in contestants.items():
+            rows[name].append(timed(load))
+            assert all(torch.equal(into[key], tensor) for key, tensor in state.items()), name
+    found: dict[str, Any] = {f"{name}_s": median(times) for name, times in rows.items()}
+    return {"bytes": size_of(state), **found, "of_dcp": found["ours_s"] / found["dcp_s"]}
 
 
 def _torch_save(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -446,15 +505,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default=None, help="where to write; a temporary folder if not given")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--processes", default="1,2", help="of `shares`")
     parser.add_argument("--convert-here", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.convert_here:
-        convert_here(*map(Path, options.convert_here))
+        index, _, count = options.share.partition("/")
+        source, target = map(Path, options.convert_here)
+        convert_here(source, target, (int(index), int(count)) if count else None)
         return 0
     benches = {
         "convert": bench_convert,
+        "shares": bench_shares,
         "part": bench_part,
         "save": bench_save,
+        "load": bench_load,
         "stall": bench_stall,
         "kill": bench_kill,
     }

@@ -268,6 +268,7 @@ def test_a_task_below_its_minimum_keeps_its_workers_until_others_need_them() -> 
     lose(cluster, "d")
     assert workers(cluster, "t") == 3
     assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+    assert "t has too few workers (3), and others may take their slots" in decided(cluster)[-1].because
     cluster.submit("other", Shape(3, 1, 4), steps=40)
     cluster.copy_to_memory(2, away=False)
     cluster.seal()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from everstep.convert import selfcheck
 from everstep.convert.conversion import Reading, Target, read_state, write_state
 from everstep.convert.formats import pickles
 from everstep.convert.formats.shards import ShardRules
@@ -376,6 +377,17 @@ def test_experts_go_to_another_number_of_expert_parallel_ranks(
     found = read_state(tmp_path / "moe")
     assert found.groups == state.groups
     assert all(np.array_equal(read_all(found.tensors[n]), read_all(s)) for n, s in state.tensors.items())
+
+
+@pytest.mark.parametrize("through", ["universal", "dcp", "hf", "megatron"])
+def test_experts_pass_through_every_format_to_another_number_of_ranks(tmp_path: Path, through: str) -> None:
+    """The column of experts in the matrix: weights, moments and groups, from two ranks to four."""
+    state = moe()
+    write_state(tmp_path / "two", state, Target(format="deepspeed", stage=1, world=2, ep=2))
+    write_state(tmp_path / "hub", read_state(tmp_path / "two"), Target(format=through))
+    hub = read_state(tmp_path / "hub", through)
+    write_state(tmp_path / "four", hub, Target(format="deepspeed", stage=1, world=4, ep=4))
+    assert selfcheck.changes(state, read_state(tmp_path / "four")) == []
 
 
 def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def _explained(name: str, gain: Gain) -> str:
         shape = f", {gain.shape_after}" if gain.shape_after else ""
         return f"{name} starts on {gain.workers_after} workers{shape}"
     if gain.kind is OptionKind.STOP:
+        if not gain.throughput_before:  # a stage has none, or there are fewer than its user wants
+            return f"{name} has too few workers ({gain.workers_before}), and others may take their slots"
         return f"{name} stops ({count})"
     kept = f", {gain.ratio:.0%} of its throughput"
     shape = ""
