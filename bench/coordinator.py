@@ -98,7 +98,7 @@ def kills(times: int, seed: int, folder: Path, steps: int) -> dict[str, Any]:
         cluster.nodes_up(2)
         live = cluster.settled()
         cluster.kill_coordinator()
-    again = replayed(folder / "state-first")
+    again = replayed(folder / "state-first", live[0])
     if again != live:
         print(f"live {live}, replayed {again}", file=sys.stderr)
     return {

@@ -234,8 +234,8 @@ MUTANTS = [
     _mutant(
         "snapshot_without_the_rows",
         TERM,
-        '            "steps": self.record.snapshot(),\n',
-        '            "steps": None,\n',
+        "return freeze(self.machine), self.record.snapshot(),",
+        "return freeze(self.machine), None,",
         f"{OF_TERM}::test_a_snapshot_keeps_the_rows_that_are_shown",
     ),
     _mutant(

@@ -38,7 +38,7 @@ COLUMNS = ("scene", "events", "p50_ms", "max_ms", "slowest", "total_s", "order_m
 
 def holds(row: dict[str, Any]) -> bool:
     if "tasks" in row:
-        return row["scene"] == "submit" or bool(row["total_s"] <= MOST_RESTART_S)
+        return row["scene"] != "restart" or bool(row["total_s"] <= MOST_RESTART_S)
     return bool(row["within_budget"]) and (
         row["scene"] != "death" or row["order_bytes_per_worker"] <= MOST_BYTES
     )

@@ -210,7 +210,7 @@ def run(
         incidents = cluster.incidents()
         settled = cluster.settled()
         cluster.kill_coordinator()
-        again = replayed(state)
+        again = replayed(state, settled[0])
         wrong["journal"] = [f"it gives {again}, the coordinator had {settled}"] if again != settled else []
         cluster.close()
         wrong["left behind"] = left_behind(storm, before, temporary)

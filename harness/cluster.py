@@ -18,7 +18,7 @@ from typing import Any
 
 from everstep.cli.client import Client
 from everstep.core.cluster.snapshot import digest
-from everstep.server.journal import SqliteJournal
+from everstep.server.journal import JournalEntry, SqliteJournal
 from everstep.server.term import Daemon
 
 MEASURED_POLL_S = 0.02  # where what is waited for is also timed
@@ -245,11 +245,24 @@ class Cluster:
         )
 
 
-def replayed(folder: Path) -> tuple[int, str]:
-    """The same of a journal that nobody has open, read from the beginning."""
+class _Beginning(SqliteJournal):
+    """A journal without the entries that came after this number."""
+
+    def __init__(self, path: Path, upto: int) -> None:
+        super().__init__(path)
+        self._upto = upto
+
+    async def entries(self, after: int = 0) -> list[JournalEntry]:
+        return [entry for entry in await super().entries(after) if entry.number <= self._upto]
+
+
+def replayed(folder: Path, upto: int) -> tuple[int, str]:
+    """The same of a journal that nobody has open, read from the beginning up to this entry: more may have
+    been written between the last look at a coordinator and its end.
+    """
 
     async def read() -> tuple[int, str]:
-        journal = SqliteJournal(folder / "journal.sqlite")
+        journal = _Beginning(folder / "journal.sqlite", upto)
         await journal.open()
         daemon = Daemon(journal, folder=folder, say=lambda line: None)
         term = await daemon.begin()

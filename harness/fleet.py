@@ -33,7 +33,7 @@ from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.server.record import ClusterRecord
-from everstep.server.term import collect_new, pack, unpack
+from everstep.server.term import Unsaved, collect_new, pack, unpack
 from harness.crew import Actor, Crew
 
 TASK = "t"
@@ -177,13 +177,21 @@ class Fleet:
         self._events.append(("look at the clock", self._driver.look_at_clock))
         return self.settle()
 
-    def restart(self) -> tuple[Coordinator, Busy]:
-        """A new coordinator reads the journal: one event is the decoding and the handling of one entry."""
+    def restart(
+        self, *, snapshot: str = "", after: int = 0, upto: int | None = None
+    ) -> tuple[Coordinator, Busy]:
+        """A new coordinator reads the journal: one event is the decoding and the handling of one entry.
+        `snapshot`: of the state after entry `after`, which is where it begins.
+        """
         before, self.machine = self.machine, Coordinator(planned=True)
-        self.thinking = Thinking()
+        self.thinking, self.busy = Thinking(), Busy()
+        if snapshot:
+            began = time.process_time()
+            thaw(self.machine, json.loads(snapshot))
+            self.busy.events.append(("snapshot", time.process_time() - began))
         self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
-        driver, self.busy = self._new_driver(0), Busy()
-        for body in self.entries:
+        driver = self._new_driver(after)
+        for body in self.entries[after:upto]:
             began = time.process_time()
             at, event = unpack(body)
             driver.replay([(at, event)])
@@ -356,19 +364,26 @@ def measure(workers: int, scenes: tuple[str, ...] = SCENES) -> Iterator[dict[str
 
 
 def measure_tasks(count: int) -> Iterator[dict[str, Any]]:
-    """The same for many small tasks. A restart reads the journal, or the snapshot that is there at the latest
-    after every 5,000 entries.
+    """The same for many small tasks. `replay` is the whole journal. `restart` is what a coordinator does that
+    was killed at the worst moment: just before the snapshot that its rule asks for.
     """
     fleet, submitted = Fleet(), Busy()
     fleet.join(count + 1, SLOTS)
     for number in range(count):
         submitted = fleet.submit(Shape(2, 4, 4), task=f"t{number}")
+    replay = fleet.restart()[1]
+    entries = len(fleet.entries)
+    unsaved = Unsaved(after=entries)
+    while unsaved.after and not unsaved.wants_snapshot(entries, is_idle=False):
+        unsaved.after -= 1
+        unsaved.cost_s += replay.events[unsaved.after][1]
+    then = fleet.restart(upto=unsaved.after)[0]
     began = time.process_time()
-    frozen = json.dumps(freeze(fleet.machine))
-    froze = time.process_time()
-    thaw(Coordinator(planned=True), json.loads(frozen))
-    snapshot = Busy(events=[("freeze", froze - began), ("thaw", time.process_time() - froze)])
-    for scene, found in (("submit", submitted), ("restart", fleet.restart()[1]), ("snapshot", snapshot)):
+    frozen = freeze(then)
+    froze = Busy(events=[("freeze", time.process_time() - began)])
+    restart = fleet.restart(snapshot=json.dumps(frozen), after=unsaved.after)[1]
+    scenes = {"submit": submitted, "replay": replay, "freeze": froze, "restart": restart}
+    for scene, found in scenes.items():
         row = found.row()
         yield {
             "tasks": count,

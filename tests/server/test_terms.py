@@ -476,3 +476,83 @@ def test_while_the_planner_thinks_the_coordinator_answers(
             asyncio.run(play(address))
         finally:
             answer.set()
+
+
+def test_a_snapshot_is_due_by_what_a_replay_would_cost_and_sooner_in_idle_moments() -> None:
+    """It was due after 5,000 entries: with 300 tasks a restart replayed for 5 s."""
+    cheap = terms.Unsaved(after=100, cost_s=0.1)
+    assert not cheap.wants_snapshot(100 + terms.SNAPSHOT_EVERY - 1, is_idle=True)
+    assert cheap.wants_snapshot(100 + terms.SNAPSHOT_EVERY, is_idle=False)
+    dear = terms.Unsaved(after=100, cost_s=(terms.REPLAY_IDLE_S + terms.REPLAY_MOST_S) / 2)
+    assert (dear.wants_snapshot(101, is_idle=True), dear.wants_snapshot(101, is_idle=False)) == (True, False)
+    dear.cost_s = terms.REPLAY_MOST_S
+    assert dear.wants_snapshot(101, is_idle=False)
+    dear.freeze_s = 1.0  # then a snapshot after every second of decisions would double the load
+    assert not dear.wants_snapshot(101, is_idle=False)
+    dear.cost_s = 1.0 / terms.SNAPSHOT_SHARE
+    assert dear.wants_snapshot(101, is_idle=False)
+
+
+def test_decisions_wait_for_a_snapshot_and_the_loop_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state was read on the loop: with 300 tasks nobody was heard for 0.2 s. It is taken as soon as what
+    was decided costs too much to replay, long before 5,000 entries.
+    """
+    began, go_on, real = threading.Event(), threading.Event(), terms.freeze
+
+    def slowly(machine: Coordinator) -> Any:
+        began.set()
+        assert go_on.wait(LIMIT_S)
+        return real(machine)
+
+    async def play(daemon: Daemon) -> None:
+        journal = daemon.journal
+        await daemon.handle(joined("a"))
+        assert await asyncio.to_thread(began.wait, LIMIT_S)
+        number = daemon.record.number
+        late = asyncio.create_task(daemon.handle(joined("b")))
+        async with asyncio.timeout(LIMIT_S):
+            while len(await journal.entries()) <= number:
+                await asyncio.sleep(0.01)
+        assert "b" not in daemon.record.machine.nodes, "it is written down and not decided"
+        go_on.set()
+        await late
+        async with asyncio.timeout(LIMIT_S):
+            while (found := await journal.latest_snapshot()) is None:
+                await asyncio.sleep(0.01)
+        nodes = json.loads(zlib.decompress(found[1]))["state"]["nodes"]
+        assert [node["name"] for node in nodes] == ["a"]
+
+    monkeypatch.setattr(terms, "freeze", slowly)
+    monkeypatch.setattr(terms, "REPLAY_IDLE_S", 1e-9)
+    asyncio.run(led(tmp_path, play, []))
+
+
+def test_a_decision_that_raised_leaves_no_snapshot_of_its_half_changed_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Coordinator.handle
+
+    def handle(machine: Coordinator, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
+        actions = real(machine, event, now)
+        if isinstance(event, msg.NodeJoined):
+            raise RuntimeError("after half of it")
+        return actions
+
+    async def play() -> None:
+        journal = SqliteJournal(tmp_path / "journal.sqlite")
+        await journal.open()
+        term = await Daemon(journal, folder=tmp_path, say=lambda line: None).begin()
+        writing = asyncio.create_task(term._write())
+        term.hear(joined("a"))
+        with pytest.raises(InternalError):
+            await writing
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(term._snapshot(), 0.1)
+        assert await journal.latest_snapshot() is None
+        term.close()
+        await journal.close()
+
+    monkeypatch.setattr(Coordinator, "handle", handle)
+    asyncio.run(play())

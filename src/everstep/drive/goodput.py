@@ -25,7 +25,7 @@ from everstep.core.cluster.lives import Living, Locating, Settling
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.task.states import Gathering, Member, Over, Planning, Running
 from everstep.protocol.incidents import IncidentLog
-from everstep.protocol.shape import Shape
+from everstep.protocol.messages import TaskSubmitted
 from everstep.protocol.table import Document, Json
 
 HOUR_S = 3600.0
@@ -171,7 +171,7 @@ class TaskAccount:
             "owner": self.owner,
             "state": self.state,
             "totals": dict(self.totals),
-            "hours": [[hour, amounts] for hour, amounts in self.hours.items()],
+            "hours": [[hour, dict(amounts)] for hour, amounts in self.hours.items()],
             "open_s": self.open_s,
             "notice_s": self.notice_s,
             "suspects": self.suspects,
@@ -213,18 +213,24 @@ class Accounts:
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskAccount] = {}
-        self._shapes: dict[str, Shape] = {}
+        # At the last look, for each task: what its condition depends on, beside incidents and steps.
+        self._seen: dict[str, tuple[TaskState, TaskSubmitted, object]] = {}
+        self._stopped: set[str] = set()
+        self._suspects: set[str] = set()
         self._at = self._advanced_at = 0.0
 
     @property
     def tasks(self) -> dict[str, TaskAccount]:
         """Up to the last event."""
+        self.advance()
+        return self._tasks
+
+    def advance(self) -> None:
         if self._advanced_at != self._at:
             self._advanced_at = self._at
             for account in self._tasks.values():
                 if account.state not in OVER:
                     account.advance(self._at)
-        return self._tasks
 
     def handled(
         self, tasks: Mapping[str, Task], log: IncidentLog, steps: Iterable[tuple[str, int]], at: float
@@ -233,41 +239,53 @@ class Accounts:
         change nothing for most tasks: of those the time is counted when somebody asks, or something changes.
         """
         self._at = at
+        changed: set[str] = set()
         for name, step in steps:
             if name in tasks and name in self._tasks and self._tasks[name].state not in OVER:
                 self._tasks[name].advance(at)
                 self._tasks[name].recorded(step, full=is_full(tasks[name]))
+                changed.add(name)
         open_ones = log.open_ones()
         stopped = {one.task for one in open_ones if one.stops_training}
         suspects = {one.task for one in open_ones if one.verdict is None}
+        changed |= (stopped ^ self._stopped) | (suspects ^ self._suspects)
+        self._stopped, self._suspects = stopped, suspects
         for name, task in tasks.items():
-            account = self._tasks.get(name)
-            if account is None:
-                if task.state in OVER:
-                    continue
-                owner = task.request.owner
-                account = self._tasks[name] = TaskAccount(since=at, until=at, owner=owner)
-            elif account.state in OVER:
-                continue
-            condition = condition_of(task, stopped=name in stopped, begun=account.last > 0)
-            account.disturbed |= condition in _FAULT
-            now = (task.state, condition, name in suspects)
-            if self._shapes.get(name) is task.shape and now == (
-                account.state,
-                account.condition,
-                account.suspects,
+            recovery, seen = task.progress.recovery, self._seen.get(name)
+            phase = None if recovery is None else recovery.phase
+            if (
+                seen is None
+                or seen[0] is not task.state
+                or seen[1] is not task.request
+                or seen[2] is not phase
+                or name in changed
             ):
-                continue
-            account.advance(at)
-            account.state = task.state
-            self._shapes[name] = task.shape
+                self._seen[name] = (task.state, task.request, phase)
+                self._look_at(task, at)
+        if len(self._seen) > len(tasks):
+            self._seen = {name: self._seen[name] for name in tasks}
+
+    def _look_at(self, task: Task, at: float) -> None:
+        """Something has changed that its condition may depend on."""
+        name = task.name
+        account = self._tasks.get(name)
+        if account is None:
             if task.state in OVER:
-                account.ended()
-                del self._shapes[name]
-            elif account.shape != (shape := str(task.shape)):
-                account.shape = shape
-                account.usual.clear()
-            account.condition, account.suspects = condition, name in suspects
+                return
+            owner = task.request.owner
+            account = self._tasks[name] = TaskAccount(since=at, until=at, owner=owner)
+        elif account.state in OVER:
+            return
+        condition = condition_of(task, stopped=name in self._stopped, begun=account.last > 0)
+        account.disturbed |= condition in _FAULT
+        account.advance(at)
+        account.state = task.state
+        if task.state in OVER:
+            account.ended()
+        elif account.shape != (shape := str(task.shape)):
+            account.shape = shape
+            account.usual.clear()
+        account.condition, account.suspects = condition, name in self._suspects
 
     def forget(self, now: float) -> None:
         oldest = now - KEPT_HOURS * HOUR_S

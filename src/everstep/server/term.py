@@ -19,13 +19,14 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from everstep import __version__
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.snapshot import freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
@@ -44,6 +45,9 @@ from everstep.server.step_files import StepFiles
 TICK_S = 0.05
 AHEAD_S, AHEAD_SHARE = 0.5, 0.02  # between two answers that are prepared, and the share of time for it
 SNAPSHOT_EVERY = 5000  # entries
+# What a restart may have to replay, in CPU seconds: then a snapshot is taken, in an idle moment or in any.
+REPLAY_IDLE_S, REPLAY_MOST_S = 0.3, 0.8
+SNAPSHOT_SHARE = 0.2  # of the time for decisions: a state that is slow to freeze is frozen less often
 MOST_WAITING = 20_000  # events that the journal has not taken: then agents are not read any more
 FORGET_S = 10.0
 MOST_THINK_S = 120.0  # for a schedule or an assignment: then a plain one is used
@@ -83,6 +87,21 @@ class DecisionError(InternalError):
         self.number, self.event, self.error = number, event, error
 
 
+@dataclass(slots=True)
+class Unsaved:
+    """What a coordinator that starts now would have to replay. An entry of a large cluster costs a hundred
+    times as much as one of a small cluster, so what counts is their time, not only their number.
+    """
+
+    after: int = 0  # the number of the last entry in a snapshot
+    cost_s: float = 0.0  # CPU time of the entries since
+    freeze_s: float = 0.0  # of the last snapshot
+
+    def wants_snapshot(self, number: int, *, is_idle: bool) -> bool:
+        limit_s = max(REPLAY_IDLE_S if is_idle else REPLAY_MOST_S, self.freeze_s / SNAPSHOT_SHARE)
+        return number - self.after >= SNAPSHOT_EVERY or self.cost_s >= limit_s
+
+
 class Term:
     def __init__(
         self,
@@ -107,7 +126,8 @@ class Term:
         self._began_at, self._began = clock(), time.monotonic()
         self._ports = ClusterPorts(self.lines, self, record)
         self._to_write: asyncio.Queue[tuple[list[bytes], Callable[[], None]]] = asyncio.Queue()
-        self._snapshot_at = 0
+        self._unsaved = Unsaved()
+        self._deciding = asyncio.Lock()  # held while the state changes, or is read for a snapshot
         self._jobs: set[asyncio.Task[None]] = set()
         self._callers: dict[asyncio.Future[None], msg.ClusterEvent] = {}
         self._failed: DecisionError | None = None
@@ -136,25 +156,23 @@ class Term:
             number, body = snapshot
             # In a thread: a loop that stands still for too long loses its leadership (etcd.LeaseKeeper).
             steps, at = await asyncio.to_thread(self._thaw, body)
-        self._snapshot_at = number
+        self._unsaved = Unsaved(after=number)
         self.driver = self._driver(Moment(at, number))
         self.record.begin(self.machine, self.hearts, number, steps)
         while entries := await self.journal.entries(after=self.driver.number):
             await self._replay(entries)
         self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
-        if any(number > self._snapshot_at for number in self._aside):
+        if any(number > self._unsaved.after for number in self._aside):
             await self._take_snapshot()  # another version of Everstep must not handle it after all
         self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
-        state = await asyncio.to_thread(digest, self.machine)
         self.record.lead()
         self.record.say(
             f"coordinator: {self.driver.number} entries in {time.monotonic() - began:.2f} s, "
-            f"state {state[:12]}, {len(self.machine.nodes)} nodes, "
-            f"{len(self.machine.tasks)} tasks"
+            f"{len(self.machine.nodes)} nodes, {len(self.machine.tasks)} tasks"
         )
         policy_now = self.machine.policy
         if not policy_now.journal or policy_now.version != __version__:
-            if self.driver.number > self._snapshot_at:  # what another version decided is not decided again
+            if self.driver.number > self._unsaved.after:  # what another version decided is not decided again
                 await self._take_snapshot()
             self._hear_journal(
                 policy_now.journal or uuid4().hex,
@@ -178,12 +196,14 @@ class Term:
         """By time, not by number: what an entry costs depends on the size of the cluster. A pause is long
         enough for a whole request, because a lease is kept by one.
         """
-        busy_since = time.monotonic()
+        busy_since, began = time.monotonic(), time.thread_time()
         for each in _readable(entries):
             self.driver.replay([each])
+            self._unsaved.cost_s += time.thread_time() - began
             if time.monotonic() - busy_since > REPLAY_S:
                 await asyncio.sleep(REPLAY_PAUSE_S)
                 busy_since = time.monotonic()
+            began = time.thread_time()
 
     def _thaw(self, body: bytes) -> tuple[Any, float]:
         """Fill the machine from a snapshot; the rows of steps, and its time."""
@@ -193,7 +213,8 @@ class Term:
 
     async def run(self) -> None:
         """Until cancelled, or until another coordinator leads: then LostLeadership."""
-        jobs = [asyncio.create_task(work) for work in (self._tick(), self._write(), self._until_lost())]
+        works = (self._tick(), self._write(), self._keep_replay_short(), self._until_lost())
+        jobs = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             for job in jobs:
@@ -351,8 +372,18 @@ class Term:
         while True:
             bodies, done = await self._to_write.get()
             await self._append(bodies)
+            await self._deciding.acquire()
+            began = time.thread_time()
             done()
-            if self.driver.number - self._snapshot_at >= SNAPSHOT_EVERY:
+            self._unsaved.cost_s += time.thread_time() - began
+            self._deciding.release()  # not if it raised: a state that is half changed is not for a snapshot
+
+    async def _keep_replay_short(self) -> None:
+        handled = self.driver.number
+        while True:
+            await asyncio.sleep(TICK_S)
+            is_idle, handled = handled == self.driver.number, self.driver.number
+            if self._unsaved.wants_snapshot(handled, is_idle=is_idle):
                 await self._take_snapshot()
 
     async def _append(self, bodies: list[bytes]) -> None:
@@ -382,7 +413,7 @@ class Term:
 
     async def _last_snapshot(self) -> None:
         """At a clean end: the next coordinator, perhaps of another version, replays nothing."""
-        if self._failed is not None or self.driver.number == self._snapshot_at:
+        if self._failed is not None or self.driver.number == self._unsaved.after:
             return
         try:
             await asyncio.wait_for(self._take_snapshot(), LAST_SNAPSHOT_S)
@@ -396,13 +427,20 @@ class Term:
             self.record.say(f"coordinator: {error}; no snapshot was taken")
 
     async def _snapshot(self) -> None:
-        number = self._snapshot_at = self.driver.number
-        document = {
-            "state": freeze(self.machine),
-            "steps": self.record.snapshot(),
-            "at": self.driver.now,
-        }
-        await self.journal.snapshot(number, await asyncio.to_thread(_packed, document))
+        """Decisions wait while the state is read, in a thread, so that agents and callers are heard; not
+        while it is packed and written.
+        """
+        async with self._deciding:
+            number, at = self.driver.number, self.driver.now
+            self.record.accounts.advance()  # here, because callers may ask for them while the thread reads
+            state, rows, freeze_s = await asyncio.to_thread(self._frozen)
+            self._unsaved = Unsaved(after=number, freeze_s=freeze_s)
+        packed = await asyncio.to_thread(_packed, {"state": state, "steps": rows, "at": at})
+        await self.journal.snapshot(number, packed)
+
+    def _frozen(self) -> tuple[Any, Any, float]:
+        began = time.thread_time()
+        return freeze(self.machine), self.record.snapshot(), time.thread_time() - began
 
     # -------------------------------------------------------------- slow questions
 

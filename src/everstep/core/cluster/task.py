@@ -419,11 +419,15 @@ class Task:
 
     def wanted(self) -> int:
         """Workers it may have."""
-        if self.most == 0:
+        most, limit, shape = self.most, self.bounds.workers, self.request.shape
+        if most == 0:
             return 0
-        places = self.shape.replicas * self.shape.stages
-        limits = [limit for limit in (self.most, self.bounds.workers) if limit is not None]
-        return max(self.least, min([places, *limits]))
+        places = shape.replicas * shape.stages
+        if most is not None and most < places:
+            places = most
+        if limit is not None and limit < places:
+            places = limit
+        return max(self.least, places)
 
     @property
     def has_every_stage(self) -> bool:
