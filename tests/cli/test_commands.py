@@ -192,3 +192,24 @@ def test_training_does_not_start_over_in_silence_when_no_checkpoint_is_sound(
     again = everstep("train", job_file, "--no-web", "--start-over", "--json").document()
     assert again["resumed_from"] == 0
     assert len(list(folder.glob("*.corrupt"))) >= 2
+
+
+def test_ctrl_c_before_a_command_is_loaded_prints_nothing(tmp_path: Path) -> None:
+    """It printed the traceback of an import."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def ended(before: str) -> tuple[int, bytes]:
+        code = f"{before}\nfrom everstep.cli import start\nstart()"
+        process = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            check=False,
+        )
+        return process.returncode, process.stderr[-200:]
+
+    assert ended("") == (-signal.SIGINT, b"")
+    ignored = ended("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    assert ignored[0] == 1, "it went on, and met a typer without anything in it"
+    assert b"AttributeError" in ignored[1]

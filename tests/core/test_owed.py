@@ -52,3 +52,36 @@ def test_a_gradient_of_a_dead_worker_is_kept_too_and_one_of_another_step_does_no
     }
     assert kept(ledgers) == 1
     assert kept({**ledgers, Worker(0, 1): Ledger(step=STEP, done=(op(Kind.I, 0, 0, 1),))}) == 0
+
+
+class Counted(dict[Worker, Ledger]):
+    """How often a ledger was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, worker: Worker) -> Ledger:
+        self.looks += 1
+        return super().__getitem__(worker)
+
+
+def test_ghosts_are_shared_out_evenly_without_a_look_at_every_peer_for_each() -> None:
+    """Stage 0 has its sum, stage 1 has nothing, and who made its inputs is dead: they are made again. With
+    512 replicas the choice of hosts was an event of two seconds.
+    """
+    shape = Shape(replicas=64, stages=2, microbatches=4)
+    late = {Worker(replica, 0): STEP + replica % 2 for replica in range(64)}
+    ledgers = Counted(
+        {
+            w: Ledger(
+                step=late.get(w, STEP),
+                done=(Op(Kind.R, None, 0),) if late.get(w) == STEP else (),
+                done_before=(Op(Kind.R, None, 0),) if late.get(w, STEP) > STEP else (),
+            )
+            for w in shape.workers()
+        }
+    )
+    owed = what_is_owed(shape, ledgers, steps=9, entering={})
+    assert {w: len(which) for w, which in owed.ghosts.items()} == {
+        w: 8 for w, step in late.items() if step == STEP
+    }, "those that have not updated yet"
+    assert ledgers.looks < 8 * len(ledgers)

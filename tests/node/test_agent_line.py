@@ -29,6 +29,7 @@ from everstep.node.worker_processes import WorkerLogs
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import LeaveNoticed, NodeReport
 from everstep.protocol.ops import Worker
+from everstep.ranks import snapshots
 from harness.cluster import small_job
 from tests.server.served import served
 
@@ -437,3 +438,31 @@ def test_a_daemon_is_not_ended_by_a_warning() -> None:
             await asyncio.sleep(0.01)
 
     assert until_signalled(work) == 0
+
+
+def test_an_agent_removes_the_files_of_keepers_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of scripts stayed in memory until another script ran on the node."""
+    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
+    left = tmp_path / "everstep-snapshots-left"
+    left.mkdir()
+    (left / "step-3").write_bytes(b"x")
+
+    async def play() -> bool:
+        living = snapshots.NodeMemory("127.0.0.1", "s")
+        left.mkdir(exist_ok=True)  # a living keeper has removed it
+        job = asyncio.create_task(
+            Agent(AgentSettings(node="n1", slots=1, coordinators=()), say=print, warn=print).run()
+        )
+        try:
+            async with asyncio.timeout(20):
+                while left.exists():
+                    await asyncio.sleep(0.02)
+            return living.folder.is_dir()
+        finally:
+            living.close()
+            job.cancel()
+            await asyncio.wait([job], timeout=20)
+
+    assert asyncio.run(play())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -55,13 +56,13 @@ def test_a_killed_follower_is_named_with_its_signal(tmp_path: Path) -> None:
     assert watched(group)[1] == [(1, "killed by SIGKILL")]
 
 
-def test_followers_end_with_their_leader(tmp_path: Path) -> None:
-    """A leader of its own, which is killed; the pipe closes when its follower is gone too."""
+def kill_a_group(folder: Path) -> None:
+    """With a leader of its own; the pipe closes when its follower is gone too."""
     read, write = os.pipe()
     leader = os.fork()
     if leader == 0:
         try:
-            group = fork(2, HOST, tmp_path)
+            group = fork(2, HOST, folder)
             os.write(write, b"L" if group.index == 0 else b"F")
             threading.Event().wait()
         finally:
@@ -72,6 +73,31 @@ def test_followers_end_with_their_leader(tmp_path: Path) -> None:
         os.kill(leader, signal.SIGKILL)
         assert pipe.read() == b"", "the follower has outlived its leader"
     os.waitpid(leader, 0)
+
+
+def test_followers_end_with_their_leader(tmp_path: Path) -> None:
+    kill_a_group(tmp_path)
+
+
+def test_the_folder_of_a_killed_group_goes_with_the_next_one_and_that_of_a_living_one_stays(
+    tmp_path: Path,
+) -> None:
+    """They stayed until the machine was started again, where no agent removed them."""
+    kill_a_group(tmp_path)
+    (left,) = tmp_path.iterdir()
+    ended = threading.Event()
+    first = led(tmp_path, lambda group: group.lines[0].recv(1))  # type: ignore[arg-type,return-value]
+    assert not left.exists()
+    (living,) = tmp_path.iterdir()
+    second = led(tmp_path, lambda group: None)
+    assert living.exists()
+    for group in (second, first):
+        for line in group.lines:
+            line.shutdown(socket.SHUT_RDWR)
+        group.watch(lambda shard, message: None, lambda shard, how: ended.set())
+        group.wait()
+    assert ended.is_set()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shards_listen_on_neighbouring_ports() -> None:

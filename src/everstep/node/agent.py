@@ -65,6 +65,7 @@ from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import parse_worker
 from everstep.protocol.table import PROTOCOL
+from everstep.ranks.snapshots import remove_left_files
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import share, temporary_folder
 
@@ -256,6 +257,7 @@ class Agent:
         self.workers.pairs.open()
         # Now: when a GPU breaks, its slots must be known, and nvidia-smi may no longer answer.
         self._do_beside(self.devices.find, lambda found: None)
+        self._do_beside(remove_left_files, lambda found: None)
         port = 0 if left is None else left.memory_port
         self._door = MemoryServer(self.workers.memory, self.settings.bind or self.settings.host, port)
         self._door.open()

@@ -29,6 +29,7 @@ from everstep.errors import UserError
 from everstep.net.sockets import listening
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
+from everstep.store.owned_folders import new_folder
 
 _PR_SET_PDEATHSIG = 1
 _TRIES = 64  # to find neighbouring ports that are free
@@ -68,7 +69,7 @@ class ShardGroup:
         """Until every follower has left, with all it had to say."""
         for thread in self._threads:
             thread.join()
-        shutil.rmtree(self.store.parent, ignore_errors=True)  # one that is killed leaves it to its agent
+        shutil.rmtree(self.store.parent, ignore_errors=True)
 
     def _hear(
         self,
@@ -126,7 +127,8 @@ class ShardGroup:
 def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
     """Fork this process, which becomes shard 0. Returns in every one of them."""
     listeners = neighbouring_ports(host, count)
-    root = Path(tempfile.mkdtemp(prefix="everstep-shards-", dir=folder))
+    # The lock stays open in all of them: a group that is killed leaves its folder to the next one here.
+    root, _ = new_folder("everstep-shards-", folder or Path(tempfile.gettempdir()))
     parent = os.getpid()
     lines: list[socket.socket] = []
     pids: list[int] = []

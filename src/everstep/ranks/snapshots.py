@@ -35,7 +35,7 @@ from everstep.log import warn
 from everstep.net.handshake import Acceptor, Opener
 from everstep.protocol.messages import KeptFile, SnapshotFile
 from everstep.ranks import line as rank_line
-from everstep.store.owned_folders import new_folder
+from everstep.store.owned_folders import MEMORY, new_folder, remove_left
 
 KEPT_STEPS = 3  # per node: two that are whole, and one that is being written
 _CHUNK = 1 << 22
@@ -304,15 +304,25 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+_PREFIX = "everstep-snapshots-"
+
+
+def _root() -> Path:
+    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def remove_left_files() -> None:
+    """Of keepers that were killed: they are memory, which nobody else gives back."""
+    remove_left(_PREFIX, _root())
+
+
 class NodeMemory:
     """The files of this node's ranks and of another node's, in shared memory; other nodes read them here."""
 
     def __init__(self, host: str, secret: str, disk: Path | None = None) -> None:
         """`disk`: the folder of the task, that all nodes see, to which states are drained."""
         self.disk = disk
-        base = Path("/dev/shm")
-        root = base if base.is_dir() and os.access(base, os.W_OK) else Path(tempfile.gettempdir())
-        self.folder, self._lock = new_folder("everstep-snapshots-", root)
+        self.folder, self._lock = new_folder(_PREFIX, _root())
         self._key = hmac.digest(secret.encode(), b"everstep snapshots", "sha256")
         self._room = threading.BoundedSemaphore(MOST_STRANGERS)
         self._numbers = itertools.count()

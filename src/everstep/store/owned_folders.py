@@ -23,15 +23,20 @@ LEAST_ROOM = 16 << 20
 
 def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
     """An empty folder, and the lock that says it is in use. Folders of dead owners are removed first."""
+    remove_left(prefix, root)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another process clears up just now
+            return folder, _locked(folder)
+
+
+def remove_left(prefix: str, root: Path) -> None:
+    """The folders of this kind whose owners are dead."""
     for left in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             lock = _locked(left)
             shutil.rmtree(left)
             os.close(lock)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another process clears up just now
-            return folder, _locked(folder)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 
 from everstep.errors import InternalError
 from everstep.protocol.actions import BrokenStep
@@ -216,12 +217,15 @@ class _StepView:
         them.
         """
         load: dict[Worker, int] = {}
+        free: dict[int, list[tuple[int, int, Worker]]] = {}  # by stage, a heap: step, load once, worker
         hosted = {}
         for (microbatch, stage), kinds in sorted(wanted.items()):
             if (microbatch, stage) in self.run:
                 host = Worker(self.run[microbatch, stage][0], stage)
             else:
-                host = min(self.peers[stage], key=lambda w: (self.ledgers[w].step, load.get(w, 0), w))
+                if stage not in free:
+                    free[stage] = sorted((self.ledgers[w].step, load.get(w, 0), w) for w in self.peers[stage])
+                host = _least_burdened(free[stage], load)
             load[host] = load.get(host, 0) + 1
             hosted[microbatch, stage] = (host.replica, "".join(k for k in "FIW" if k not in kinds))
         return hosted
@@ -270,3 +274,12 @@ def _is(parcel: Parcel, step: int, microbatch: Microbatch, stage: int) -> bool:
         and parcel.stage == stage
         and parcel.microbatch == microbatch
     )
+
+
+def _least_burdened(heap: list[tuple[int, int, Worker]], load: Mapping[Worker, int]) -> Worker:
+    """Loads only rise, so the first whose load is up to date is the least of all."""
+    while True:
+        step, known, worker = heap[0]
+        if (now := load.get(worker, 0)) == known:
+            return worker
+        heapreplace(heap, (step, now, worker))
