@@ -32,6 +32,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.server.outlook import Outlook
 from everstep.server.record import ClusterRecord
 from everstep.server.term import Unsaved, collect_new, pack, unpack
 from harness.crew import Actor, Crew
@@ -80,6 +81,7 @@ class Fleet:
         self.thinking = Thinking()
         self.record = ClusterRecord(say=lambda line: None)
         self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
+        self.record.listeners.add(Outlook(self.record).hear)  # as a daemon's page, opened or not
         self.now = 1000.0
         self.crew = Crew(self._says, clock=self.time, host="10.0.0.1", half_done=True)
         self.cut: set[str] = set()  # nodes that neither hear nor say anything

@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from everstep.cli.client import Client
+from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
 from everstep.drive.step_rows import StepRows
 from everstep.protocol import events as ev
@@ -27,6 +28,7 @@ from everstep.protocol.ops import Kind, Microbatch
 from everstep.protocol.parcels import ParcelKind
 from everstep.protocol.table import TABLE
 from everstep.server import pages, viewers, views, words
+from everstep.server.outlook import Outlook
 from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, LIVE, Page, browser
 from tests.server.served import WordyAgent, agent, served
@@ -361,3 +363,28 @@ def test_the_curve_of_a_task_that_is_over_goes_from_its_first_loss_to_its_last()
     curve = views._curve(steps)
     assert (len(curve), curve[0], curve[-1]) == (views.CURVE, 99.0, None)
     assert curve[:-1] == sorted(curve[:-1], reverse=True)
+
+
+def test_waf_is_added_up_once_per_second_and_when_a_page_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was added up over all tasks for every order of every decision, also in a replay: with 300 tasks a
+    coordinator read its journal for 15 s.
+    """
+    looks, worth = [0], [4.0]
+
+    def waf(machine: Coordinator) -> tuple[float, float]:
+        looks[0] += 1
+        return worth[0], 8.0
+
+    monkeypatch.setattr("everstep.server.outlook.waf", waf)
+    outlook = Outlook(ClusterRecord())
+    for number in range(1000):
+        outlook.hear({"kind": "Dispatch", "at": 10.0 + number / 1000})
+    assert looks == [1]
+    worth[0] = 5.0
+    assert outlook.past() == [(10.0, 4.0, 8.0), (10.999, 5.0, 8.0)]
+    assert outlook.take_fresh() == outlook.past()
+    assert looks == [2]
+    outlook.hear({"kind": "Dispatch", "at": 12.0})
+    outlook.hear({"kind": "begin", "at": 3.0})
+    assert outlook.past() == [(3.0, 5.0, 8.0)]
+    assert looks == [4]

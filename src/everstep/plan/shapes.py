@@ -106,6 +106,7 @@ def throughput_now(
     return shape.shards * _work(base) / (off * _period(replace(base, dead=dead), known.mode))
 
 
+@lru_cache(maxsize=1 << 12)
 def throughput_of(shape: Shape, workers: int) -> float:
     """As the model says, with so many workers of this shape."""
     if workers < shape.stages:

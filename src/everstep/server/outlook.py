@@ -2,7 +2,9 @@
 
 WAF is the sum over tasks of weight times achieved work, in the work of one worker of a full pipeline; `full`
 is what it would be if every running task had all its workers. It is kept when it changes, also while the
-journal is read, so a page that is opened today shows yesterday.
+journal is read, so a page that is opened today shows yesterday. One decision can be hundreds of orders, each
+of them announced, and a sum over all tasks for each of them would cost more than the decision: so it is
+looked at once per second, and when a page asks.
 
 The planner is asked what it would do if the next likely thing happened: the node that holds most is lost, or
 one comes. These are questions about a cluster that is not: nothing is decided by them.
@@ -21,7 +23,6 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import Task, TaskState
-from everstep.core.task.states import Member
 from everstep.plan.ask import ClusterView, choose, worth
 from everstep.server.record import ClusterRecord
 
@@ -29,27 +30,44 @@ KEPT = 2000
 UNCHANGED = "nothing changes"
 STAY = "the remaining workers stay where they are"  # instead: after a loss something has changed
 FRESH_S = 5.0  # an answer serves everybody for so long
+LOOK_S = 1.0
 
 
 class Outlook:
     def __init__(self, record: ClusterRecord) -> None:
         self._record = record
-        self.past: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # at, WAF, full
-        self.fresh: list[tuple[float, float, float]] = []  # not sent yet
+        self._past: deque[tuple[float, float, float]] = deque(maxlen=KEPT)  # at, WAF, full
+        self._fresh: list[tuple[float, float, float]] = []  # not sent yet
+        self._looked_at = float("-inf")
+        self._changed_at: float | None = None  # since the last look
         self._asked_at = float("-inf")
         self._foreseen: list[dict[str, Any]] = []
 
     def hear(self, news: Mapping[str, Any]) -> None:
         if news["kind"] == "begin":
-            self.past.clear()
-        now = waf(self._record.machine)
-        if not self.past or self.past[-1][1:] != now:
-            self.past.append((news["at"], *now))
-            self.fresh.append(self.past[-1])
-            del self.fresh[:-KEPT]
+            self._past.clear()
+            self._looked_at = float("-inf")
+        self._changed_at = news["at"]
+        if not 0 <= news["at"] - self._looked_at < LOOK_S:
+            self._look()
+
+    def _look(self) -> None:
+        if self._changed_at is None:
+            return
+        at, self._changed_at = self._changed_at, None
+        now, self._looked_at = waf(self._record.machine), at
+        if not self._past or self._past[-1][1:] != now:
+            self._past.append((at, *now))
+            self._fresh.append(self._past[-1])
+            del self._fresh[:-KEPT]
+
+    def past(self) -> list[tuple[float, float, float]]:
+        self._look()
+        return list(self._past)
 
     def take_fresh(self) -> list[tuple[float, float, float]]:
-        fresh, self.fresh = self.fresh, []
+        self._look()
+        fresh, self._fresh = self._fresh, []
         return fresh
 
     def foreseen(self) -> list[dict[str, Any]]:
@@ -63,14 +81,9 @@ def waf(machine: Coordinator) -> tuple[float, float]:
     now = full = 0.0
     for task in machine.tasks.values():
         if task.state is TaskState.RUNNING:
-            now += worth(task, _members(task))
+            now += worth(task, 0 if task.recovery is None else task.recovery.num_members)
             full += worth(task, task.shape.replicas * task.shape.stages)
     return round(now, 4), round(full, 4)
-
-
-def _members(task: Task) -> int:
-    places = task.recovery.places if task.recovery is not None else {}
-    return sum(isinstance(place, Member) for place in places.values())
 
 
 def foresee(machine: Coordinator) -> list[dict[str, Any]]:

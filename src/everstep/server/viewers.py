@@ -121,7 +121,7 @@ class Viewers:
                 "nodes": [mark.row(name) for name, mark in marks.items()],
                 "tasks": [views.task_row(self.record, task) for task in self.record.machine.tasks.values()],
                 "incidents": views.incident_counts(self.record),
-                "waf": list(self.outlook.past),
+                "waf": self.outlook.past(),
                 "news": list(self.record.news)[-NEWS_AT_FIRST:],
             }
         )
