@@ -106,7 +106,7 @@ def _range(seeds: str) -> tuple[int, int]:
 
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
-    from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
+    from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
     from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS
 
     kinds: dict[str, StormKind] = {
@@ -115,6 +115,7 @@ def mutants(args: argparse.Namespace) -> dict[str, Any]:
         **dict.fromkeys(GROUP_MUTANTS, "groups"),
         **dict.fromkeys(CLUSTER_MUTANTS, "cluster"),
         **dict.fromkeys(MEMORY_MUTANTS, "moves"),
+        **dict.fromkeys(CANCEL_MUTANTS, "plans"),
         **dict.fromkeys(TIMER_MUTANTS, "hangs"),
         "no_timer_of_isolated_slot": "flips",
         "no_timer_of_broken_links": "cuts",

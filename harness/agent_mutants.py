@@ -19,12 +19,15 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
+from everstep.core.cluster.task import Ending, Task, TaskState
+from everstep.core.cluster.tasks import Tasks
 from everstep.core.task.recovery import Recovery
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending
 from everstep.drive.driver import Driver
 from everstep.protocol import messages as msg
 from everstep.protocol.events import StepSealed
+from everstep.protocol.moment import Moment
 from everstep.protocol.work import PeerAddress
 
 Patch = tuple[Any, str, Any]  # owner, name, the wrong function
@@ -262,6 +265,34 @@ def one_holder_is_asked() -> list[Patch]:
     return [(copy_placement, "copies_for", wrong)]
 
 
+# ------------------------------------------------------------------ operators
+
+
+def cancel_does_not_close() -> list[Patch]:
+    """A cancelled task is over, and its workers are not told."""
+    right = Tasks.end
+
+    def wrong(self: Tasks, task: Task, ending: Ending, now: Moment) -> Any:
+        actions = right(self, task, ending, now)
+        if ending.state is not TaskState.CANCELLED:
+            return actions
+        return [
+            a for a in actions if not (isinstance(a, msg.Dispatch) and isinstance(a.order, msg.CloseTask))
+        ]
+
+    return [(Tasks, "end", wrong)]
+
+
+def cancel_of_a_task_that_stops_is_lost() -> list[Patch]:
+    """One that leaves its slots for now, or is paused, takes no other word until it has."""
+    right = Tasks.cancel
+
+    def wrong(self: Tasks, task: Task, by: str, now: Moment) -> Any:
+        return [] if task.state is TaskState.ENDING else right(self, task, by, now)
+
+    return [(Tasks, "cancel", wrong)]
+
+
 # ------------------------------------------------------------------ timers
 
 
@@ -281,6 +312,9 @@ TIMER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     f"no_timer_of_{what.replace(' ', '_')}": _without_timer(what)
     for what in Coordinator().timers()
     if what not in NOT_IN_STORMS
+}
+CANCEL_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make for make in (cancel_does_not_close, cancel_of_a_task_that_stops_is_lost)
 }
 MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
 CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {

@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from everstep.core.agent.agent_messages import DiskOrder
+from everstep.node.disk_orders import work_on_disk
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
@@ -36,6 +38,8 @@ class Crowd:
 
     attempts: tuple[tuple[int, int], ...] = ()  # as the last orders say
     microbatches: int = 1  # of a step
+    restored: int | None = None  # the step whose state the last orders say to load
+    checkpoints: msg.CheckpointFolder | None = None  # where disk orders are carried out; None: they are not
     crew: Crew = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,11 +48,14 @@ class Crowd:
     def _says(self, node: str, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         self.agents[node].report(report, sender)
 
+    def attempt_of(self, step: int) -> int:
+        return max(number for first, number in self.attempts if first <= step)
+
     def seal(self) -> None:
         """Every stage seals the step that its members are in."""
         members = [(key, one) for key, one in self.crew.actors.items() if not one.joining]
         step = min(one.step for _, one in members)
-        attempt = max(number for first, number in self.attempts if first <= step)
+        attempt = self.attempt_of(step)
         for stage in sorted({worker.stage for (_, worker), _ in members}):
             task, worker = next(key for key, one in members if key[1].stage == stage and one.step == step)
             sealed = ev.StepSealed(
@@ -100,6 +107,7 @@ class FakeAgent:
         self._line: aiohttp.ClientWebSocketResponse | None = None
         self._sent = 0
         self._news = asyncio.Event()
+        self._working: set[asyncio.Task[None]] = set()
 
     async def live(self, session: aiohttp.ClientSession) -> None:
         turn = 0
@@ -164,12 +172,22 @@ class FakeAgent:
             self._obey(decode(msg.Order, message["order"]))
 
     def _obey(self, order: msg.Order) -> None:
+        if isinstance(order, DiskOrder) and self.crowd.checkpoints is not None:
+            self._working.add(asyncio.create_task(self._work_on_disk(order)))
+            return
         if isinstance(order, msg.ResumeTask):
             facts = order.facts if order.news is None else order.news.facts
             assert facts is not None
             self.crowd.attempts, self._epochs[order.task] = facts.attempts, facts.epoch
+            self.crowd.restored = facts.restore
             self.crowd.resumed.setdefault(facts.epoch, {})[self.name] = time.monotonic()
         self.crowd.crew.obey(self.name, order)
+
+    async def _work_on_disk(self, order: DiskOrder) -> None:
+        """As an agent does."""
+        report = await asyncio.to_thread(work_on_disk, order, self.crowd.checkpoints)
+        if report is not None:
+            self.report(report, None)
 
     def report(self, report: msg.NodeReport, sender: msg.Sender | None) -> None:
         self._number += 1

@@ -30,7 +30,7 @@ from everstep.protocol.events import LedgerReported
 from everstep.protocol.messages import ShardEnded
 from everstep.protocol.parcels import ParcelKind
 from everstep.protocol.work import AssembleSum, Ledger, ReleaseGradients, Resume, SumChunk, Update
-from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS, Patch
+from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS, Patch
 
 
 def outbox_dropped_too_early() -> list[Patch]:
@@ -366,7 +366,8 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
-    all_of_them = MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | CLUSTER_MUTANTS | MEMORY_MUTANTS | TIMER_MUTANTS
+    of_clusters = CLUSTER_MUTANTS | MEMORY_MUTANTS | TIMER_MUTANTS | CANCEL_MUTANTS
+    all_of_them = MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | of_clusters
     patches = all_of_them[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:

@@ -91,6 +91,19 @@ def test_every_program_a_page_names_is_there(page: Path) -> None:
             assert words[1] in targets, line
 
 
+def test_every_finding_about_the_control_plane_has_a_row_and_its_test() -> None:
+    """A row names a file of tests, or the row that has it; one without says what is not done."""
+    text = (DOCS / "faults.md").read_text()
+    section = text.split("## The control plane at its size")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\| [ABN]\d", line)]
+    findings = {name.strip() for row in rows for name in row[0].split(",")}
+    asked = {f"A{number}" for number in range(1, 18)} | {f"B{number}" for number in range(1, 10)}
+    assert asked - findings == set()
+    for row in rows:
+        tested = re.search(r"`tests/\S+\.py`|row \d+", row[-1])
+        assert tested or "not done" in row[2], row[0]
+
+
 @named
 def test_no_link_is_dead(page: Path) -> None:
     for _, target in links(page):

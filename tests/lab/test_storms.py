@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from everstep_lab.storm import (
 from everstep_lab.storm.faults import OF_AGENTS, OF_CLUSTERS, OF_HANGS
 from everstep_lab.storm.shrink import shrink
 from everstep_lab.storm.spec import OF_TASKS
-from harness.agent_mutants import CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
+from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
 from harness.mutants import MUTANTS, planted
 
 SEEDS = Path(__file__).parent / "seeds.txt"
@@ -86,6 +87,7 @@ SEEN_WITH_HANGS = {
 SEEN_WITH_FLIPS = {"no_timer_of_isolated_slot": 0}
 SEEN_WITH_CUTS = {"no_timer_of_broken_links": 1}
 SEEN_WITH_PLANS = {"no_timer_of_review_of_a_plan": 0, "no_timer_of_state_that_is_held": 0}
+SEEN_WITH_CANCELS = {"cancel_does_not_close": 3, "cancel_of_a_task_that_stops_is_lost": 42}
 SEEN_IN_TESTS = {"no_timer_of_network_check"}  # core/test_network_checks.py: storms have no networks to check
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
@@ -329,6 +331,13 @@ def test_a_bug_planted_in_states_in_memory_is_seen(name: str) -> None:
     assert violation_of("moves", SEEN_IN_MOVES[name]) is None
 
 
+@pytest.mark.parametrize("name", SEEN_WITH_CANCELS)
+def test_a_cancel_that_is_lost_is_seen(name: str) -> None:
+    with planted(name):
+        assert violation_of("plans", SEEN_WITH_CANCELS[name]) is not None
+    assert violation_of("plans", SEEN_WITH_CANCELS[name]) is None
+
+
 @pytest.mark.parametrize("name", sorted(set(TIMER_MUTANTS) - SEEN_IN_TESTS))
 def test_a_timer_that_is_removed_is_seen(name: str) -> None:
     """As a state without a deadline, before anything comes to wait for it."""
@@ -384,6 +393,17 @@ def test_fifteen_storms_with_a_planner_and_pauses_break_nothing() -> None:
     assert paused >= 3
 
 
+def test_twelve_storms_in_which_an_operator_cancels_leave_nothing_behind() -> None:
+    """At any moment: before its first worker, in a recovery, while it is paused."""
+    cancelled = 0
+    storms = (draw_storm(seed, "plans") for seed in count())
+    for spec in islice((spec for spec in storms if spec.cancel_us is not None), 12):
+        report = run_storm(spec, cluster=True, record=True)
+        assert report.violation is None, f"everstep sim storm --plans --seeds {spec.seed}: {report.violation}"
+        cancelled += any("TaskEnded" in line and "cancelled" in line for line in report.transcript)
+    assert cancelled >= 6
+
+
 def test_a_snapshot_that_forgets_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cluster_world.thaw
 
@@ -399,6 +419,7 @@ def test_a_snapshot_that_forgets_something_is_seen(monkeypatch: pytest.MonkeyPat
 def test_every_planted_bug_has_a_seed() -> None:
     with_timers = set(SEEN_WITH_HANGS | SEEN_WITH_FLIPS | SEEN_WITH_CUTS | SEEN_WITH_PLANS)
     assert with_timers | SEEN_IN_TESTS == set(TIMER_MUTANTS)
+    assert set(SEEN_WITH_CANCELS) == set(CANCEL_MUTANTS)
     assert set(SEEN_IN_MOVES) == set(MEMORY_MUTANTS)
     assert set(SEEN_AT) == set(MUTANTS)
     assert set(SEEN_IN_A_CLUSTER) == set(CLUSTER_MUTANTS)

@@ -31,7 +31,9 @@ KILL = typer.Option(
 )
 START_OVER = typer.Option(
     "--start-over",
-    help="Skip unusable checkpoints: start from an older one, or from step 1. Nothing is deleted.",
+    help="Skip checkpoints that cannot be used: resume from an older one, or from step 1 if none is left. "
+    "Nothing is deleted. A usable checkpoint is still resumed from: to begin again at step 1, give another "
+    "checkpoint.folder.",
 )
 WEB = typer.Option(
     "--web",

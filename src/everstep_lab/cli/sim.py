@@ -72,7 +72,7 @@ def storm_command(
     ] = False,
     plans: Annotated[
         bool,
-        typer.Option("--plans", help="As --cluster, with a planner that changes its mind, and pauses."),
+        typer.Option("--plans", help="As --cluster, with a planner that changes its mind, pauses, cancels."),
     ] = False,
     agents: Annotated[
         bool,

@@ -17,6 +17,7 @@ from everstep.core.agent.agent_messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.task import OVER
 from everstep.core.task.recovery import Recovery
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.ports import ClusterPorts, HandledEvent
@@ -72,6 +73,7 @@ class ClusterWorld:
         ports = ClusterPorts(self, self, self)
         self.lines = Lines(self)
         self._shown = 0  # the number of the last event that is on the record
+        self.is_cancelled = False  # an operator's word, on record
         self.asked: set[tuple[str, int]] = set()  # of schedules: task, epoch
         self.waits = Waits(self)
         self._planner = Draw(spec.seed, "planner")
@@ -120,6 +122,8 @@ class ClusterWorld:
         for at_us, span_us in self.spec.pauses:
             self.scene.agenda.at(at_us, self.hear, msg.PauseRequested(task=TASK))
             self.scene.agenda.at(at_us + span_us, self.hear, msg.UnpauseRequested(task=TASK))
+        if self.spec.cancel_us is not None:
+            self.scene.agenda.at(self.spec.cancel_us, self.hear, msg.CancelRequested(task=TASK))
         for at_us in self.spec.moves:
             self.scene.agenda.at(at_us, self._move)
         for at_us, number in self.spec.gray.errors if self.spec.gray is not None else ():
@@ -209,6 +213,8 @@ class ClusterWorld:
         if one.number <= self._shown:
             return
         self._shown = one.number
+        if isinstance(one.event, msg.CancelRequested):
+            self._check_cancel()
         if isinstance(one.event, msg.FromNode) and one.actions:
             self._check_sender(one.event)
             self._check_exit(one.event)
@@ -229,6 +235,14 @@ class ClusterWorld:
                     self._node_changed(action)
                 case msg.TaskEnded(state=state, because=because) if state != "paused":
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
+
+    def _check_cancel(self) -> None:
+        """From then on the task is over, or on its way: it may be about to finish."""
+        self.is_cancelled = True
+        task = self.coordinator.tasks[TASK]
+        ends = task.state if task.ending is None else task.ending.state
+        if ends not in OVER:
+            raise Violation(f"cancels: the task is cancelled, and will be {ends}")
 
     def _check_exit(self, event: msg.FromNode) -> None:
         """A worker that ended because one of its shards did: the report names the shard."""

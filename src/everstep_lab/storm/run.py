@@ -95,12 +95,14 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
         if agenda.now_us > end_at or agenda.done > MOST_EVENTS:
             _complain(world)
             raise Violation(f"liveness: no end {agenda.now_us / 1e3:g} ms after the start; {_summary(world)}")
-    if scene.outcome != "finished":
+    is_cancelled = isinstance(world, ClusterWorld) and world.is_cancelled
+    if scene.outcome == "finished":
+        states = {
+            w: (process.worker_state, process.state) for w, process in world.workers.items() if process.alive
+        }
+        scene.checkers.at_the_end(world.recovery, states)
+    elif not (is_cancelled and scene.outcome.startswith("cancelled")):
         raise Violation(f"liveness: the task {scene.outcome}")
-    states = {
-        w: (process.worker_state, process.state) for w, process in world.workers.items() if process.alive
-    }
-    scene.checkers.at_the_end(world.recovery, states)
     if isinstance(world, ClusterWorld):
         _let_all_leave(world)
         world.check_the_coordinator()

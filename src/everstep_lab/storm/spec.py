@@ -121,6 +121,7 @@ class Spec:
     hangs: bool = False  # starts, disks and copies may never end, so deadlines are short
     planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
     pauses: tuple[tuple[int, int], ...] = ()  # when an operator pauses the task, and for how long, in us
+    cancel_us: int | None = None  # when an operator cancels it
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -146,6 +147,7 @@ class Spec:
             *([f"a loss that is no number: {self.spike}"] if self.spike else []),
             *(["a planner that changes its mind"] if self.planned else []),
             *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
+            *([f"cancelled at {self.cancel_us / 1e3:g} ms"] if self.cancel_us is not None else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
@@ -278,12 +280,14 @@ def with_cuts(spec: Spec) -> Spec:
 
 
 def with_plans(spec: Spec) -> Spec:
-    """The same storm with a planner, and an operator who pauses the task."""
+    """The same storm with a planner, and an operator who pauses the task, or cancels it."""
     draw = Draw(spec.seed, "plans")
     rules = replace(spec.rules, checkpoint_every=draw.choice((1, 1, 2)), copy_every=draw.choice((0, 1)))
     duration = run_time_us(spec)
     pauses = [(draw.below(duration), draw.spread(100_000)) for _ in range(draw.choice((0, 1, 1, 2)))]
-    return replace(spec, rules=rules, planned=True, pauses=tuple(pauses))
+    cancels = Draw(spec.seed, "cancel")
+    cancel_us = cancels.below(2 * duration) if cancels.chance(0.25) else None
+    return replace(spec, rules=rules, planned=True, pauses=tuple(pauses), cancel_us=cancel_us)
 
 
 def with_flip(spec: Spec) -> Spec:

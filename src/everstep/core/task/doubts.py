@@ -20,30 +20,37 @@ from everstep.protocol.work import Ledger
 
 
 def unreported(dead: Iterable[Worker], ledgers: Mapping[Worker, Ledger]) -> int | None:
-    """The step whose update must be taken back because a dead worker may have made it wrongly."""
-    found = [_in_doubt(stage, ledgers) for stage in sorted({worker.stage for worker in dead})]
-    return min((step for step in found if step is not None), default=None)
-
-
-def _in_doubt(stage: int, ledgers: Mapping[Worker, Ledger]) -> int | None:
-    last = max(_last_sum(ledger) for worker, ledger in ledgers.items() if worker.stage == stage)
-    verdicts = {ok for ledger in ledgers.values() for step, ok in ledger.norms if step == last}
-    if True in verdicts:
+    """The step whose update must be taken back because a dead worker may have made it wrongly. One pass over
+    the ledgers, of which there are thousands, for all stages.
+    """
+    lost = {worker.stage for worker in dead}
+    if not lost:
         return None
-    if verdicts:
-        is_begun = any(
-            ledger.step > last or _has_work_of(stage, last + 1, ledger) for ledger in ledgers.values()
-        )
-        return last if is_begun else None
-    behind = [ledger for ledger in ledgers.values() if ledger.step <= last]
-    return last if any(_has_work_of(stage, last + 1, ledger) for ledger in behind) else None
-
-
-def _last_sum(ledger: Ledger) -> int:
-    """The last step whose sum this worker has held."""
-    return ledger.step if ledger.has_sum else ledger.step - 1
-
-
-def _has_work_of(stage: int, step: int, ledger: Ledger) -> bool:
-    """Has it received a boundary tensor that this stage has made?"""
-    return any(parcel.step == step and parcel.maker == stage for parcel in ledger.holding)
+    last: dict[int, int] = {}  # by stage, the last step whose sum a worker has held
+    verdicts: dict[int, set[bool]] = {}  # by step
+    received: dict[tuple[int, int], int] = {}  # by step and maker: the earliest step that a holder is in
+    highest = 0
+    for worker, ledger in ledgers.items():
+        step = ledger.step
+        highest = max(highest, step)
+        if worker.stage in lost:
+            done = step if ledger.has_sum else step - 1
+            last[worker.stage] = max(done, last.get(worker.stage, done))
+        for of_step, ok in ledger.norms:
+            verdicts.setdefault(of_step, set()).add(ok)
+        for parcel in ledger.holding:
+            made = (parcel.step, parcel.maker)
+            received[made] = min(step, received.get(made, step))
+    found = []
+    for stage, done in last.items():
+        holder = received.get((done + 1, stage))
+        known = verdicts.get(done, set())
+        if True in known:
+            continue
+        if known:
+            is_begun = highest > done or holder is not None
+        else:
+            is_begun = holder is not None and holder <= done
+        if is_begun:
+            found.append(done)
+    return min(found, default=None)
