@@ -23,9 +23,11 @@ term.collect_new()
 assert gc.get_freeze_count() == apart, "a process that does not lead is left alone"
 state = [[number] for number in range(100_000)]
 term.keep_collections_short()
-full = gc.get_stats()[2]["collections"]
+young, middle, full = (kind["collections"] for kind in gc.get_stats())
 more = [[number] for number in range(500_000)]
 assert gc.get_stats()[2]["collections"] == full, "a full collection in the middle of decisions"
+assert gc.get_stats()[1]["collections"] == middle, "one of all that is new"
+assert gc.get_stats()[0]["collections"] <= young + 11, "hundreds of small ones"
 lost = knot()
 apart = gc.get_freeze_count()
 term.collect_new()
