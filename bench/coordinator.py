@@ -255,7 +255,7 @@ def recovery(number: int, times: int, folder: Path) -> dict[str, Any]:
 
 async def _recoveries(cluster: Cluster, number: int, times: int, folder: Path) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {cluster.token}"}
-    crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers)
+    crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers, beat_s=2.0)
     for agent in range(number):
         crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd)
     living = asyncio.create_task(crowd.live())

@@ -40,14 +40,15 @@ class Cluster:
         eager: bool = False,
         token_file: bool = False,
         program: Sequence[str] = EVERSTEP,
+        options: Sequence[str] = (),
         poll_s: float = 0.1,
     ) -> None:
         """`eager`: no node is suspected, however often its workers are killed. `token_file`: the token is
-        given by a file, so that it can be changed. `program`: of coordinators. `poll_s`: between two
-        questions; each takes milliseconds of the cores that training needs.
+        given by a file, so that it can be changed. `program`, `options`: of coordinators. `poll_s`: between
+        two questions; each takes milliseconds of the cores that training needs.
         """
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
-        self.program, self.poll_s = program, poll_s
+        self.program, self.options, self.poll_s = program, options, poll_s
         self.token_file = folder / "token" if token_file else None
         self.set_token(token)
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}
@@ -101,7 +102,7 @@ class Cluster:
         command = [*self.program, "coordinator", "--port", str(port), "--json", "--name", name]
         if self.eager:
             command += ["--restarts-per-node", "1000000"]
-        command += self._token_option()
+        command += [*self.options, *self._token_option()]
         command += ["--state", str(self.folder / f"state-{'shared' if self.etcd else name}")]
         if self.etcd:
             command += ["--etcd", ",".join(self.etcd)]

@@ -23,7 +23,6 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.table import PROTOCOL
 from harness.crew import Crew
 
-BEAT_S = 0.25
 RETRY_S = 0.3
 
 
@@ -38,6 +37,7 @@ class Crowd:
 
     attempts: tuple[tuple[int, int], ...] = ()  # as the last orders say
     microbatches: int = 1  # of a step
+    beat_s: float = 0.25
     restored: int | None = None  # the step whose state the last orders say to load
     checkpoints: msg.CheckpointFolder | None = None  # where disk orders are carried out; None: they are not
     crew: Crew = field(init=False)
@@ -154,7 +154,7 @@ class FakeAgent:
     async def _beat(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
             await line.send_str(json.dumps({"beat": 0, "done": self._done}))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.crowd.beat_s)
 
     async def _speak(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
