@@ -7,6 +7,7 @@
     python bench/sweep.py --points 1,2,3 --in-a-row 60    all in one run, each after the rejoin of the last
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
     python bench/sweep.py --shards 2 --experts 4    80 points; the experts of a block are on two processes
+    python bench/sweep.py --shards 2 --context      80 points; each of two processes has a part of every row
     python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -79,6 +80,7 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
         str(given.shards),
         "--experts",
         str(given.experts),
+        *(["--context"] if given.context else []),
         *(["--shard"] if given.shard else []),
     ]
     command += ["--ahead"] if given.ahead else []
@@ -113,6 +115,7 @@ def main() -> int:
     parser.add_argument(
         "--experts", type=int, default=0, help="of every block; with --shards spread over them, a multiple"
     )
+    parser.add_argument("--context", action="store_true", help="with --shards: each has a part of every row")
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
@@ -164,6 +167,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         transport=given.transport,
         shards=given.shards,
         experts=given.experts,
+        context=given.context,
         shard=given.shard,
         graphs=given.graphs,
         clean=clean_in(given.results),

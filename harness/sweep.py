@@ -231,6 +231,7 @@ class Sweep:
         limit_s: float = 300.0,
         transport: str = "auto",
         shards: int = 1,
+        context: bool = False,
         shard: bool = False,
         graphs: str = "never",
         clean: dict[str, Losses] | None = None,
@@ -254,6 +255,7 @@ class Sweep:
             transport="tcp",
             graphs="never",
             shards=shards,
+            context_parallel=context,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self._shared = fork_server is not None
@@ -331,7 +333,8 @@ class Sweep:
 
     def _clean_run(self, job: Job) -> Losses:
         key = (
-            f"{job.model.preset} on {job.device} in {job.precision}, {job.shards} shards, "
+            f"{job.model.preset} on {job.device} in {job.precision}, {job.shards} shards"
+            f"{' of rows' if job.context_parallel else ''}, "
             f"{job.replicas} x {job.stages}, {job.steps} steps, {job.optimizer}"
         )
         if key not in self.clean:

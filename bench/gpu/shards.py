@@ -4,6 +4,7 @@ a shard is killed inside an all-reduce of its group, and training heals.
     python bench/gpu/shards.py             root, a GPU that can be cut; cuts it, and makes it whole again
     python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards
     python bench/gpu/shards.py --whole --mps    the same under MPS, which is started and ended
+    python bench/gpu/shards.py --whole --mps --context    shards have parts of each row, and whole layers
     python bench/gpu/shards.py --whole --only shards_2,clean,kills    some parts only
     python bench/gpu/shards.py --whole --device cpu --preset gpt-tiny         a trial of the bench itself
     python bench/gpu/shards.py --json
@@ -58,6 +59,7 @@ def job(given: argparse.Namespace, shards: int, replicas: int = 2, *, tied: bool
             "steps": given.steps,
             "replicas": replicas,
             "shards": shards,
+            "context_parallel": given.context and shards > 1,
             "microbatches": given.microbatches,
             "precision": "bf16" if given.device == "cuda" else "fp32",
             "accumulate": given.accumulate,
@@ -146,6 +148,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         for part in given.only:
+            if part.startswith("sequence") and given.context:
+                continue  # one or the other
             if part.startswith(("shards", "sequence")):
                 found[part] = our_step(given, server, int(part[-1]), sequence=part.startswith("sequence"))
             if part in found:
@@ -168,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--mps", action="store_true", help="with --whole")
+    parser.add_argument("--context", action="store_true", help="shards have parts of each row")
     parser.add_argument("--transport", default="auto", help="between the two workers")
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=12)

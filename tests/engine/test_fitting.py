@@ -165,7 +165,8 @@ def test_half_of_the_layers_run_again_hold_less_than_none_and_more_than_all() ->
     )
     assert none > half > every
     assert (none - half) / (none - every) == pytest.approx(0.5, abs=0.07)
-    assert [words for words, *_ in _changes(job(accumulate="fp32"), model)][1:3] == [
+    assert [words for words, *_ in _changes(job(accumulate="fp32"), model)][1:4] == [
+        'recompute = true and recompute_part = "attention"',
         "recompute = true and recompute_every = 2",
         "recompute = true",
     ]

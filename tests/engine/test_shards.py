@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.engine.datasets.data import Synthetic
+from everstep.engine.datasets.data import Dataset, Synthetic
 from everstep.engine.layers.boundary import Boundary
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
@@ -89,12 +89,13 @@ def trained(
     shards: GroupCollectives | None = None,
     *,
     steps: int = 3,
-    recompute: bool = False,
+    data: Dataset = DATA,
+    **more: Any,
 ) -> dict[str, Any]:
     model = build()
     layers = range(len(model.layers))
-    settings = StageSettings(accumulate="fp32", recompute=recompute)
-    stage = Stage(model, layers, data=DATA, device=CPU, settings=settings, shards=shards)
+    settings = StageSettings(**{"accumulate": "fp32", **more})
+    stage = Stage(model, layers, data=data, device=CPU, settings=settings, shards=shards)
     updater = Updater(stage, adamw(lr=1e-3))
     losses, norms = [], []
     for step in range(1, steps + 1):
@@ -581,6 +582,8 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 class Alone:
     """A shard without the others, for what needs no collective."""
+
+    splits_sequence = splits_context = False
 
     def __init__(self, count: int) -> None:
         self.index, self.count = 0, count

@@ -52,6 +52,28 @@ def test_a_death_with_a_split_sequence_leaves_the_losses_of_a_clean_run(sweep: S
     assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
 
 
+def test_rows_over_shards_heal_and_their_checkpoint_goes_to_another_shape(
+    sweep: Sweep, tmp_path: Path
+) -> None:
+    """Killed where the gradients of keys and values are added up; saved by two stages whose shards have parts
+    of each row, continued by one process.
+    """
+    constant = replace(sweep.job.optimizer, decay="constant")
+    job = replace(sweep.job, replicas=2, stages=2, steps=4, context_parallel=True, optimizer=constant)
+    clean = sweep.run(job, ())
+    saving = replace(job, checkpoint=CheckpointSpec(folder=str(tmp_path), interval=2))
+    killed = ("stage=1,replica=0,step=2,op=I1,when=inside,shard=1",)
+    healed = sweep.run(replace(saving, steps=2), killed)
+    assert [incident.what for incident in healed.incidents] == ["lost its shard 1 (killed by SIGKILL)"]
+    for step in (1, 2):
+        assert healed.by_step()[step].loss == clean.by_step()[step].loss
+    one = replace(saving, replicas=1, stages=1, shards=1, microbatches=2 * job.microbatches)
+    again = sweep.run(replace(one, context_parallel=False), ())
+    assert again.resumed_from == 2
+    for step in (3, 4):
+        assert again.by_step()[step].loss == pytest.approx(clean.by_step()[step].loss, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_experts_over_shards_heal_and_their_checkpoint_goes_to_one_process(
     sweep: Sweep, tmp_path: Path

@@ -153,6 +153,7 @@ def describe(job: Job) -> str:
     what = job.model.preset or job.model.hf or job.model.build
     shape = f"{render.count(job.replicas, 'replica')} × {render.count(job.stages, 'stage')}"
     shards = f" × {job.shards} shards" if job.shards > 1 else ""
+    shards += " of each row" if job.shards > 1 and job.context_parallel else ""
     batch, steps = render.count(job.microbatches, "microbatch"), render.count(job.steps, "step")
     return f"{what}: {shape}{shards}, {batch} per replica, {steps}, {job.precision} on {job.device}"
 

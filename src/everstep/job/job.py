@@ -44,6 +44,10 @@ _USUAL_NAMES = {  # of other trainers
     "gradient_accumulation_steps": "microbatches",
     "accumulate_grad_batches": "microbatches",
     "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute",
+    "cpu_offloading": "offload",
+    "context_parallel_size": "shards",
+    "rampup_batch_size": "ramp",
     "dtype": "precision",
     "output_dir": "folder",
     "save_steps": "interval",
@@ -281,13 +285,17 @@ class Job:
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
     min_shards: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `shards`
     sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
+    context_parallel: bool = False  # shards have whole layers, and each has a part of every row
     microbatches: int = 4  # that each replica brings to a step
+    ramp: dict[str, float] = field(default_factory=dict)  # from a step on, the share of the batch that counts
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
     compile: bool = False  # fuse what lies between the Linears, by torch.compile
     graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     recompute_every: int = 1  # with recompute: only one layer of this many
+    recompute_part: Literal["layer", "attention"] = "layer"  # with recompute: all of a layer, or less
+    offload: bool = False  # what layers of a GPU keep for the backward waits in host memory
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
@@ -324,13 +332,20 @@ class Job:
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
         at_most("shards", self.shards, MOST_SHARDS)
+        for step, share in self.ramp.items():
+            _refuse_phase(step, share)
+        if self.ramp and not any(int(step) == 1 for step in self.ramp):
+            raise UserError(f"ramp begins at step {min(map(int, self.ramp))}; give a share from step 1 on.")
         form = self.model.shape()
         if form is not None:
-            presets.refuse_shards(self.shards, form.shared_out())
+            length = {"data.sequence": self.data.sequence or form.context}
+            if self.evaluation is not None:
+                length["evaluation.data.sequence"] = self.evaluation.data.sequence or form.context
+            if self.context_parallel:
+                presets.refuse_parts(self.shards, length)
+            else:
+                presets.refuse_shards(self.shards, form.shared_out())
             if self.sequence_parallel:
-                length = {"data.sequence": self.data.sequence or form.context}
-                if self.evaluation is not None:
-                    length["evaluation.data.sequence"] = self.evaluation.data.sequence or form.context
                 presets.refuse_shards(self.shards, length)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
         at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
@@ -348,12 +363,18 @@ class Job:
                     f"{least} is {getattr(self, least)}, more than {most}, which is {getattr(self, most)}; "
                     f"give at most {getattr(self, most)}, or leave {least} out."
                 )
-        if self.sequence_parallel and self.shards == 1:
+        if self.sequence_parallel and self.context_parallel:
             raise UserError(
-                "sequence_parallel = true splits the sequence over the shards of a worker, and shards is 1; "
-                "give 2 shards or more, or leave sequence_parallel out."
+                "sequence_parallel and context_parallel are both true; the one is for shards that split the "
+                "layers, the other for shards that split the rows: leave one out."
             )
-
+        for name, given in (("sequence", self.sequence_parallel), ("context", self.context_parallel)):
+            if given and self.shards == 1:
+                raise UserError(
+                    f"{name}_parallel = true splits the sequence over the shards of a worker, and shards is "
+                    f"1; give 2 shards or more, or leave {name}_parallel out."
+                )
+        self._refuse_keeping()
         if self.net.encrypt and self.transport == "nccl":
             raise UserError(
                 'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
@@ -370,6 +391,33 @@ class Job:
                     raise UserError(f'verify.votes = "every" {_NO_VOTES[name]}')
             if self.shards > 1:
                 raise UserError(f'verify.votes = "every" {_NO_VOTES["shards"]}')
+
+    def _refuse_keeping(self) -> None:
+        """Of ways to hold less between forward and backward, those that do not go together."""
+        if self.recompute_part == "attention":
+            part = 'recompute_part = "attention"'
+            if not self.recompute:
+                raise UserError(f"{part} is about what is run again, and recompute is false; set it to true.")
+            if self.shards > 1 and not self.context_parallel:
+                raise UserError(
+                    f"{part} cannot be combined with shards that split the layers; leave recompute_part out."
+                )
+            if self.compile:
+                raise UserError(f"{part} cannot be combined with compile = true; leave one of them out.")
+        if not self.offload:
+            return
+        if self.device == "cpu":
+            raise UserError(
+                'offload = true moves what layers keep from a GPU to host memory, and device is "cpu"; leave '
+                "offload out."
+            )
+        if self.graphs == "always":
+            raise UserError('offload = true cannot be recorded, and graphs is "always"; leave graphs out.')
+        if self.recompute and (self.recompute_every == 1 or self.recompute_part == "attention"):
+            raise UserError(
+                "offload = true is for layers that are not run again, and recompute is true for all of them; "
+                "give recompute_every = 2 or more of whole layers, or leave one of them out."
+            )
 
     @property
     def vote_period(self) -> tuple[int, int]:
@@ -438,7 +486,7 @@ class Job:
 
     def heads(self) -> dict[str, int | None]:
         """Of a Hugging Face model, where its config says: shards share them out."""
-        config = self._hf_config() if self.shards > 1 else {}
+        config = self._hf_config() if self.shards > 1 and not self.context_parallel else {}
         keys = ("num_attention_heads", "num_key_value_heads")
         return {key: config[key] for key in keys if isinstance(config.get(key), int)}
 
@@ -522,6 +570,16 @@ class Job:
             if isinstance(given, Mapping) and "options" not in known:
                 _refuse_misplaced(f"{name}." if name else "", given, known, f"[{name}]" if name else "a job")
         return read(cls, _from_home(table), "")
+
+
+def _refuse_phase(step: Any, share: Any) -> None:
+    """Of a ramp: a table has any words as keys, and any values."""
+    is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+    if not str(step).isdecimal() or int(step) < 1 or not is_share:
+        raise UserError(
+            f"ramp has {step} = {share!r}; give steps from 1 on, and shares of the batch above 0 and at most "
+            '1: ramp = {"1" = 0.25, "1000" = 1.0}.'
+        )
 
 
 def _refuse_variable(name: str, value: Any) -> None:

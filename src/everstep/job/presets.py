@@ -126,6 +126,17 @@ def refuse_shards(shards: int, numbers: Mapping[str, int | None]) -> None:
             )
 
 
+def refuse_parts(shards: int, lengths: Mapping[str, int]) -> None:
+    """`lengths`: of rows, of which each shard gets a piece from either end."""
+    pieces = 2 * shards
+    for name, length in lengths.items():
+        if shards > 1 and length % pieces:
+            raise UserError(
+                f"context_parallel = true splits every row into {pieces} pieces, two for each of {shards} "
+                f"shards, and {name} is {length}; give a multiple of {pieces}."
+            )
+
+
 def matmul_parameters(shape: GptShape) -> int:
     """The parameters a token is multiplied with: all Linear weights, the head's too, the embedding's not, of
     experts those that it goes to.

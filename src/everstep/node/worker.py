@@ -21,7 +21,7 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader, stand_by
 from everstep.engine.layers import regions
-from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.shard_plan import ALL_WHOLE, Cut
 from everstep.engine.layers.software import computes_with
 from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
@@ -207,7 +207,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         memory_root=Path(spec.memory),
         secret=spec.secret,
         say=line.say if leader is None else partial(leader.report, 0),
-        cut=Cut(program.model.shard_plan, shard, job.shards),
+        cut=Cut(ALL_WHOLE if job.context_parallel else program.model.shard_plan, shard, job.shards),
     )
     control.state.votes.computes = plane.identity.computes
     loop = WorkerLoop(
@@ -281,6 +281,7 @@ def _meet(
         group.count,
         device,
         splits_sequence=job.sequence_parallel,
+        splits_context=job.context_parallel,
         ordered=job.accumulate != "fp32" and device.type == "cuda",
         entered=entering,
         left=_nothing if mark is None else mark.leaving,

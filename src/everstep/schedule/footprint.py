@@ -26,7 +26,7 @@ them, and they do grow with the number of microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
@@ -72,6 +72,7 @@ class Settings:
     checked_late: bool = False  # strict sums on a GPU: W keeps what it read until it is confirmed
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
     recorded: bool = False  # F and I as CUDA graphs, where there is room
+    offload: bool = False  # what layers keep for the backward waits in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +83,35 @@ class StageFigures:
     largest: int  # parameters of its largest tensor
     held_forward: float = 0.0  # bytes of one microbatch from F to I
     held_weight: float = 0.0  # from I to W
+    host: float = 0.0  # from F to I besides, in host memory
     inside: float = 0.0  # bytes that come and go inside an op
     sent: float = 0.0  # boundary tensors that one microbatch leaves in the outbox
     joined: int = 0  # parameters of tied tensors, as often as the reduce has them besides
     workspace: float = 0.0  # of a library, for exact attention; kept from the first backward on
+    keys_values: float = 0.0  # of `held_forward`, what attention reads of all tokens
+    keys_values_inside: float = 0.0  # the same of one layer
+    queries: float = 0.0  # of `held_forward`, what attention reads of its own tokens
 
     @property
     def held(self) -> float:
         """The most that one microbatch holds."""
         return max(self.held_forward, self.held_weight)
+
+    def of_a_part(self, parts: int) -> StageFigures:
+        """On one of so many shards, each with whole layers and a part of every row: keys and values are
+        gathered, and so are, inside an op, their gradients. What attention makes is there twice: of the two
+        pieces of a part, and put together.
+        """
+        held = (self.held_forward - self.keys_values + self.queries) / parts + self.keys_values
+        return replace(
+            self,
+            held_forward=held,
+            held_weight=self.held_weight / parts,
+            inside=self.inside / parts + 2 * self.keys_values_inside,
+            sent=self.sent / parts,
+            host=self.host / parts,
+            workspace=0.0,
+        )
 
 
 class When(StrEnum):
@@ -170,6 +191,7 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
         Item("workspace of attention", When.ALWAYS, stage.workspace if settings.exact else 0.0),
         Item("outbox", When.ALWAYS, 0.0 if host else outbox, outbox if host else 0.0),
         Item("stashes", When.OPS, stage.held * under_way),
+        *([Item("stashes on the host", When.OPS, 0.0, stage.host * under_way)] if settings.offload else ()),
         Item("gradients being checked", When.OPS, checked),
         Item("inside an op", When.OPS, max(later, stage.inside)),
         Item("arriving in the reduce", When.CLOSING, 0.0 if host else arriving, arriving if host else 0.0),

@@ -41,6 +41,7 @@ def show_memory(file: Path, as_json: bool) -> None:
                 "parameters": one.figures.parameters,
                 "stash_cap": one.stash,
                 "bytes_per_stash": one.figures.held,
+                "bytes_per_stash_gathered": one.figures.keys_values if job.context_parallel else 0.0,
                 "items": {item.name: {"device": item.device, "host": item.host} for item in one.items},
                 "total": one.total,
                 "with_recordings": one.with_recordings,
@@ -73,6 +74,12 @@ def _show(document: dict[str, Any]) -> None:
     table.add_row("at most together", *(_size(one["total"]) for one in shown))
     table.add_row("microbatches held at once", *(str(one["stash_cap"]) for one in shown))
     console.print(table)
+    if any(one["bytes_per_stash_gathered"] for one in shown):
+        most = max(one["bytes_per_stash_gathered"] for one in stages)
+        console.print(
+            f"of each stash at most {_size(most)} are keys and values of whole rows, gathered by every shard",
+            soft_wrap=True,
+        )
     if len(shown) < len(stages):
         console.print(f"the fullest {len(shown)} of {len(stages)} stages; --json prints all", soft_wrap=True)
     for name in [name for name in ON_THE_HOST if name in stages[0]["items"]]:

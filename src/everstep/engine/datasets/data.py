@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine import keys
+from everstep.engine.datasets.ramp import ramped
 from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 from everstep.job.presets import closest_key
@@ -127,7 +128,8 @@ def trained_on(data: Any, job: Any) -> Any:
     """Data of a job that is trained on, not evaluated: its rows continue behind those of earlier starts."""
     known = of_job(data, job)
     start = job.data.options.get(START, 0)
-    return replace(known, order=replace(known.order, start=start)) if start else known
+    known = replace(known, order=replace(known.order, start=start)) if start else known
+    return ramped(known, job)
 
 
 def split(batch: Any) -> tuple[Value, Value]:

@@ -20,7 +20,7 @@ from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short, token_loss
+from everstep.engine.layers.model import FeedPart, Model, ModelAssembly, Through, in_short, token_loss
 from everstep.engine.layers.shard_plan import STYLES, from_theirs
 from everstep.errors import UserError
 
@@ -97,6 +97,7 @@ class Family:
                 card=self._card(),
                 shared_out=self._heads(),
                 in_fp32=tuple(sorted(getattr(self.bare, "_keep_in_fp32_modules_strict", None) or ())),
+                split_rows=self.split_rows if rows_can_be_split(self.whole, anatomy.layers) else None,
             ),
             shard_plan=self._shard_plan(),
         )
@@ -137,6 +138,16 @@ class Family:
         dtype = max(every, key=lambda p: p.numel()).dtype
         whole = self.whole if dtype == torch.float32 else self._bare(dtype)
         return StageModel(whole, self.anatomy, layers, modules, device)
+
+    def split_rows(self, attend: Callable[..., Tensor]) -> FeedPart:
+        """Layers and frames that are made from now on attend as shards do that have a part of each row."""
+        interface = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS
+        masks = transformers("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+        interface.register(CONTEXT_PARALLEL, partial(attend_as_shard, attend))
+        masks.register(CONTEXT_PARALLEL, _mask_of_shards)
+        for config in (self.config, self.bare.config, self.whole.config):
+            config._attn_implementation = CONTEXT_PARALLEL
+        return _with_places
 
     def check(self, inputs: Value, targets: Value) -> None:
         """The first batch: are its keys and tokens those of a language model?"""
@@ -261,6 +272,91 @@ class Family:
         return cost
 
 
+# ------------------------------------------------------------------
+# Shards that have a part of each row.
+
+CONTEXT_PARALLEL = "everstep_context_parallel"  # the name of their attention among those of transformers
+_TOKENS_MEET = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
+_ATTENTION = ("full_attention", "sliding_attention")
+_CHANGES_SCORES = re.compile(r"att(n|ention).*(drop|softcap)")  # keys of configs
+
+
+def rows_can_be_split(model: Any, layers: Sequence[str]) -> bool:
+    """Do tokens meet in attention alone, in one that transformers lets others compute, and are positions
+    given to the model?
+    """
+    text = model.config.get_text_config()
+    parts = [part for layer in layers for part in model.get_submodule(layer).modules()]
+    return (
+        bool(model._supports_sdpa and getattr(model, "_supports_attention_backend", False))
+        and "position_ids" in taken_by(type(model))
+        and set(getattr(text, "layer_types", None) or ()) <= set(_ATTENTION)
+        and not any(isinstance(part, _TOKENS_MEET) or hasattr(part, "sinks") for part in parts)
+        and all(getattr(part, "is_causal", True) for part in parts)
+        and not any(value for key, value in text.to_dict().items() if _CHANGES_SCORES.search(key))
+        and _dropped(text) <= {part.p for part in model.modules() if isinstance(part, nn.Dropout)}
+        and not getattr(text, "output_router_logits", False)
+    )
+
+
+def _dropped(config: Any) -> set[float]:
+    """What a model drops, of which shards must draw the masks of whole rows: by modules, not by functions."""
+    found = [value for key, value in config.to_dict().items() if "drop" in key]
+    return {value for value in found if isinstance(value, float) and value}
+
+
+def attend_as_shard(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """In the form of transformers' attention functions. Windows are those of the mask, as with SDPA."""
+    odd = [name for name in ("dropout", "softcap", "s_aux", "position_bias") if _is_given(more.get(name))]
+    window = attention_mask.size if isinstance(attention_mask, _Window) else None
+    if attention_mask is not None and window is None:
+        odd.append("attention_mask")
+    if odd or more.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UserError(
+            f"{type(module).__name__} attends with {', '.join(odd) or 'no causal mask'}, which shards that "
+            "have a part of each row cannot; leave context_parallel out."
+        )
+    made = attend(query, key, value, scale=scaling, window=window)
+    return made.transpose(1, 2).contiguous(), None
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """In the place of a mask: attention of shards makes its own."""
+
+    size: int
+
+
+def _mask_of_shards(
+    *args: Any, local_size: int | None = None, use_vmap: bool = False, **more: Any
+) -> _Window | None:
+    if use_vmap:
+        raise UserError(
+            "the model's mask is neither causal nor a window, which shards that have a part of each row "
+            "cannot have; leave context_parallel out."
+        )
+    return None if local_size is None else _Window(local_size)
+
+
+def _with_places(value: Value, places: Tensor) -> Value:
+    batch = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
+    return batch | {"position_ids": places.expand(batch["input_ids"].shape[0], -1)}
+
+
 NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -329,6 +425,12 @@ class CausalLoss:
         if "aux" in output:  # a mean over tokens: as a sum, in proportion
             total = total + self.router * output["aux"] * weight
         return total, weight
+
+    def following(self, targets: Value) -> Tensor:
+        """For every position the token that follows it; -100 where it does not count."""
+        if not isinstance(targets, Mapping):
+            return targets  # type: ignore[no-any-return]
+        return nn.functional.pad(_next_tokens(targets), (0, 1), value=-100)
 
     def weigh(self, targets: Value) -> float:
         """The weight alone, from targets on the host: nothing waits for a GPU."""

@@ -19,11 +19,11 @@ changes nothing in cuDNN 9.19 (tried; LOG.md).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,12 +36,25 @@ _CLOSE = 0.02  # of the largest gradient: both are computed in 16 bits
 _aten = torch.ops.aten
 
 
+class Attend(nn.Module):
+    """Where the tokens of a row meet, and nowhere else: shards that have a part of each row change it."""
+
+    parts = 1  # in which a row is on as many shards
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
+        return causal(q, k, v, positions)
+
+    def places(self, length: int, device: torch.device) -> Tensor | None:
+        """Where in their row the tokens are; None: one after the other."""
+        return None
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
     """Each rows x heads x length x size; keys and values may have fewer heads. `positions`: rows x length, in
     rows of several documents: where they start again, a document begins, and none sees another.
     """
     if positions is not None:
-        return _within_documents(q, k, v, positions)
+        return causal_from(0, q, k, v, document_numbers(positions))
     if q.is_cuda and torch.are_deterministic_algorithms_enabled() and _fits(q, k, v):
         return _WAYS[exact_way(q.shape, q.dtype, q.device)](q, k, v)
     return _torch(q, k, v)
@@ -58,15 +71,56 @@ def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def _within_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """On a GPU by plain products: those of torch's kernels that take a mask add up in no fixed order."""
-    document = (positions == 0).cumsum(1)
-    length = positions.shape[1]
-    earlier = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    seen = (document[:, None, :, None] == document[:, None, None, :]) & earlier
+def document_numbers(positions: Tensor) -> Tensor:
+    """Of each token the document of its row that it belongs to."""
+    return (positions == 0).cumsum(1)
+
+
+def causal_from(
+    start: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of a piece of each row, whose first token is the one at `start`, to all up to its own, or to
+    the last `window` of them. `documents`: rows x length, if a row has several, of which none sees another.
+    """
+    end, grouped = start + q.shape[-2], q.shape[1] != k.shape[1]
+    first = 0 if window is None else max(0, start - window + 1)
+    k, v = k[..., first:end, :], v[..., first:end, :]
+    size, plain = q.shape[-1], documents is None and window is None
+    fits = size == v.shape[-1] and size <= 256 and not size % 8
+    if plain and fits and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if grouped:
+            k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+        # Of fewer queries than keys the last one sees the last key, other than with torch's own `is_causal`.
+        made: Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+        return made
+    if documents is None:
+        seen = _added(start - first, end - first, window, q.device, q.dtype)
+    else:
+        same = documents[:, None, start:end, None] == documents[:, None, None, first:end]
+        seen = same & _seen(start - first, end - first, window, q.device)
+    # On a GPU by plain products: those of torch's kernels that take a mask add up in no fixed order.
     ways = [SDPBackend.MATH] if q.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(ways):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+
+
+def _seen(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    earlier = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
+    return earlier if window is None else earlier.triu(start - window + 1)
+
+
+@lru_cache(maxsize=8)
+def _added(start: int, end: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """As kernels make it of a mask, for themselves and each layer; so it is there once for all."""
+    seen = _seen(start, end, window, device)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

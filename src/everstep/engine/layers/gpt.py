@@ -7,7 +7,7 @@ split of heads over shards is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from everstep.engine.layers import attention, regions
+from everstep.engine.layers import regions
+from everstep.engine.layers.attention import Attend
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.experts import plain_experts
 from everstep.engine.layers.linear import of_one_input
-from everstep.engine.layers.model import BACKWARD, Model, ModelAssembly
+from everstep.engine.layers.model import BACKWARD, FeedPart, Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
 from everstep.errors import UserError
@@ -62,6 +63,8 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
             shared_out=form.shared_out(),
             has_regions=True,
             recordable=not form.experts,  # it makes them slower: LOG.md
+            # The loss of routers is none of single tokens.
+            split_rows=None if form.experts and form.router_loss else _split_rows,
         ),
         shard_plan=SHARD_PLAN | ({"blocks.*.mlp.experts": "experts"} if form.experts else {}),
     )
@@ -93,6 +96,11 @@ def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
                 f"data gives tokens {int(known.min())} to {int(known.max())} and the model "
                 f"knows 0 to {vocab - 1}; raise model.vocab."
             )
+
+
+def _split_rows(attend: Callable[..., Tensor]) -> FeedPart:
+    """Each `Attend` is found in its layer, and finds the places by itself."""
+    return lambda value, places: value
 
 
 class Embed(nn.Module):
@@ -138,14 +146,17 @@ class Attention(nn.Module):
         self.v = _linear(form.width, size * self.kv_heads)
         self.out = _linear(form.width, form.width, into_residual=form.depth)
         self.rotary = Rotary(size, form.rope_base)
+        self.attend = Attend()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         q, k, v = _all_of(x, self.q, self.k, self.v)
         rows, length, _ = q.shape  # not of x, which can be a part of the sequence
-        q = self.rotary(q.view(rows, length, -1, self.size), positions)  # a shard has some of the heads
-        k = self.rotary(k.view(rows, length, -1, self.size), positions)
+        places = self.attend.places(length, q.device) if positions is None else positions
+        whole = length * self.attend.parts
+        q = self.rotary(q.view(rows, length, -1, self.size), whole, places)  # a shard has some of the heads
+        k = self.rotary(k.view(rows, length, -1, self.size), whole, places)
         v = v.view(rows, length, -1, self.size)
-        y = attention.causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 
@@ -158,8 +169,9 @@ class Rotary(nn.Module):
         self.size, self.base = size, base
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        cos, sin = self._of(x.shape[1], x.device)
+    def forward(self, x: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
+        """`length`: of the row; `positions`: of its tokens, where they are not one after the other."""
+        cos, sin = self._of(length, x.device)
         return _rotated(x, cos, sin) if positions is None else _rotated(x, cos[positions], sin[positions])
 
     def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,9 @@ BACKWARD = BackwardWeight()
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): what a stage calls a layer with
 Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives; `frame`: a module around it
 
+# Of a batch with a part of each row, and the places of its tokens in the row: what the first layer gets.
+FeedPart = Callable[[Value, Tensor], Value]
+
 
 def one_after_the_other(layers: range, modules: list[nn.Module], device: torch.device) -> Through:
     def through(value: Value, run: Run) -> Value:
@@ -96,6 +99,9 @@ class ModelAssembly:
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
     shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads
     in_fp32: tuple[str, ...] = ()  # patterns of names that layers get in fp32 in any precision
+    # Is given the attention of shards that have a part of each row, before layers are built. None: a row
+    # cannot be split over shards, for its tokens meet elsewhere than in attention.
+    split_rows: Callable[[Callable[..., Tensor]], FeedPart] | None = None
 
 
 @dataclass(frozen=True, eq=False)

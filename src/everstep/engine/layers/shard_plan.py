@@ -43,6 +43,7 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "sequence": (None, None),
     "experts": (None, None),  # by what lies below the module, see `Cut`
 }
+ALL_WHOLE: PlanOfShards = {"*": "whole"}  # of shards that split the rows, and not the layers
 # What transformers calls them.
 THEIRS: Mapping[str, str] = {
     "colwise": "column",

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
@@ -27,6 +28,7 @@ from everstep.engine.layers.model import (
     slots,
 )
 from everstep.engine.layers.taken_over import take_over
+from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES
 from everstep.job.job import Job
 from everstep.schedule.footprint import ADAM, Settings, StageFigures
@@ -41,12 +43,15 @@ class LayerFigures:
     held_forward: float
     held_weight: float
     kept_input: float  # all that is held from F to I with recompute
+    kept_beside: float  # the same, if attention alone is run again
     saves_input: bool  # is its input in `held_forward`?
     output: float  # what it gives to the next layer
     graded: float  # of it, what a gradient comes back for
     largest_held: float = 0.0  # of `held_forward`, the largest tensor
     tied: int = 0  # of its parameters, those that are one tensor with others
     workspace: float = 0.0  # of exact attention, where cuDNN's front end is installed
+    keys_values: float = 0.0  # of `held_forward`, what attention reads of all tokens
+    queries: float = 0.0  # of `held_forward`, what it reads of its own ones
 
 
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
@@ -64,13 +69,14 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         exact=job.device.startswith("cuda") and job.accumulate != "fp32",
         checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
         recorded=job.device.startswith("cuda") and job.shards == 1 and _records(job),
+        offload=job.offload,
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
         in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
     )
 
 
 def _records(job: Job) -> bool:
-    return job.graphs == "always" or (job.graphs == "auto" and not job.recompute)
+    return job.graphs == "always" or (job.graphs == "auto" and not job.recompute and not job.offload)
 
 
 def _saved(job: Job) -> float:
@@ -97,16 +103,29 @@ def recompute_of(job: Job) -> int:
     return job.recompute_every if job.recompute else 0
 
 
-def stage_figures(layers: list[LayerFigures], part: range, *, recompute: int) -> StageFigures:
-    """`recompute`: one layer of so many; the last one of the model, which is the head, never."""
+def stage_figures(
+    layers: list[LayerFigures],
+    part: range,
+    *,
+    recompute: int,
+    attention_alone: bool = False,
+    offload: bool = False,
+) -> StageFigures:
+    """`recompute`: one layer of so many; the last one of the model, which is the head, never. `offload`: nor
+    does what the head keeps wait in host memory.
+    """
     here = [layers[index] for index in part]
     last = part.stop == len(layers)
     again = set(range(0, len(layers) - 1, recompute)) & set(part) if recompute else set()
-    held = sum(layers[at].kept_input if at in again else layers[at].held_forward for at in part)
-    kept = part.start in again or here[0].saves_input or not part.start
-    entering = 0.0 if kept else layers[part.start - 1].output
+    away = set(range(len(layers) - 1)) & set(part) - again if offload else set()
+    of_again = [layers[at].kept_beside if attention_alone else layers[at].kept_input for at in again]
+    held = sum(of_again) + sum(layers[at].held_forward for at in part if at not in again | away)
+    kept = (part.start in again and not attention_alone) or here[0].saves_input or not part.start
+    kept = kept and part.start not in away
+    entering = 0.0 if kept or not part.start else layers[part.start - 1].output
     back = layers[part.start - 1].graded if part.start else 0.0
     whole = max(layer.held_forward for layer in here)
+    beside = max((layers[at].kept_beside for at in again), default=0.0) if attention_alone else 0.0
     gradient = max(layer.largest_held for layer in here)  # of one tensor, such as the logits
     tied = sum(layer.tied for layer in here)
     both = tied == sum(layer.tied for layer in layers)  # halves of a pair; else the other one is sent
@@ -115,10 +134,15 @@ def stage_figures(layers: list[LayerFigures], part: range, *, recompute: int) ->
         largest=max(layer.largest for layer in here),
         held_forward=held + entering,
         held_weight=sum(layer.held_weight for layer in here),
-        inside=max(whole * (1.0 if again else 0.5), gradient),  # gradients: half of what a layer saved
+        # Gradients: half of what a layer saved; what is made or fetched again is there besides.
+        inside=max(whole * (1.0 if again or away else 0.5) - 0.5 * beside, gradient),
         sent=(0.0 if last else here[-1].output) + back,
         joined=tied // 2 if both else 3 * tied,
         workspace=max(layer.workspace for layer in here),
+        host=sum(layers[at].held_forward for at in away),
+        keys_values=sum(layers[at].keys_values for at in part if at not in again | away),
+        keys_values_inside=max(layer.keys_values for layer in here),
+        queries=sum(layers[at].queries for at in part if at not in again | away),
     )
 
 
@@ -134,6 +158,7 @@ def _static(model: Model, name: str) -> LayerFigures:
         held_forward=0.0,
         held_weight=0.0,
         kept_input=0.0,
+        kept_beside=0.0,
         saves_input=False,
         output=0.0,
         graded=0.0,
@@ -153,8 +178,8 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
         weights = _storages(every_parameter(name, module).values())
         value = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
         given = _storages(tensors_in(value))
-        saved: list[Tensor] = []
-        attended: list[Tensor] = []
+        saved = _Saved(module)
+        attended: list[tuple[Tensor, ...]] = []
         with _saving(saved, attended, on_gpu=on_gpu):
             value = module(value)
             last = index + 1 == len(model.layers)
@@ -162,12 +187,15 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
         outputs = tensors_in(made[0] if last and isinstance(made, tuple) else made)
         graded = [t for t in outputs if t.requires_grad]
         torch.autograd.backward(graded, [torch.empty_like(t) for t in graded])
-        held = {k: n for k, n in _storages(saved).items() if k not in weights and k not in seen}
+        held, beside = (
+            {k: n for k, n in _storages(tensors).items() if k not in weights and k not in seen}
+            for tensors in (saved.all, saved.beside)
+        )
         queued = [t for entry in queue for t in entry if isinstance(t, Tensor)]
         others = [p.grad for p in every_parameter(name, module).values() if p.grad is not None]
         later = {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
         seen |= held
-        alive += saved
+        alive += saved.all
         static = _static(model, name)
         found.append(
             LayerFigures(
@@ -177,26 +205,50 @@ def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu
                 held_forward=_bytes(held),
                 held_weight=_bytes(later),
                 kept_input=_bytes(given),
+                kept_beside=_bytes(beside),
                 saves_input=any(k in held for k in given),
                 output=0.0 if last else _bytes(_storages(outputs)),
                 graded=0.0 if last else _bytes(_storages(graded)),
                 largest_held=float(max(held.values(), default=0)),
                 workspace=_workspace(attended) if on_gpu and attention_library.installed() else 0.0,
+                keys_values=_bytes(_storages(one for _, *both in attended for one in both)),
+                queries=_bytes(_storages(queries for queries, *_ in attended)),
             )
         )
     return found
 
 
 @contextmanager
-def _saving(saved: list[Tensor], attended: list[Tensor], *, on_gpu: bool) -> Iterator[None]:
-    """`attended`: gets the queries of each attention."""
+def _saving(saved: _Saved, attended: list[tuple[Tensor, ...]], *, on_gpu: bool) -> Iterator[None]:
+    """`attended`: gets queries, keys and values of each attention."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
+    with hooks, _Fused(on_gpu, attended):
+        yield
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
+
+class _Saved:
+    """What a layer saves for its backward, and what is left of it if its attention is run again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.all: list[Tensor] = []
+        self.beside: list[Tensor] = []
+        self._inside = 0
+        for part in attention_in(layer):
+            part.register_forward_pre_hook(self._enter, with_kwargs=True)
+            part.register_forward_hook(self._leave)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.all.append(tensor)
+        if not self._inside:
+            self.beside.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Fused(on_gpu, attended):
-        yield
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside += 1
+        self.beside.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+    def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
+        self._inside -= 1
 
 
 class _Fused(TorchFunctionMode):
@@ -204,14 +256,13 @@ class _Fused(TorchFunctionMode):
     one a fused kernel does not, for RMSNorm only on a GPU.
     """
 
-    def __init__(self, on_gpu: bool, attended: list[Tensor]) -> None:
+    def __init__(self, on_gpu: bool, attended: list[tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._on_gpu, self._attended = on_gpu, attended
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
-            if args[0].shape == args[1].shape:
-                self._attended.append(args[0])
+            self._attended.append(args[:3])
             return _Attention.apply(*args[:3])  # type: ignore[no-untyped-call]
         if self._on_gpu and func is torch.nn.functional.rms_norm and (kwargs or {}).get("weight") is not None:
             return _RMSNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
@@ -243,8 +294,9 @@ class _RMSNorm(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
 
 
-def _workspace(attended: list[Tensor]) -> float:
-    sizes = [attention_library.workspace(q.shape, q.dtype) for q in attended if q.ndim == 4]
+def _workspace(attended: list[tuple[Tensor, ...]]) -> float:
+    alike = [q for q, k, _ in attended if q.ndim == 4 and q.shape == k.shape]
+    sizes = [attention_library.workspace(q.shape, q.dtype) for q in alike]
     return float(max(sizes, default=0))
 
 

@@ -135,8 +135,12 @@ def fit(
     settings = settings_of(job)
     hosted = job.microbatches * (AFTER_A_DEATH if job.replicas > 1 else 1)
     for stage, part in enumerate(partition(model, job.stages)):
-        whole = _scaled(stage_figures(layers, part, recompute=recompute_of(job)), scale)
-        figures = _of_one_shard(whole, model, part, job.shards)
+        kept = {"attention_alone": job.recompute_part == "attention", "offload": job.offload}
+        whole = _scaled(stage_figures(layers, part, recompute=recompute_of(job), **kept), scale)
+        if job.context_parallel:
+            figures = whole.of_a_part(job.shards)
+        else:
+            figures = _of_one_shard(whole, model, part, job.shards)
         cap = footprint.stash_cap(job.stages)
         if memory.worker is not None:
             cap = max(1, min(cap, footprint.room_for(figures, settings, memory.worker, hosted=hosted)))
@@ -196,11 +200,19 @@ def _changes(job: Job, model: Model) -> Iterator[tuple[str, Job, float]]:
     if settings_of(job).eager and job.precision == "fp32":
         never = replace(job.optimizer, stagger="never")
         singles.append((*one('optimizer.stagger = "never"', optimizer=never), 1.0))
-    if not job.recompute:
+    if not job.recompute and not job.offload:
+        if not job.compile and (job.shards == 1 or job.context_parallel):
+            text = 'recompute = true and recompute_part = "attention"'
+            singles.append((text, replace(job, recompute=True, recompute_part="attention"), 1.0))
+        if job.device == "cuda" and job.graphs != "always":
+            singles.append(("offload = true", replace(job, offload=True), 1.0))
         half = replace(job, recompute=True, recompute_every=2)
         singles.append(("recompute = true and recompute_every = 2", half, 1.0))
-    if not job.recompute or job.recompute_every > 1:
-        singles.append((*one("recompute = true", recompute=True, recompute_every=1), 1.0))
+    if not job.recompute or job.recompute_every > 1 or job.recompute_part == "attention":
+        alone, away = job.recompute_part == "attention", job.offload
+        text = 'recompute_part = "layer"' if alone else "recompute = true" + " without offload" * away
+        whole = {"recompute": True, "recompute_every": 1, "recompute_part": "layer", "offload": False}
+        singles.append((*one(text, **whole), 1.0))
     yield from singles
     together = " and ".join(words)
     if len(words) > 1:
@@ -235,6 +247,10 @@ def _scaled(figures: StageFigures, scale: float) -> StageFigures:
         figures,
         held_forward=figures.held_forward * scale,
         held_weight=figures.held_weight * scale,
+        host=figures.host * scale,
         inside=figures.inside * scale,
         sent=figures.sent * scale,
+        keys_values=figures.keys_values * scale,
+        keys_values_inside=figures.keys_values_inside * scale,
+        queries=figures.queries * scale,
     )

@@ -46,14 +46,16 @@ from everstep.engine.prepare.resolve import (
     tried_optimizer,
 )
 from everstep.engine.shards.layers import refuse_unsplittable
+from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES, changed_in_place
+from everstep.engine.stage.stage_loss import splits_rows
 from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
 from everstep.engine.state.optimizer_trial import TrialError, try_optimizer
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
 from everstep.errors import UserError
 from everstep.job.job import Job
-from everstep.job.presets import refuse_shards
+from everstep.job.presets import refuse_parts, refuse_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,9 @@ def preflight(
     parts = partition(model, job.stages)
     check_tied(model)
     built = _check_sharing(model)
-    if job.shards > 1:
+    if job.shards > 1 and job.context_parallel:
+        _refuse_undivided_rows(model)
+    elif job.shards > 1:
         refuse_shards(job.shards, model.assembly.shared_out)
         cut = Cut(model.shard_plan, 0, job.shards)
         for layer, module in built.items():
@@ -101,12 +105,21 @@ def preflight(
                 "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
                 'as "*.input_norm": "sequence"; this model\'s plan names none.'
             )
+    if job.recompute_part == "attention" and not any(attention_in(module) for module in built.values()):
+        raise UserError(
+            'recompute_part is "attention", and no layer has a module of the name attention, self_attn or '
+            "alike; name it so, or leave recompute_part out."
+        )
     parameters = parameter_count(model)
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")
     data = data or data_of(job)
+    if job.ramp and hasattr(data, "preview"):
+        raise UserError("ramp cannot be combined with a stream, which is read in order; let the stream ramp.")
     batch = batch_of(job, data)
     model.assembly.check(*batch)
+    if job.context_parallel:
+        _refuse_unequal_parts(job, model, batch)
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
@@ -138,6 +151,37 @@ def preflight(
     )
 
 
+def _refuse_undivided_rows(model: Model) -> None:
+    if model.assembly.split_rows is None:
+        raise UserError(
+            "context_parallel = true splits rows over shards, for models that say where their tokens meet: "
+            "GPT presets without router_loss, and Hugging Face models whose tokens meet in plain attention "
+            "alone; leave context_parallel out."
+        )
+    if not splits_rows(model.loss):
+        raise UserError(
+            "context_parallel = true splits rows over shards, and the loss is your own; use "
+            "everstep.token_loss or the model's own, or leave context_parallel out."
+        )
+
+
+def _refuse_unequal_parts(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
+    inputs = batch[0]
+    besides = set(inputs) - {"input_ids", "labels"} if isinstance(inputs, Mapping) else set()
+    if besides and model.assembly.join is not one_after_the_other:
+        raise UserError(
+            f"context_parallel = true takes rows without padding, each of one document, and data gives "
+            f"{min(besides)!r}; leave it out of the batch, or leave context_parallel out."
+        )
+    for tensor in tensors_in(batch):
+        if tensor.ndim != 2:
+            raise UserError(
+                f"context_parallel = true splits tensors of rows x length, and data gives "
+                f"{described(tensor)}; leave context_parallel out."
+            )
+        refuse_parts(job.shards, {"the length of a row": tensor.shape[1]})
+
+
 def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
     """The optimizer of all parameters, in a few small steps."""
     everything = range(len(model.layers))
@@ -146,7 +190,8 @@ def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
     if is_elementwise(made):
         return
     try:
-        here, tied, split = torch.device("cpu"), bool(model.tied), job.shards > 1
+        here, tied = torch.device("cpu"), bool(model.tied)
+        split = job.shards > 1 and not job.context_parallel
         try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied, split=split)
     except TrialError:
         if device.pick(job.device).type == "cpu":

@@ -10,6 +10,7 @@ import torch
 from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
+from everstep.engine.datasets.ramp import BatchRamp, ramped
 from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.prepare.figures import recompute_of
 from everstep.engine.prepare.fitting import GIB
@@ -49,7 +50,7 @@ class Program:
         """From the words of a job file."""
         model = model_of(job)
         rate = schedule_of(job, model)
-        return Program(job, model, data_of(job), optimizer_of(job), evaluation_of(job), rate)
+        return Program(job, model, ramped(data_of(job), job), optimizer_of(job), evaluation_of(job), rate)
 
     def rules(self) -> TaskRules:
         job = self.job
@@ -94,6 +95,9 @@ class Program:
                 precision=job.precision,
                 accumulate=job.sums,
                 recompute=recompute_of(job),
+                attention_alone=job.recompute_part == "attention",
+                offload=job.offload,
+                ramp=BatchRamp.of(job.ramp, job.microbatches_in_step),
                 contributions=job.microbatches_in_step,
                 sharded=job.optimizer.shard,
             ),
@@ -118,7 +122,7 @@ class Program:
     def _records(self) -> bool:
         """Are ops on a GPU launched as CUDA graphs?"""
         if self.job.graphs == "auto":
-            return self.model.assembly.recordable and not self.job.recompute
+            return self.model.assembly.recordable and not self.job.recompute and not self.job.offload
         return self.job.graphs == "always"
 
     def _tied_stages(self) -> tuple[int, int] | None:

@@ -32,6 +32,7 @@ class Collectives(Protocol):
     index: int
     count: int
     splits_sequence: bool  # between split layers, each shard has its part of the sequence
+    splits_context: bool  # layers are whole, and each shard has its part of the sequence everywhere
 
     def sum(self, tensor: Tensor) -> Tensor: ...  # in place, and returned
 
@@ -56,12 +57,13 @@ class GroupCollectives:
         device: torch.device,
         *,
         splits_sequence: bool = False,
+        splits_context: bool = False,
         ordered: bool = False,
         entered: Callable[[], None] = lambda: None,
         left: Callable[[], None] = lambda: None,
     ) -> None:
         self.index, self.count, self._entered, self._left = index, count, entered, left
-        self.splits_sequence = splits_sequence
+        self.splits_sequence, self.splits_context = splits_sequence, splits_context
         self._in_order = ordered and count > 2
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
 

@@ -32,11 +32,13 @@ from torch.utils.checkpoint import checkpoint
 from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.datasets.ramp import BatchRamp
 from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
 from everstep.engine.layers.model import (
     BACKWARD,
+    FeedPart,
     Model,
     Slot,
     drawn,
@@ -48,11 +50,13 @@ from everstep.engine.layers.model import (
     slots,
     trained,
 )
-from everstep.engine.layers.shard_plan import Cut
+from everstep.engine.layers.shard_plan import ALL_WHOLE, Cut
 from everstep.engine.layers.taken_over import take_over
 from everstep.engine.shards.collectives import Collectives
+from everstep.engine.shards.context import ContextAttention, ContextPart, join_context
 from everstep.engine.shards.layers import cut, join, refuse_unequal, sum_whole
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
+from everstep.engine.stage.kept import AttentionAgain, Offload, attention_in
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.stage.stage_evaluation import StageEvaluation
 from everstep.engine.stage.stage_loss import StageLoss
@@ -75,7 +79,10 @@ class StageSettings:
     seed: int = 0
     precision: Precision = "fp32"
     accumulate: Accumulate = "strict"
-    recompute: int = 0
+    recompute: int = 0  # of so many layers one is run again in I; 0: none
+    attention_alone: bool = False  # of those layers, only their attention is
+    offload: bool = False  # what the other layers keep waits in host memory
+    ramp: BatchRamp | None = None  # None: all microbatches count
     contributions: int = 256  # the microbatches of a step, or more
     sharded: bool = False  # the optimizer's states are
 
@@ -96,11 +103,16 @@ class Stage:
         """`empty`: where gradient buffers come from."""
         self.model, self.layers, self.data, self.device = model, layers, data, device
         settings = settings or StageSettings()
-        self.seed, self._dtype = settings.seed, DTYPES[settings.precision]
+        self.seed, self._dtype, self._ramp = settings.seed, DTYPES[settings.precision], settings.ramp
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
         self.shards = shards
         place = (0, 1) if shards is None else (shards.index, shards.count)
-        self.cut = Cut(model.shard_plan, *place)
+        self._part = ContextPart(shards) if shards is not None and shards.splits_context else None
+        self.cut = Cut(model.shard_plan if self._part is None else ALL_WHOLE, *place)
+        self._feed_part: FeedPart | None = None
+        if self._part is not None:
+            assert model.assembly.split_rows is not None
+            self._feed_part = model.assembly.split_rows(ContextAttention(self._part))
         self.slots: dict[str, Slot] = slots(model, layers, cut=self.cut)
         self.size = end(self.slots)
         tied = {name for pair in model.tied for name in pair}
@@ -119,8 +131,10 @@ class Stage:
         for index in layers:
             self._build(index)
         self.evaluation = evaluation
-        self._loss = StageLoss(model, device, shards)
+        self._loss = StageLoss(model, device, shards, self._part)
         self._through = model.assembly.join(layers, self._modules, device)
+        if self._part is not None and (frame := getattr(self._through, "frame", None)) is not None:
+            join_context(frame, self._part)
         self._evaluation = None
         if evaluation is not None:
             loss, fed = self._loss if self.is_last else None, self._fed if self.is_first else None
@@ -145,9 +159,17 @@ class Stage:
         self._numbers = MicrobatchNumbers()
         self._received: list[tuple[Tensor, int]] = []  # of the forward under way, with their versions
         self._held = HeldBytes(lambda: self.working)
+        if settings.attention_alone:
+            for index, module in zip(layers, self._modules, strict=True):
+                for part in attention_in(module) if index in self._recomputed else ():
+                    part.forward = AttentionAgain(part.forward, self._held.keep)
+            self._recomputed = set()
+        self._offload = Offload(device, lambda: self.working) if settings.offload else None
+        self._offloaded = set(model.recomputed(1)) & set(layers) - self._recomputed
         self.recordings: Recordings | None = None
         self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
-        self._whole_are_equal = shards is None  # whole parameters on all shards; looked at in the first W
+        # Whole parameters on all shards; looked at in the first W. Of parts of rows they are added up.
+        self._whole_are_equal = shards is None or self._part is not None
 
     def _build(self, index: int) -> None:
         """A layer, drawn on the CPU from (seed, layer), so equal everywhere. Masters and working weights get
@@ -172,7 +194,9 @@ class Stage:
         in_precision(module.to(self.working.device), self.working.dtype, layer, model.assembly.in_fp32)
         fused = regions.are_enabled() and self.shards is None and not model.assembly.has_regions
         take_over(module, self._queue, fused=fused)
-        if self.shards is not None:
+        if self._part is not None:
+            join_context(module, self._part)
+        elif self.shards is not None:
             self._summed.extend(join(layer, module, self.cut, self.shards))
         self._modules.append(in_training(module))
         if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
@@ -196,12 +220,12 @@ class Stage:
 
     def load(self, step: int, microbatch: int) -> None:
         """Get the data that the forward will need, so that waiting for it is not part of the op."""
-        if (self.is_first or self.is_last) and not self.closes(step):
+        if (self.is_first or self.is_last) and self.trains(step, microbatch):
             self._batches = {(step, microbatch): self.data.batch(step, microbatch)}
 
     def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
         """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
-        if self._buffers_stay or self.closes(step):
+        if self._buffers_stay or not self.trains(step, microbatch):
             return self._forward(step, microbatch, given)
         layers = {self.model.names[i]: module for i, module in zip(self.layers, self._modules, strict=True)}
         if (frame := getattr(self._through, "frame", None)) is not None:
@@ -221,7 +245,7 @@ class Stage:
             if not self._evaluation.is_done((step, microbatch)):
                 self.evaluate(step, microbatch, given)
             beside = self._evaluation.take((step, microbatch))
-        if self.closes(step):
+        if not self.trains(step, microbatch):
             return self._close(step, microbatch, beside or [])
         batch = self._batches.pop((step, microbatch), None)
         inputs, targets = (None, None) if batch is None else split(batch)
@@ -249,7 +273,7 @@ class Stage:
             self._stashes[step, microbatch] = Stash(wanted, outputs)
             return boundary
         self._stashes[step, microbatch] = Stash(wanted, [value], weight)
-        self._numbers.keep_loss(step, microbatch, value.detach().float())
+        self._numbers.keep_loss(step, microbatch, self._loss.of_all_shards(value.detach().float()))
         return None
 
     def _computed(self, value: Value, targets: Value) -> tuple[Value, Tensor | float | None]:
@@ -282,8 +306,11 @@ class Stage:
     def evaluates(self, step: int) -> bool:
         return self.evaluation is not None and self.evaluation.evaluates(step)
 
-    def closes(self, step: int) -> bool:
-        return self.evaluation is not None and self.evaluation.closes(step)
+    def trains(self, step: int, microbatch: int) -> bool:
+        """Does a microbatch count? Of the step that only evaluates none does."""
+        if self.evaluation is not None and self.evaluation.closes(step):
+            return False
+        return self._ramp is None or self._ramp.counts(step, microbatch)
 
     def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
         """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
@@ -298,7 +325,7 @@ class Stage:
         return () if self._evaluation is None else self._evaluation.scores((step, microbatch))
 
     def _close(self, step: int, microbatch: int, beside: list[Value]) -> Boundary | None:
-        """The forward of a step that trains nothing: it counts 0."""
+        """The forward of a microbatch that trains nothing: it counts 0."""
         self._stashes[step, microbatch] = Stash({}, [], 0.0)
         self._numbers.keep_loss(step, microbatch, torch.zeros((), device=self.device))
         return None if self.is_last else Boundary.of({TRAINED: None, SCORED: beside})
@@ -319,7 +346,7 @@ class Stage:
         if given is None and stash.outputs:
             torch.autograd.backward(stash.outputs)
         elif given is None:
-            pass  # the closing step
+            pass  # it trains nothing
         elif given.tensors:
             grads = [host_memory.to_device(grad, self.device) for grad in given.tensors]
             torch.autograd.backward([stash.outputs[i] for i in given.of], grads)
@@ -332,7 +359,7 @@ class Stage:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
-        if self._held.weight < 0:
+        if self._held.weight < 0 and self.trains(step, microbatch):
             self._held.weight = self._held.of(stash.for_weights())
         inputs, stash.inputs = stash.inputs, {}
         if self.is_first:
@@ -364,7 +391,7 @@ class Stage:
         if self.sums.step not in (None, step):
             raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
-            if self.shards is not None and not self._whole_are_equal:
+            if self.shards is not None and not self._whole_are_equal and self.trains(step, microbatch):
                 made = {
                     self._index[parameter]: product
                     for parameter, product in contributions_of(stash.queue, stash.others)
@@ -374,7 +401,9 @@ class Stage:
                 }
                 refuse_unequal(whole, self.shards)
                 self._whole_are_equal = True
-            add_gradients(self.sums, self._index, stash, begins, None if seen is None else self._named(seen))
+            told = None if seen is None else self._named(seen)
+            among = self.shards if self._part is not None else None
+            add_gradients(self.sums, self._index, stash, begins, told, among)
         if self.recordings is not None:
             self.recordings.late = stash.recorded if self.sums.is_strict else None
         del self._stashes[step, microbatch]
@@ -479,6 +508,11 @@ class Stage:
         what a layer does to it in place is not done to the data.
         """
 
+        if self._part is not None and self._feed_part is not None:
+            inputs = mapped(self._part.of, inputs)
+            length = tensors_in(inputs)[0].shape[1]
+            inputs = self._feed_part(inputs, self._part.places(length, torch.device("cpu")))
+
         def fed(tensor: Tensor) -> Tensor:
             there = host_memory.to_device(tensor.detach(), self.device)
             dtype = self._dtype if there.is_floating_point() else there.dtype
@@ -507,6 +541,12 @@ class Stage:
             return made
 
         seed = self._key(step, microbatch, index)
+        if self._offload is not None and index in self._offloaded:
+            module = self._modules[index - self.layers.start]
+            received = [tensor for tensor, _ in self._received]
+            self._held.keep(received)
+            with self._offload.of_a_layer([*module.parameters(), *received]):
+                return run(*args)
         if index not in self._recomputed:
             return run(*args)
         self._held.keep(args, kwargs)

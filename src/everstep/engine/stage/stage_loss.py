@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.engine.layers.model import Loss, Model, cross_entropy, token_loss
 from everstep.engine.shards import loss as sharded
 from everstep.engine.shards.collectives import Collectives
+from everstep.engine.shards.context import ContextPart
 from everstep.engine.shards.layers import gathered
+from everstep.engine.shards.loss import IGNORED
 from everstep.errors import UserError
 from everstep.net import host_memory
 
@@ -21,10 +24,17 @@ _OF_PARTS = ((cross_entropy, sharded.cross_entropy), (token_loss, sharded.token_
 
 
 class StageLoss:
-    def __init__(self, model: Model, device: torch.device, shards: Collectives | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        shards: Collectives | None,
+        part: ContextPart | None = None,
+    ) -> None:
+        """`part`: of each row, what this shard has."""
         self._whole: Loss = model.loss  # of all logits
-        self._device = device
-        self._split_over = shards if "logits" in model.shard_plan.values() else None
+        self._device, self._part = device, part
+        self._split_over = shards if part is None and "logits" in model.shard_plan.values() else None
         self._loss = self._whole
         of_parts = next((parts for whole, parts in _OF_PARTS if whole is self._whole), None)
         if self._split_over is not None:
@@ -33,6 +43,8 @@ class StageLoss:
                     'shard_plan splits "logits", and the loss is your own; use "column_gather" there.'
                 )
             self._loss = partial(of_parts, collectives=self._split_over)
+        if part is not None:
+            self._loss = partial(loss_of_part, self._whole, part)
         self._any_precision = of_parts is not None or getattr(self._whole, "any_precision", False)
         self._target_shapes: list[tuple[int, ...]] | None = None  # of a loss without weights
 
@@ -51,6 +63,10 @@ class StageLoss:
             raise UserError(uneven(self._target_shapes, shapes))
         return made, 1.0
 
+    def of_all_shards(self, loss: Tensor) -> Tensor:
+        """The loss that is shown, of what this shard has made."""
+        return loss if self._part is None else self._part.shards.sum(loss.clone())
+
     def weight_on_host(self, targets: Value) -> Tensor | float | None:
         """What a microbatch counts, if the loss can say so from its targets."""
         weigh = getattr(self._whole, "weigh", None)
@@ -60,6 +76,8 @@ class StageLoss:
         """For metrics, which are anybody's functions: the loss, the whole output, the targets."""
         if self._split_over is not None:
             output = mapped(partial(gathered, collectives=self._split_over), output)
+        if self._part is not None:
+            output = mapped(self._part.whole, output)
         return self._whole, _in_fp32(output), self.there(targets)
 
     def there(self, targets: Value) -> Any:
@@ -72,6 +90,24 @@ class StageLoss:
             ),
             targets,
         )
+
+
+def loss_of_part(whole: Loss, part: ContextPart, output: Value, targets: Value) -> Any:
+    """This shard's summand of a loss of tokens; what it counts is that of the whole rows."""
+    followed = getattr(whole, "following", _themselves)(targets)
+    weight = (followed != IGNORED).sum()
+    logits = output["logits"] if isinstance(output, Mapping) else output
+    made, _ = token_loss(logits, part.of(followed))
+    return made / weight if whole is cross_entropy else (made, weight)
+
+
+def splits_rows(whole: Loss) -> bool:
+    """Is a loss the sum of what each token adds to it?"""
+    return whole in (cross_entropy, token_loss) or hasattr(whole, "following")
+
+
+def _themselves(targets: Value) -> Value:
+    return targets
 
 
 def _in_fp32(output: Value) -> Value:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from everstep.engine.layers.linear import contributions_of
+from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.stash import Stash
 from everstep.engine.sums.sums import GradientSums
 from everstep.schedule import footprint
@@ -24,10 +26,15 @@ def add_gradients(
     stash: Stash,
     begins: Begins | None = None,
     seen: Seen | None = None,
+    among: Collectives | None = None,
 ) -> None:
     """`index`: the slot of each parameter. `begins`: of one who wants to know when each slot is done. `seen`:
-    of one who wants to see what is added.
+    of one who wants to see what is added. `among`: shards whose contributions are added up before.
     """
+    if among is not None:
+        done = _nothing if begins is None else begins(set(index.values()))
+        _add_of_shards(sums, index, stash, done, seen, among)
+        return
     if seen is not None and not sums.is_strict:  # sums that add a product while it is computed
         for parameter, product in contributions_of(stash.queue, stash.others):
             seen(index[parameter], product())
@@ -42,6 +49,39 @@ def add_gradients(
     for parameter, gradient in stash.others:
         sums.shaped[index[parameter]].add_(gradient)
         done(index[parameter])
+
+
+def _add_of_shards(
+    sums: GradientSums,
+    index: Mapping[Tensor, int],
+    stash: Stash,
+    done: Finished,
+    seen: Seen | None,
+    among: Collectives,
+) -> None:
+    """Every shard takes part in the sum of every parameter, in the order of the slots, also if none of its
+    tokens went through it. A sum is made once: a shard that made it again would do so alone.
+    """
+    products = dict(contributions_of(stash.queue, stash.others))
+    stash.queue, stash.others = [], []
+    unchecked = 0
+    for parameter, slot in index.items():
+        product = products.pop(parameter, None)
+        made = torch.zeros(parameter.shape, device=parameter.device) if product is None else product().float()
+        made = among.sum(made.contiguous())
+        if seen is not None:
+            seen(slot, made)
+        if sums.is_strict:
+            sums.add(slot, partial(_seen, made))
+            unchecked += made.nbytes
+        else:
+            sums.shaped[slot].add_(made)
+        done(slot)
+        if unchecked >= footprint.CHECKED:
+            sums.check()
+            unchecked = 0
+    if sums.is_strict:
+        sums.added()
 
 
 def _add_strict(

@@ -206,7 +206,8 @@ class WorkItems:
             assert output is not None
             output = replace(output, hash=hash)
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.plane.kept)
-        self._time(op.kind, began, str(op))
+        if self.stage.trains(task.step, number):  # else its time is none that an op takes
+            self._time(op.kind, began, str(op))
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         return hashes
 

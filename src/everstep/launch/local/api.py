@@ -161,6 +161,8 @@ def train(
     callbacks = callbacks_module.checked(callbacks)
     if steps is not None and "epochs" in settings:
         raise UserError("steps and epochs are both given; give one of them.")
+    if "epochs" in settings and settings.get("ramp"):
+        raise UserError("epochs and ramp are both given, and steps of a ramp have less data; give steps.")
     count = USUAL_STEPS if steps is None else steps
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
     shape = shape_of_call(shape, call.overrides)
