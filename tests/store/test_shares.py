@@ -124,6 +124,17 @@ def test_a_step_that_is_there_is_not_overwritten_by_shares(tmp_path: Path) -> No
         write(tmp_path / "a", state, 1, 2)
 
 
+def test_a_target_that_cannot_be_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = source_of(tmp_path / "a")
+
+    def stale(self: LocalPlace) -> list[tuple[int, str]]:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(LocalPlace, "complete", stale)
+    with pytest.raises(UserError, match=r"is not written: .*Stale file handle"):
+        write(tmp_path / "b", state, 1, 2)
+
+
 def test_shares_go_to_an_object_store(tmp_path: Path) -> None:
     state = source_of(tmp_path / "a")
     url = f"memory://{tmp_path.name}"

@@ -79,13 +79,13 @@ def write_state(
     wanted, asked = _wanted(state, target)
     _require_folder(path)
     new = NewFolders(path)
-    staging: Staging
-    if target.share is not None:
-        staging = universal.ShareStaging(path, wanted, target.share)
-        wanted = universal.shared(wanted, target.share)
-    else:
-        staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
+    staging: Staging | None = None
     try:
+        if target.share is not None:
+            staging = universal.ShareStaging(path, wanted, target.share)
+            wanted = universal.shared(wanted, target.share)
+        else:
+            staging = row.staged(path) if row.staged is not None else FolderStaging(path, row)
         source = selfcheck.hashed(wanted) if check else wanted
         staging.write(source, target, progress)
         state.notes += [note for note in source.notes if note not in state.notes]
@@ -96,7 +96,8 @@ def write_state(
             rows = selfcheck.require(rows, Accepted(patterns, asked), str(path))
         staging.commit()
     except BaseException as error:
-        staging.discard()
+        if staging is not None:
+            staging.discard()
         new.remove_empty()
         if isinstance(error, OSError):
             raise UserError(f"{path} is not written: {error}.") from error
