@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
 from everstep.protocol.messages import SAVING, EndWorker, OrderTaken
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders
 
 LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)
 A, B = Worker(0, 0), Worker(1, 0)
@@ -335,6 +337,30 @@ def test_an_order_that_a_waiting_worker_does_not_take_is_reported(node: Node) ->
     assert look(66.0) == look(66.0) == []
 
 
+def test_a_worker_that_takes_the_order_to_go_on_and_stays_paused_is_reported(node: Node) -> None:
+    """Storm seed 700536 of `--agents`: it hung between the order and its first op, and all others waited."""
+    node.up(A)
+    facts = EpochFacts(epoch=2, attempts=((0, 0),), members=(), steady_hosts={})
+    node.give(msg.ResumeTask(task="t", facts=facts, news=None, workers=((A, OwnOrders(step=1), None),)))
+    node.happens(ag.ProcessSpoke(sender(), OrderTaken()))
+
+    def look(moment: int, age_s: float) -> list[ag.AgentAction]:
+        glance = Glance(moment=moment, step=1, busy=False, doing="Paused", age_s=age_s)
+        return node.happens(ag.Glanced(sender(), glance))
+
+    look(1, 0.0)
+    for looks in range(1, 13):
+        node.now += 0.5
+        reported = look(1, 0.5 * looks)
+        assert (reported != []) == (looks == 12), "five seconds, and two looks"
+    words = InterruptWorkers(workers=(A,), epoch=3, because="so")
+    node.give(msg.NotifyWorker(task="t", worker=A, words=words))
+    node.happens(ag.ProcessSpoke(sender(), OrderTaken()))
+    look(2, 0.0)
+    node.now += 60.0
+    assert look(2, 60.0) == look(2, 60.0) == [], "it was told to pause"
+
+
 def test_the_kernel_is_asked_only_about_beacons_that_stand_still(node: Node) -> None:
     node.up(A)
     first = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=0.2)
@@ -413,6 +439,22 @@ def test_an_order_heard_twice_is_carried_out_once() -> None:
     agent.handle(OrderHeard(1, msg.OpenTask(task="t", job={}, secret="s"), term=0), 0.0)
     assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == [ag.Spawn(start())]
     assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == []
+    assert agent.done == 2
+
+
+def test_after_an_order_that_is_not_understood_nothing_of_that_line_counts() -> None:
+    """Storm seed 700024 of `--agents`: the order after it was carried out, and so it was never sent again."""
+    agent = AgentState()
+    facts = EpochFacts(epoch=3, attempts=((0, 0),), members=(), steady_hosts={})
+    changes = FactChanges(since=2, facts=facts, book={}, gone=(), holders=())
+    news = msg.ResumeTask(task="t", facts=None, news=changes, workers=())
+    assert isinstance(agent.handle(OrderHeard(1, news, term=0), 0.0)[0], LeaveLine)
+    drop = msg.DropCopies(task="t", before=2)
+    assert agent.handle(OrderHeard(2, drop, term=0), 0.0) == []
+    assert agent.done == 0
+    agent.handle(LineOpened(term=0, heard=0), 0.0)
+    agent.handle(OrderHeard(1, replace(news, facts=facts, news=None), term=0), 0.0)
+    agent.handle(OrderHeard(2, drop, term=0), 0.0)
     assert agent.done == 2
 
 

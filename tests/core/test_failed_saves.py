@@ -218,6 +218,20 @@ def test_a_pause_holds_the_workers_until_the_state_is_on_disk() -> None:
     assert not cluster.coordinator.log.incidents
 
 
+def test_a_worker_that_hangs_while_others_hold_a_state_is_called_hung() -> None:
+    """Six storms (`--moves`, `--plans`; seed 700500 is one): nothing was looked at until the save's time was
+    up, ten minutes later.
+    """
+    cluster = held()
+    for worker in (W00, Worker(1, 0), Worker(1, 1)):
+        cluster.overdue(worker, doing="Finished", busy=False, elapsed_s=60.0)
+    assert not cluster.coordinator.log.incidents, "they have nothing to do"
+    cluster.overdue(W01, doing="1U", busy=True, elapsed_s=60.0)
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.workers == [W01]
+    assert "hung in 1U" in incident.evidence[0].text
+
+
 def test_a_task_whose_state_cannot_be_saved_is_not_paused_and_trains_on() -> None:
     """With a full disk there was an incident, and its steps were lost all the same."""
     cluster = held()

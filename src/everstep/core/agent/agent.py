@@ -82,10 +82,12 @@ class AgentState:
         self.done = 0  # the last order carried out
         self.term = 0  # of the newest coordinator heard
         self.journal = ""  # whose orders these are: terms of another one are not compared with it
+        self._has_left = False  # the line: an order of it was not carried out, so none after it counts
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentAction | LeaveLine]:
         match event:
             case LineOpened():
+                self._has_left = False
                 if event.journal and event.journal != self.journal:
                     self.journal, self.term = event.journal, event.term
                 if refused := self._refuses(event.term):
@@ -127,9 +129,10 @@ class AgentState:
     def _ordered(self, event: OrderHeard, now: float) -> list[AgentAction | LeaveLine]:
         if refused := self._refuses(event.term):
             return refused
-        if event.number <= self.done:
+        if event.number <= self.done or self._has_left:
             return []
         if not self.processes.understands(event.order):
+            self._has_left = True
             return [LeaveLine("its changes are to facts that are not known here")]
         self.done = event.number
         return self._report(self.processes.handle(OrderGiven(event.order), now))

@@ -45,7 +45,7 @@ from everstep.core.agent.agent_messages import (
 )
 from everstep.core.agent.process import ALIVE, AgentLimits, Process
 from everstep.core.agent.process import ProcessState as _S
-from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
+from everstep.core.faults.detector import PAUSED, DetectorLimits, Glance, ProgressWatch
 from everstep.errors import clipped
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -308,6 +308,11 @@ class NodeProcesses:
         for worker, process in self._alive_of(task).items():
             if worker in orders:
                 process.unanswered.append(now)
+                match orders[worker]:
+                    case msg.ResumeWorker():
+                        process.resumed_at = now
+                    case msg.NotifyWorker(words=InterruptWorkers()):
+                        process.resumed_at = None
                 actions.append(PassOn(process.sender, orders[worker]))
         return actions
 
@@ -511,6 +516,9 @@ class NodeProcesses:
             process.moment, process.moved_at = event.glance.moment, now
         if process.state is _S.ENDING:
             return []  # no order waits for it any more, and its deadline is set
+        sent = process.unanswered[:1]
+        if process.resumed_at is not None and event.glance.doing == PAUSED:  # it took an order, and hung
+            sent.append(process.resumed_at)
         found = self.progress.look(
             event.sender.task,
             event.sender.worker,
@@ -520,7 +528,7 @@ class NodeProcesses:
             now=now,
             active_s=event.active_s,
             shard=event.shard,
-            unanswered_s=now - process.unanswered[0] if process.unanswered else 0.0,
+            unanswered_s=now - min(sent) if sent else 0.0,
         )
         return [] if found is None else [SendToCoordinator(found, event.sender)]
 

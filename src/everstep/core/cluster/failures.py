@@ -165,9 +165,11 @@ class Failures:
     # -------------------------------------------------------------- no progress
 
     def overdue(self, task: Task, report: msg.OpOverdue, now: Moment) -> Actions:
-        if task.state is not TaskState.RUNNING or task.progress.held is not None:
-            return []  # those that hold a state until it is safe have nothing to do
+        if task.state is not TaskState.RUNNING:
+            return []
         task.failures.overdue.put(report)
+        if task.progress.held is not None and report.doing == detector.FINISHED:
+            return []  # it holds a state until it is safe, and has nothing to do
         actions = self._nodes.witnessed(task, report.worker, now)
         places = task.recovery.places if task.recovery is not None else {}
         found = detector.locate(

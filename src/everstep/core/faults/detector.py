@@ -119,7 +119,9 @@ class Glance:
     age_s: float  # since it last wrote
 
 
-IDLE = ("Paused", "a snapshot of a peer's state")  # ordered to wait: no worker is at fault
+PAUSED = "Paused"
+IDLE = (PAUSED, "a snapshot of a peer's state")  # ordered to wait: no worker is at fault
+FINISHED = "Finished"  # what a worker shows after its last step
 
 
 class ProgressWatch:
