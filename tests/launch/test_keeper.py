@@ -138,7 +138,8 @@ def test_who_ignores_sigterm_is_killed_with_its_children_after_the_grace(keep: K
         "import subprocess\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = subprocess.Popen(['sleep', '120'])\n"
-        "open(f'{rank}.child', 'w').write(str(child.pid))\n"
+        "open(f'{rank}.new', 'w').write(str(child.pid))\n"
+        "os.rename(f'{rank}.new', f'{rank}.child')\n"
         "import everstep; everstep.progress(1)\n"
         "time.sleep(120)"
     )
@@ -210,6 +211,7 @@ def test_a_module_that_cannot_be_preloaded_is_left_to_the_script(keep: Keep) -> 
     kept.begin()
     kept.hear(msg.RanksStarted)
     assert kept.hear(msg.RanksIdle).codes == {2: 0}
+    assert kept.file(2) == "ran\n"
 
 
 def test_output_without_a_newline_and_a_script_that_forks_leave_nothing_behind(keep: Keep) -> None:
