@@ -15,14 +15,15 @@ from hypothesis import settings
 from everstep import log
 from everstep.node.fork_server import ForkServer
 
-# Read when torch is loaded, and some CPU kernels heed nothing else. Two tests run at a time, and some fork: a
+# Read when torch is loaded, and some CPU kernels heed nothing else. Tests run beside others, and some fork: a
 # child has none of its parent's threads, and a kernel that has once computed with them waits for ever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes depends on what else the machine does: it is no claim of ours.
-# The same examples in every run: a change is not stopped by luck. `--fresh` (`make fresh`) draws new ones.
-settings.register_profile("everstep", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None, print_blob=True)
+# The same examples in every run: a change is not stopped by luck. `--fresh` (`make fresh`) draws new ones,
+# and four times as many.
+settings.register_profile("everstep", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=200)
 settings.load_profile("everstep")
 BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was over"
 

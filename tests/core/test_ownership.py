@@ -1,6 +1,6 @@
 """The map of chunks: whatever dies, joins and is filled, its rules hold, and work is shared out evenly."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.core.task.ownership import (
@@ -85,7 +85,6 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
     )
 
 
-@settings(max_examples=300)
 @given(replicas=st.integers(1, 5), history=histories())
 def test_the_rules_hold_through_any_history(replicas: int, history: list[tuple[str, int]]) -> None:
     live = list(range(replicas))
@@ -131,7 +130,6 @@ def test_another_shape_has_chunks_of_its_own() -> None:
 
 
 @given(st.integers(2, 6), st.data())
-@settings(max_examples=200, deadline=None)
 def test_a_map_settles_after_few_changes_and_is_even_then(count: int, data: st.DataObject) -> None:
     """Each change costs an interruption, so they must end; and nobody may be left with all of the states."""
     holders = first_holders(4 * count, range(count))

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.drive.goodput import STEPS, Accounts, Cause, TaskAccount, account_from
@@ -110,7 +110,6 @@ def test_an_interval_is_divided_at_the_hour_and_old_hours_go() -> None:
     assert account.between(3600.0 * 2, 3600.0 * 4) == {"wait": 4200.0}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(

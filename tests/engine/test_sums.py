@@ -9,7 +9,7 @@ from functools import reduce
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import stages
 
@@ -261,7 +261,6 @@ def _rounded(value: Fraction, *, away: bool) -> int:
     return math.copysign(1, value) * math.floor(abs(value) + Fraction(1, 2)) if value else 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, min_value=-4, max_value=4), min_size=2, max_size=COUNT),
     limit=st.integers(-20, 3),

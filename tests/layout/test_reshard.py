@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
@@ -35,7 +35,6 @@ def doubly_held(layout: Layout) -> tuple[Holder, str] | None:
     return next((key for key, boxes in mine.items() if overlapping(boxes) is not None), None)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_layout_to_any_layout_and_back_has_the_same_bytes(data: st.DataObject) -> None:
     over = data.draw(tensors())
@@ -52,7 +51,6 @@ def test_any_layout_to_any_layout_and_back_has_the_same_bytes(data: st.DataObjec
     assert all(np.array_equal(gathered(b, there)[t.name], given_values[t.name]) for t in over)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_what_moves_is_what_each_holder_lacks_and_no_more(data: st.DataObject) -> None:
     over = data.draw(tensors(count=2))

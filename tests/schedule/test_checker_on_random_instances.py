@@ -81,13 +81,11 @@ def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
     return replace(instance, done=done, stash_cap=None, memory=None)
 
 
-@settings(max_examples=150, deadline=None)
 @given(instances(), st.sampled_from(tuple(MODES)))
 def test_every_plan_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
 
 
-@settings(max_examples=80, deadline=None)
 @given(instances(), st.sampled_from(tuple(MODES)))
 def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Instance, mode: str) -> None:
     """Whatever died, the workers of a stage being alike: no worker hosts more than one microbatch a slot."""
@@ -104,7 +102,6 @@ def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Insta
     assert len(in_step.moved) == len(alike.dead) * alike.microbatches
 
 
-@settings(max_examples=120, deadline=None)
 @given(instances(broken_step=True), st.sampled_from(["reroute", "decoupled", "staggered"]))
 def test_the_rest_of_a_broken_step_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
@@ -137,7 +134,6 @@ def test_a_stage_whose_ops_are_all_done_begins_with_its_reduce() -> None:
     assert violations(instance, plan(instance, "staggered")) == []
 
 
-@settings(max_examples=60, deadline=None)
 @given(instances(broken_step=True), st.data())
 def test_what_runs_again_for_its_output_alone_is_ordered_too(instance: Instance, data: st.DataObject) -> None:
     """A weight gradient that is in the sum already is never run twice, though its F and I are."""

@@ -192,7 +192,6 @@ def test_a_dead_stage_has_no_schedule_and_says_so() -> None:
         step(2, 3, 4, dead=(Worker(0, 1), Worker(1, 1)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.sampled_from([0, 0.5]))
 def test_no_plan_beats_its_bound(replicas: int, stages: int, count: int, cap: int, hop: float) -> None:
     instance = step(replicas, stages, count, cap=cap, hop=hop)

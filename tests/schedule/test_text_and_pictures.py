@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.diagnose import drawing
@@ -41,7 +41,6 @@ def example() -> Instance:
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(schedules)
 def test_text_has_an_exact_inverse(schedule: Schedule) -> None:
     assert parse_schedule(schedule.text()) == schedule
