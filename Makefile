@@ -21,7 +21,7 @@ types: $(STAMP)
 	.venv/bin/mypy
 
 unit: $(STAMP)
-	$(PY) -m tools.second_look -n 2 --dist worksteal
+	$(PY) -m tools.second_look -n 3 --dist worksteal
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs

@@ -5,6 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,15 @@ from everstep.launch.local import lightning as fitting
 from everstep.launch.local.lightning import _tried
 from everstep.launch.local.report import evaluation_line
 
-lightning = pytest.importorskip(
-    "lightning", reason="lightning is not installed (pip install 'everstep[lightning]')"
-)
 SCRIPT = Path(__file__).with_name("lit.py")
+pytestmark = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="lightning is not installed (pip install 'everstep[lightning]')"
+)
+
+
+@pytest.fixture(scope="module")
+def lit() -> Any:
+    return import_module("tests.launch.lit_modules")
 
 
 def run(*arguments: str, kill: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -68,135 +76,77 @@ def test_a_module_trains_as_with_lightnings_trainer_and_a_kill_changes_no_bit(
     assert all(torch.equal(healed[name], ours[name]) for name in ours)
 
 
-class Small(lightning.LightningModule):
-    def __init__(self, outside: bool = False) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.outside = outside
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = self.first(batch)
-        for block in self.blocks:
-            x = x + block(x) if self.outside else block(x)
-        return self.last(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Manual(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Hooked(Small):
-    def on_after_backward(self) -> None:
-        pass
-
-
-class Silent(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-
-
-class Asking(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * self.global_step
-
-
-class Plateau(Small):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
-
-
-class Several(Small):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)]
-
-
-class Normed(Small):
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(norm() for _ in range(2))
-
-
-def spectral() -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-
-class Cycling(Small):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.1, betas=(0.8, 0.9))
-        one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, **self.options)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
-
-
 @pytest.mark.parametrize(
-    ("module", "arguments", "sentence"),
+    ("given", "arguments", "sentence"),
     [
-        (Cycling(), {}, "the scheduler OneCycleLR changes betas of the optimizer"),
+        (lambda lit: lit.Cycling(), {}, "the scheduler OneCycleLR changes betas of the optimizer"),
         (
-            Normed(lambda: nn.BatchNorm1d(8)),
+            lambda lit: lit.Normed(lambda: nn.BatchNorm1d(8)),
             {},
             "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
         ),
         (
-            Normed(lambda: nn.BatchNorm1d(8)),
+            lambda lit: lit.Normed(lambda: nn.BatchNorm1d(8)),
             {"stages": 2, "layers": "blocks"},
             "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
         ),
-        (Normed(spectral), {}, "layer 'Normed' changes its buffer 'blocks.0.parametrizations.weight.0._u'"),
-        (Manual(), {}, "Manual has automatic_optimization = False"),
-        (Hooked(), {}, "Hooked has the hook on_after_backward"),
-        (Silent(), {}, "training_step returned nothing; it must return the loss"),
-        (Asking(), {}, "asks its trainer for 'global_step'"),
-        (Plateau(), {}, "ReduceLROnPlateau, which follows a metric and not the step"),
-        (Several(), {}, "gives several optimizers"),
-        (Small(outside=True), {"stages": 2, "layers": "blocks"}, "a residual that is added outside of it"),
-        (Small(), {"stages": 2}, "name its row of layers"),
-        (Small(), {"stages": 2, "layers": "block"}, "has no row of layers under this name; it has blocks"),
-        (Small(), {"epochs": 2}, "needs steps or epochs, one of them"),
         (
-            Small(),
+            lambda lit: lit.Normed(lit.spectral),
+            {},
+            "layer 'Normed' changes its buffer 'blocks.0.parametrizations.weight.0._u'",
+        ),
+        (lambda lit: lit.Manual(), {}, "Manual has automatic_optimization = False"),
+        (lambda lit: lit.Hooked(), {}, "Hooked has the hook on_after_backward"),
+        (lambda lit: lit.Silent(), {}, "training_step returned nothing; it must return the loss"),
+        (lambda lit: lit.Asking(), {}, "asks its trainer for 'global_step'"),
+        (lambda lit: lit.Plateau(), {}, "ReduceLROnPlateau, which follows a metric and not the step"),
+        (lambda lit: lit.Several(), {}, "gives several optimizers"),
+        (
+            lambda lit: lit.Small(outside=True),
+            {"stages": 2, "layers": "blocks"},
+            "a residual that is added outside of it",
+        ),
+        (lambda lit: lit.Small(), {"stages": 2}, "name its row of layers"),
+        (
+            lambda lit: lit.Small(),
+            {"stages": 2, "layers": "block"},
+            "has no row of layers under this name; it has blocks",
+        ),
+        (lambda lit: lit.Small(), {"epochs": 2}, "needs steps or epochs, one of them"),
+        (
+            lambda lit: lit.Small(),
             {"max_epochs": 2},
             "not an argument of everstep.fit; here it is called epochs.",
         ),
         (
-            Small(),
+            lambda lit: lit.Small(),
             {"devices": 2},
             "here it is called replicas and stages.",
         ),
         (
-            Small(),
+            lambda lit: lit.Small(),
             {"optimizer": "SGD"},
             "optimizer is not an argument of everstep.fit; here it is configure_optimizers.",
         ),
-        (nn.Linear(1, 1), {}, "was given a Linear; it takes a LightningModule"),
-        (Small, {}, "was given the class Small; give a module"),
+        (lambda lit: nn.Linear(1, 1), {}, "was given a Linear; it takes a LightningModule"),
+        (lambda lit: lit.Small, {}, "was given the class Small; give a module"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_supported_is_said_in_one_sentence(
-    module: Any, arguments: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+    lit: Any, given: Callable[[Any], Any], arguments: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[__file__]))
     monkeypatch.setattr(api, "run_with_callbacks", lambda *args, **more: pytest.fail("workers were started"))
     loader = DataLoader(torch.randn(64, 4), batch_size=4)
     with pytest.raises(UserError) as told:
-        everstep.fit(module, loader, **{"steps": 2, "page": False, **arguments})
+        everstep.fit(given(lit), loader, **{"steps": 2, "page": False, **arguments})
     assert sentence in str(told.value)
     assert str(told.value).count("\n") == 0
 
 
-def test_a_cycle_of_the_rate_alone_leaves_the_momentum_as_it_was_given() -> None:
-    module = Cycling(cycle_momentum=False)
+def test_a_cycle_of_the_rate_alone_leaves_the_momentum_as_it_was_given(lit: Any) -> None:
+    module = lit.Cycling(cycle_momentum=False)
     rate = rate_from(module, 8, None)
     assert rate is not None
     assert len({rate(step) for step in range(1, 9)}) == 8
@@ -204,8 +154,8 @@ def test_a_cycle_of_the_rate_alone_leaves_the_momentum_as_it_was_given() -> None
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher() -> None:
-    module = Small()
+def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher(lit: Any) -> None:
+    module = lit.Small()
     module.blocks[0].requires_grad_(False).eval()
     with _tried(module):
         parts = parts_of(module, "blocks", lambda: module.training_step(torch.ones(2, 4), 0))
@@ -221,18 +171,8 @@ def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher() ->
     assert [part.training for part in module.blocks] == modes
 
 
-class Scored(Small):
-    """Logs a metric and no loss, as Lightning allows."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_acc", (batch[0] > 0).float().mean())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0], batch_idx)
-
-
 def test_batches_steps_and_validation_are_lightnings_by_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """256 rows in batches of 16 on two replicas were 4 steps in 2 epochs; under DDP they are 16."""
     given: dict[str, Any] = {}
@@ -248,16 +188,16 @@ def test_batches_steps_and_validation_are_lightnings_by_default(
     monkeypatch.setattr(api, "launch", api.LocalLaunch(script=[str(tmp_path / "train.py")]))
     loader = DataLoader(TensorDataset(torch.randn(256, 4)), batch_size=16)
     with pytest.raises(Trained):
-        everstep.fit(Scored(), loader, loader, replicas=2, epochs=2)
+        everstep.fit(lit.Scored(), loader, loader, replicas=2, epochs=2)
     assert (given["steps"], given["in_epoch"], given["eval_every"]) == (16, 8, 8)
     assert (given["replicas"], given["microbatches"]) == (2, 1)
     assert given["names"] == ("val_acc",)
     assert "16 steps of 2 batches of the loader each" in capsys.readouterr().err
 
 
-def test_a_module_that_logs_no_loss_has_none_in_its_evaluations() -> None:
+def test_a_module_that_logs_no_loss_has_none_in_its_evaluations(lit: Any) -> None:
     """`loss: nan` stood in result.evaluations, in files and on the page."""
-    output = StepCalls(Scored(), 4).evaluate([torch.ones(2, 4)])
+    output = StepCalls(lit.Scored(), 4).evaluate([torch.ones(2, 4)])
     logged, targets = output["logged"]["val_acc"], torch.ones(2)
     scores = [score("loss", loss_of(output, None), targets), score("val_acc", logged, targets)]
     found = means(("loss", "val_acc"), [added([scores, scores])])

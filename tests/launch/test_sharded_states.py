@@ -39,7 +39,8 @@ ODD: dict[str, Any] = {
 TINY: dict[str, Any] = {**ODD, "model": ModelSpec(build="odd:tiny")}
 ONE = ("stage=1,replica=0,step=3,op=I1", "stage=0,replica=1,step=4,op=W2")
 TWO_AT_ONCE = ("stage=1,replica=0,step=3,op=F1", "stage=1,replica=1,step=3,op=F1")
-IN_UPDATE = ("stage=0,replica=2,step=3,op=U,when=before", "stage=0,replica=0,step=5,op=U,when=sending")
+# While there are three: of two replicas each holds all chunks, and neither sends weights.
+IN_UPDATE = ("stage=0,replica=0,step=3,op=U,when=sending", "stage=0,replica=2,step=5,op=U,when=before")
 SETTINGS: dict[str, dict[str, Any]] = {
     "odd sizes and frozen parts": ODD,
     "fewer elements than chunks": TINY,

@@ -53,6 +53,7 @@ def test_a_submission_beyond_the_quota_is_refused_until_there_is_room(
     [
         ("[default]\nworkers = -1", "workers is -1"),
         ("[default]\nworker = 1", "worker"),
+        ("[default]\nsteps = 4", "steps is not a key of .default.; its keys: tasks, weight, workers"),
         ("[owner.eve]\ntasks = 'many'", "owner.eve.tasks"),
         ("[people]\nx = 1", "tables only"),
         ("[", "cannot be read"),
