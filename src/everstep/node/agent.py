@@ -717,17 +717,7 @@ class Agent:
                         if task == asked["task"]
                     }
                 case "readings":
-                    return [
-                        {
-                            "worker": str(worker),
-                            "incarnation": process.incarnation,
-                            "pid": process.child.pid,
-                            "reading": encode(process.beacon.read()),
-                            "carriers": self.workers.carriers(process),
-                        }
-                        for (task, worker), process in self.workers.processes.items()
-                        if task == asked["task"]
-                    ]
+                    return self.workers.readings_document(asked["task"])
         except (OSError, KeyError, ValueError, UserError) as error:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             return {"error": f"{kind}{error}"}

@@ -49,6 +49,7 @@ from everstep.node.ring_watch import RingWatch
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.protocol import messages as msg
+from everstep.protocol.codec import encode
 from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
@@ -316,6 +317,20 @@ class WorkerProcesses:
     def readings(self, task: str) -> dict[Worker, BeaconReading | None]:
         """What every live worker of a task is doing right now."""
         return {worker: p.beacon.read() for (name, worker), p in self.processes.items() if name == task}
+
+    def readings_document(self, task: str) -> list[dict[str, Any]]:
+        """The same as JSON, with what each of them is."""
+        return [
+            {
+                "worker": str(worker),
+                "incarnation": process.incarnation,
+                "pid": process.child.pid,
+                "reading": encode(process.beacon.read()),
+                "carriers": self.carriers(process),
+            }
+            for (name, worker), process in self.processes.items()
+            if name == task
+        ]
 
     def kill(self, task: str, worker: Worker) -> None:
         """SIGKILL, and remember when: for demonstrations."""

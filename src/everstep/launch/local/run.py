@@ -36,7 +36,6 @@ from everstep.node.worker_processes import NodeSettings, WorkerProcess, WorkerPr
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.codec import encode
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import EpochFacts
 from everstep.schedule.task_scheduler import TaskScheduler
@@ -204,16 +203,7 @@ class LocalTask:
 
     def readings_document(self) -> list[dict[str, Any]]:
         """The same, as an agent reports it."""
-        return [
-            {
-                "worker": str(worker),
-                "incarnation": process.incarnation,
-                "pid": process.child.pid,
-                "reading": encode(process.beacon.read()),
-                "carriers": self.workers.carriers(process),
-            }
-            for worker, process in self.processes.items()
-        ]
+        return self.workers.readings_document(self.name)
 
     def gantt_document(self) -> dict[str, Any]:
         """The last step, as planned and as run."""
