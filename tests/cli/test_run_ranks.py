@@ -71,6 +71,8 @@ def test_a_module_runs_as_python_m_does(tmp_path: Path, idle_everstep: Everstep)
     assert ran.out.startswith("[0] Linux")
 
 
+# By default `tests/docs/test_copy_paste.py` runs the example through a kill, as its page says.
+@pytest.mark.slow
 def test_ddp_goes_on_from_its_own_checkpoint_after_a_kill(tmp_path: Path, idle_everstep: Everstep) -> None:
     """gloo, two ranks, torch loaded once. Rank 1 kills itself in step 5; the checkpoint is of step 3."""
     ran = idle_everstep(

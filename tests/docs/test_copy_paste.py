@@ -116,9 +116,10 @@ def test_a_torchrun_script_is_restarted_and_goes_on(tmp_path: Path) -> None:
     assert "rank 1 killed by SIGKILL" in said
     assert "all ranks restarted" in said
     assert len(re.findall(r"processes by rank  0: \d+, 1: \d+", said)) == 2, "of both lives"
-    steps = [int(step) for step in re.findall(r"\[0\] step (\d+) loss", said)]
-    assert set(steps) == set(range(1, 51))
+    steps = [(int(step), loss) for step, loss in re.findall(r"\[0\] step (\d+) loss (\S+)", said)]
+    assert {step for step, _ in steps} == set(range(1, 51))
     assert len(steps) > 50, "from its checkpoint on, steps are done again"
+    assert len(set(steps)) == 50, "and have the losses they had"
 
 
 def test_the_readme_and_the_quick_start_begin_alike() -> None:
