@@ -4,10 +4,12 @@ the same on every machine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
+from everstep.core.cluster.snapshot import digest, freeze
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from harness.fleet import MOST_BYTES, Busy, Fleet, budget_ms, measure
@@ -93,6 +95,19 @@ def test_nodes_that_are_given_up_at_once_are_one_change_of_membership() -> None:
     assert sum(name == "LedgerReported" for name, _ in report.events) == 256 - 32
     incidents = [i for i in fleet.machine.log.incidents if i.task == "t"]
     assert sorted(i.node for i in incidents if i.node) == rack
+
+
+def test_a_restart_from_a_snapshot_replays_what_came_after_it_to_the_same_state() -> None:
+    fleet = Fleet()
+    fleet.join(3)
+    for name in ("a", "b"):
+        fleet.submit(Shape(2, 4, 4), task=name)
+    half = len(fleet.entries) // 2
+    whole, replayed = fleet.restart()
+    then, _ = fleet.restart(upto=half)
+    again, rest = fleet.restart(snapshot=json.dumps(freeze(then)), after=half)
+    assert digest(again) == digest(whole) == digest(fleet.machine)
+    assert [name for name, _ in rest.events[1:]] == [name for name, _ in replayed.events[half:]]
 
 
 @pytest.mark.slow
