@@ -14,6 +14,7 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.faults.detector import Heartbeats
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Worker
 from everstep.server import archive as module
 from everstep.server.archive import Archive
@@ -48,6 +49,26 @@ def test_what_a_crash_left_out_is_added_and_nothing_twice(tmp_path: Path) -> Non
     assert found is not None
     assert found["what"] == "killed"
     assert again.incident(4) is None
+
+
+def test_an_incident_that_closes_is_the_only_one_that_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are kept were described for each: where 2,000 nodes were lost at once, for minutes."""
+    described: list[int] = []
+    right = module.views.incident
+
+    def incident(record: ClusterRecord, one: Incident) -> dict[str, object]:
+        described.append(one.number)
+        return right(record, one)
+
+    kept = Archive(record_of(*range(1, 30)), tmp_path)
+    kept.hear({"at": 1.0, "kind": "Dispatch"})
+    monkeypatch.setattr(module.views, "incident", incident)
+    kept.hear(closed(7))
+    assert described == [7]
+    Archive(record_of(*range(1, 31)), tmp_path).hear(closed(30))
+    assert described == [7, 30]
 
 
 def test_a_coordinator_that_reads_its_journal_adds_nothing(tmp_path: Path) -> None:

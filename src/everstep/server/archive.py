@@ -16,6 +16,7 @@ from typing import Any
 
 from everstep.core.cluster.task import OVER, Task
 from everstep.log import warn
+from everstep.protocol.incidents import Incident
 from everstep.server import views
 from everstep.server.record import ClusterRecord
 
@@ -39,7 +40,7 @@ class Archive:
             return
         match news["kind"]:
             case "IncidentClosed":
-                self._keep([i for i in self._closed() if i["number"] == news["incident"]])
+                self._keep([self._incident(i) for i in self._closed() if i.number == news["incident"]])
             case "TaskEnded" if (task := self._record.machine.tasks.get(news["task"])) is not None:
                 if task.state in OVER:
                     self._keep([self._task(task)])
@@ -61,10 +62,12 @@ class Archive:
 
     # -------------------------------------------------------------- rows
 
-    def _closed(self) -> list[dict[str, Any]]:
-        incidents = self._record.machine.log.incidents
-        rows = (views.incident(self._record, one) for one in incidents if one.resumed_at is not None)
-        return [{"kind": "incident", "at": row["closed_at"], **row} for row in rows]
+    def _closed(self) -> list[Incident]:
+        return [one for one in self._record.machine.log.incidents if one.resumed_at is not None]
+
+    def _incident(self, one: Incident) -> dict[str, Any]:
+        row = views.incident(self._record, one)
+        return {"kind": "incident", "at": row["closed_at"], **row}
 
     def _task(self, task: Task) -> dict[str, Any]:
         row = views.task_row(self._record, task)
@@ -85,7 +88,7 @@ class Archive:
             numbers.add(row.get("number"))
             tasks.add((row.get("task"), round(row["at"])))
         over = [task for task in self._record.machine.tasks.values() if task.state in OVER]
-        rows = [row for row in self._closed() if row["number"] not in numbers]
+        rows = [self._incident(one) for one in self._closed() if one.number not in numbers]
         rows += [row for row in map(self._task, over) if (row["task"], round(row["at"])) not in tasks]
         self._keep(sorted(rows, key=lambda row: row["at"]))
 
