@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
@@ -13,7 +15,7 @@ from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
-from everstep.protocol.messages import SAVING
+from everstep.protocol.messages import LOADING, SAVING
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
@@ -173,12 +175,13 @@ def test_parts_that_come_while_a_task_pauses_are_committed() -> None:
     assert task_of(cluster).checkpoints.newest == 2
 
 
-def test_saving_is_never_taken_for_a_hang() -> None:
+@pytest.mark.parametrize("doing", [SAVING, LOADING])
+def test_a_state_that_is_written_or_read_is_never_taken_for_a_hang(doing: str) -> None:
     """It was billed to the op before it."""
     watch = ProgressWatch(DetectorLimits())
     watch.expects("t", W00, {"F": 0.01})
     for age in range(0, 4000, 40):
-        glance = Glance(moment=1, step=1, busy=True, doing=SAVING, age_s=float(age))
+        glance = Glance(moment=1, step=1, busy=True, doing=doing, age_s=float(age))
         assert watch.look("t", W00, 1, glance, stopped=False, now=float(age)) is None
 
 

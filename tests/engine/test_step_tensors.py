@@ -29,7 +29,7 @@ from everstep.net import envelope, frames
 from everstep.net.envelope import Envelope, FrameKind, StateEnd
 from everstep.net.handshake import Acceptor
 from everstep.net.links import Address, LinkEvents, Links
-from everstep.protocol.messages import Sender
+from everstep.protocol.messages import LOADING, Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, Part, StateTransfer
 from everstep.protocol.work import AssembleSum, Restore, Send, SumChunk
@@ -328,6 +328,7 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
     )
     program = Program(job, gpt(**SMALL), DATA, adamw(lr=1e-2))
     before: list[weakref.ref[Any]] = []
+    seen: list[str] = []
 
     def build() -> tuple[Stage, Updater | ShardedUpdater]:
         assert [one() for one in before] == [None] * len(before)
@@ -341,13 +342,15 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
     control = WorkerControl(
         Sender("task", Worker(0, 0), 1), WorkerState(Worker(0, 0), program.rules(), incarnation=1)
     )
-    signs, times = SimpleNamespace(shard=0), SimpleNamespace(recorder=None)
+    signs = SimpleNamespace(shard=0, show=lambda **shown: seen.append(shown["doing"]))
+    times = SimpleNamespace(recorder=None)
     work = WorkItems(control, build, ports=None, plane=Idle(), signs=signs, times=times)
     for step in (1, 2):
         run_step([work.stage], step, 2)
         work.stage.take_gradients()
     work._touched = True
     assert work.do(Restore(0))
+    assert seen == [LOADING], "the beacon: it may take long, and is no pause"
     assert len(before) == 8
     run_step([work.stage], 1, 2)
 

@@ -31,7 +31,8 @@ from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTO
 from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders, StateDirections
 from everstep.protocol.work import MemoryAddress as MemoryAddress
 
-SAVING = "saving"  # what a beacon shows of a worker that hands over or writes a state
+# What a beacon shows of a worker that hands over or writes a state, or reads one: that takes what it takes.
+SAVING, LOADING = "saving", "loading a state"
 
 # ------------------------------------------------------------------ the wires
 

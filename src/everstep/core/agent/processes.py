@@ -517,8 +517,9 @@ class NodeProcesses:
         if process.state is _S.ENDING:
             return []  # no order waits for it any more, and its deadline is set
         sent = process.unanswered[:1]
-        if process.resumed_at is not None and event.glance.doing == PAUSED:  # it took an order, and hung
-            sent.append(process.resumed_at)
+        resumed_at, patience = process.resumed_at, self.progress.limits.first_op_s
+        if event.glance.doing == PAUSED and resumed_at is not None and now - resumed_at > patience:
+            sent.append(resumed_at)  # it took that order, and has done nothing since
         found = self.progress.look(
             event.sender.task,
             event.sender.worker,

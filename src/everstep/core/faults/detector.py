@@ -39,7 +39,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from everstep.protocol.messages import SAVING, OpOverdue, WorkerMoved
+from everstep.protocol.messages import LOADING, SAVING, OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
 
 # ------------------------------------------------------------------ heartbeats
@@ -194,7 +194,7 @@ class ProgressWatch:
     def _limit(self, seen: _Seen, glance: Glance) -> tuple[float, float]:
         """(overdue after, expected), in seconds."""
         limits = self.limits
-        if glance.doing in IDLE or glance.doing == SAVING:  # a slow disk is no hang
+        if glance.doing in (*IDLE, SAVING, LOADING):  # a slow disk is no hang
             return float("inf"), 0.0
         if not glance.busy:
             step = seen.step_s if seen.step_s is not None else limits.first_op_s

@@ -43,7 +43,7 @@ from everstep.net.plane import DataPlane
 from everstep.net.sockets import FlowProgress
 from everstep.net.transfers import StateSender
 from everstep.protocol import work
-from everstep.protocol.messages import SAVING, TimesReported
+from everstep.protocol.messages import LOADING, SAVING, TimesReported
 from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.protocol.parcels import Parcel, Scores
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
@@ -135,6 +135,7 @@ class WorkItems:
                 self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
                 return self.tensors.updated(task.step)
             case work.Restore():
+                self.signs.show(busy=True, doing=LOADING)
                 return self._all_have(self._restore(task.state_step))
             case work.SaveCheckpoint():
                 self.signs.show(busy=True, doing=SAVING)  # it may wait for the disk: no op's time is billed
