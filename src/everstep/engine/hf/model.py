@@ -300,8 +300,10 @@ def rows_can_be_split(model: Any, layers: Sequence[str]) -> bool:
 
 
 def _dropped(config: Any) -> set[float]:
-    """What a model drops, of which shards must draw the masks of whole rows: by modules, not by functions."""
-    found = [value for key, value in config.to_dict().items() if "drop" in key]
+    """Shares that a model drops, and noise. Shards draw masks of whole rows where a module drops, and only
+    there.
+    """
+    found = [value for key, value in config.to_dict().items() if "drop" in key or "jitter" in key]
     return {value for value in found if isinstance(value, float) and value}
 
 
