@@ -956,6 +956,7 @@ class Patience:
     first_copy_s: float = 1800.0  # of a state, from a peer to a new worker, while no other copy took longer
     links_settle_s: float = 2.0  # from the first broken link to the verdict: others may break meanwhile
     disk_answer_s: float = 600.0  # a search for checkpoints, or a commit, that a node does not answer
+    look_s: float = 30.0  # for a look at the folder of a task that goes back
     verify_factor: float = 10.0  # times as long for a search that reads every byte
     rejoin_after_steps: int = 0
     checkpoint_retries: int = 6  # of reading a task's checkpoints, with back-off; then the task fails

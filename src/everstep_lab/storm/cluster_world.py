@@ -54,7 +54,7 @@ PATIENCE = msg.Patience(
     links_settle_s=0.05,
 )
 # Elsewhere nothing hangs for good: there a report that is lost must not be hidden by a deadline.
-HANGING = replace(PATIENCE, first_start_s=3.0, start_s=1.5, first_copy_s=1.5, disk_answer_s=1.0)
+HANGING = replace(PATIENCE, first_start_s=3.0, start_s=1.5, first_copy_s=1.5, disk_answer_s=1.0, look_s=0.5)
 
 
 class ClusterWorld:

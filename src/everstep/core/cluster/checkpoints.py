@@ -25,7 +25,6 @@ from everstep.protocol.work import WrittenParts
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
 NOT_COPIED = "its state cannot be copied to memory"
 MOST_FAILED_LOADS = 2  # of checkpoints that pass every check
-LOOK_S = 30.0  # for a look at the folder of a task that goes back
 MOST_BROKEN = 64  # steps whose late parts are still recognised
 
 
@@ -43,7 +42,7 @@ class Checkpoints:
         task goes back, and does not wait for the answer without end.
         """
         known = task.checkpoints
-        known.search_at = now.at + LOOK_S if live else None
+        known.search_at = now.at + self._policy.patience.look_s if live else None
         known.searched_at = None if live else now.at
         known.search += 1
         nodes = sorted({seat.node for seat in task.seats.values()})
