@@ -200,7 +200,9 @@ def test_ctrl_c_before_a_command_is_loaded_prints_nothing(tmp_path: Path) -> Non
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def ended(before: str) -> tuple[int, bytes]:
-        code = f"{before}\nfrom everstep.cli import start\nstart()"
+        # Where the tests run in the background, their processes would ignore it.
+        heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"{heard}\n{before}\nfrom everstep.cli import start\nstart()"
         process = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": path},

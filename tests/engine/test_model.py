@@ -128,7 +128,7 @@ def test_rotary_positions_are_relative() -> None:
 
     rotary = Rotary(8, 10_000.0)
     q, k = torch.randn(2, 1, 1, 1, 8)
-    turned = [rotary(t.expand(1, 6, 1, 8))[0, :, 0] for t in (q, k)]
+    turned = [rotary(t.expand(1, 6, 1, 8), 6)[0, :, 0] for t in (q, k)]
     scores = turned[0] @ turned[1].t()
     assert torch.allclose(scores.diagonal(), scores[0, 0].expand(6), atol=1e-5)
     assert torch.allclose(scores.diagonal(1), scores[0, 1].expand(5), atol=1e-5)

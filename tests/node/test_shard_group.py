@@ -1,5 +1,6 @@
 """The processes of a worker with shards, with real forks: any end is noticed, and is the end of all."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -85,6 +86,9 @@ def test_the_folder_of_a_killed_group_goes_with_the_next_one_and_that_of_a_livin
     """They stayed until the machine was started again, where no agent removed them."""
     kill_a_group(tmp_path)
     (left,) = tmp_path.iterdir()
+    lock = os.open(left, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # a process that ends closes its files one after the other
+    os.close(lock)
     ended = threading.Event()
     first = led(tmp_path, lambda group: group.lines[0].recv(1))  # type: ignore[arg-type,return-value]
     assert not left.exists()
