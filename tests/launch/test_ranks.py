@@ -281,9 +281,8 @@ path = os.path.join(os.path.dirname(__file__), f"daemon-{life}")
 if rank == 0 and os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        open(path + ".new", "w").write(str(os.getpid()))
-        os.rename(path + ".new", path)
-        os.execvp("sleep", ["sleep", "600"])
+        said = f"echo $$ > '{path}.new' && mv '{path}.new' '{path}' && exec sleep 600"
+        os.execvp("sh", ["sh", "-c", said])  # until here it has the environment of a fork server
     os._exit(0)
 while not os.path.exists(path): time.sleep(0.01)
 """
