@@ -145,6 +145,21 @@ def test_what_is_saved_was_voted_on_and_is_compared_in_the_step_after() -> None:
     assert sum(rules.is_voted(25, number) for number in range(4)) == 1
 
 
+@pytest.mark.parametrize(("vote_every", "compared"), [(25, [1, 7, 25]), (0, [])])
+def test_the_state_of_a_new_member_is_compared_in_its_first_step(
+    vote_every: int, compared: list[int]
+) -> None:
+    """It was compared at the next vote or checkpoint, many steps later."""
+    rules = TaskRules(replicas=3, stages=1, microbatches=4, steps=99, vote_every=vote_every)
+    mail = Mailbox(Worker(0, 0), incarnation=1)
+    members = (Members(1, ((0, 1),), (1,)), Members(7, ((0, 1, 2),), (2,)))
+    mail.order = Resume(epoch=2, attempts=((0, 0),), step=5, members=members)
+    votes = Votes(mail, rules)
+    assert [step for step in range(1, 31) if votes.is_on(step, 0)] == compared
+    mail.order = replace(mail.order, votes_from=8)
+    assert not votes.is_on(7, 0), "a step that a new epoch breaks has no votes"
+
+
 def test_every_needs_bits_that_can_be_compared() -> None:
     job = Job(model=ModelSpec(preset="gpt-tiny"), replicas=2, verify=VerifySpec(votes="every"))
     job.refuse_contradictions()

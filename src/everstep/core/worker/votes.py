@@ -77,14 +77,15 @@ class Votes:
     # -------------------------------------------------------------- who, what, when
 
     def is_on(self, step: int, stage: int) -> bool:
-        """Are there votes at a stage in a step?"""
+        """Are there votes at a stage in a step? In the first one of new members states are compared: those
+        have come over a wire, or from a disk.
+        """
         order = self.mail.order
-        return (
-            order.votes_from is not None
-            and step >= order.votes_from
-            and (self._is_voted(step) or self.rules.is_compared(step))
-            and len(order.members_at(step).live[stage]) > 1
-        )
+        if order.votes_from is None or step < order.votes_from or not self.rules.vote_every:
+            return False
+        members = order.members_at(step)
+        is_compared = members.from_step == step or self.rules.is_compared(step)
+        return (self._is_voted(step) or is_compared) and len(members.live[stage]) > 1
 
     def is_hashed(self, microbatch: Microbatch, step: int, stage: int) -> bool:
         """Does a peer compute this microbatch again?"""
