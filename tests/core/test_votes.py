@@ -274,6 +274,17 @@ def test_a_third_worker_that_returns_meanwhile_answers_which_of_two_is_wrong(
     cluster.coordinator.validate()
 
 
+def test_a_machine_that_was_left_may_be_forgotten_before_the_answer_comes() -> None:
+    cluster = two_that_differ({"a": 2, "b": 2, "c": 1})
+    task, nodes = cluster.coordinator.tasks["t"], cluster.coordinator.nodes
+    left = next(node for node in nodes.values() if node.isolated_slots)
+    other = task.seats[B]
+    nodes.pop(left.name)  # as `retention` does, long after it is gone
+    report(cluster, (A, "1"), (B, "2"), (A, "1"), (B, "2"), microbatch=Microbatch(0, 1))
+    assert set(nodes[other.node].isolated_slots) == {other.slot}
+    assert task.failures.differing is None
+
+
 def test_of_two_one_goes_to_a_third_machine_and_if_they_agree_there_it_was_wrong() -> None:
     cluster = two_that_differ({"a": 2, "b": 2, "c": 1})
     task = cluster.coordinator.tasks["t"]

@@ -298,7 +298,8 @@ class Failures:
         differing = task.failures.differing
         if differing is not None and (differing.stays, differing.incarnation) == (worker, process):
             task.failures.differing = None
-            self._nodes.clear_slots(self._roster.nodes[differing.moved_from], differing.slots)
+            if (left := self._roster.nodes.get(differing.moved_from)) is not None:  # it may be forgotten
+                self._nodes.clear_slots(left, differing.slots)
         incident = self._incidents.suspect(task, worker, "votes", verdict.because, now)
         incident.node, incident.step = seat.node, event.step
         self._write_votes(incident, event, verdict, now)
@@ -430,7 +431,9 @@ class Failures:
         if not self._is_answer(task, differing, differing.moved):
             return []
         task.failures.differing = None
-        node, seat = self._roster.nodes[differing.moved_from], task.seats[differing.moved]
+        node, seat = self._roster.nodes.get(differing.moved_from), task.seats[differing.moved]
+        if node is None:  # it is gone, and forgotten
+            return []
         because = (
             f"worker {differing.moved} computed other bits on {differing.moved_from} than on {seat.node}, "
             f"where it agrees with worker {differing.stays}"
