@@ -305,3 +305,8 @@ def test_a_gpu_checks_the_gradients_of_one_microbatch_while_it_computes_the_next
     for late, hosted, expected in ((False, 4, 10.0), (True, 4, 13.0), (True, 1, 5.0)):
         found = footprint.items(stage, footprint.Settings(checked_late=late), stash=2, hosted=hosted)
         assert footprint.total(found) == expected
+    for hosted, recordings in ((2, 2), (4, 3)):  # a reduce lies between the last W and the next F
+        found = footprint.items(
+            stage, footprint.Settings(checked_late=True, recorded=True), stash=2, hosted=hosted
+        )
+        assert next(item for item in found if item.name == footprint.RECORDED).device == 5.0 * recordings

@@ -181,10 +181,11 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
     host = settings.through_host
     outbox, arriving = stage.sent * hosted, received(stage, settings)
     under_way = min(stash, hosted)
-    checked = min(stage.held_weight, CHECKED) if settings.checked_late and hosted > under_way else 0.0
+    is_late = settings.checked_late and hosted > under_way  # a W is not settled when the next F begins
+    checked = min(stage.held_weight, CHECKED) if is_late else 0.0
     product = 0.0 if settings.accumulate == "fp32" else PRODUCT * stage.largest  # before it is added
     later = product + stage.held_weight - stage.held  # of W, which runs when its microbatch holds less
-    recordings = under_way + int(settings.checked_late and hosted > 1) if settings.recorded else 0
+    recordings = under_way + int(is_late) if settings.recorded else 0
     each = stage.held_forward + RECORDED_INSIDE * stage.inside
     return [
         *found,

@@ -99,6 +99,7 @@ class Recordings:
     recorder: Callable[[], OpRecorder]
     has_room: Callable[[int], bool]  # for a recording of so many bytes, expected
     settle: Callable[[], None]  # what W has added is final from now on
+    is_settled: Callable[[], bool]  # is it already?
     queue: Queue
     parameters: Collection[Tensor]
     expected_bytes: Callable[[], int]
@@ -140,6 +141,8 @@ class Recordings:
         if weights_at != self._weights_at:
             self._made, self.late, self._weights_at = [], None, weights_at
             self.whole_bytes = self.idle_bytes = 0
+        if self.late is not None and self.is_settled():
+            self.late = None
         found = self._free(busy) or (self._recorded(tensors, tree) if may_record else None)
         if found is None and self.late is not None and self.late not in busy:
             self.settle()

@@ -209,6 +209,7 @@ class Stage:
             recorder=recorder,
             has_room=has_room,
             settle=lambda: self.sums.settle(),
+            is_settled=lambda: self.sums.is_settled,
             queue=self._queue,
             parameters=list(self._index),
             expected_bytes=lambda: max(0, self._held.forward) + max(0, self._held.weight),

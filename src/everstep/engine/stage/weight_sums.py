@@ -87,9 +87,11 @@ def _add_of_shards(
 def _add_strict(
     sums: GradientSums, index: Mapping[Tensor, int], stash: Stash, done: Finished, seen: Seen | None
 ) -> None:
-    """What is added is let go on the way: of a large microbatch little is left for the next W to check."""
+    """What is added is let go on the way: of a large microbatch little is left for the next W to check.
+    Tensors of recorded ops stay where they are: for them the host would wait, and nothing become free.
+    """
     products = contributions_of(stash.queue, stash.others)[::-1]
-    held, unchecked = _held(stash), 0
+    held, unchecked = Counter[Tensor]() if stash.recorded else _held(stash), 0
     stash.queue, stash.others = [], []
     while products:
         parameter, product = products.pop()

@@ -215,6 +215,11 @@ class GradientSums:
             self._take_back(index, contribution)
             self._place(index, peak, contribution)
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing of what was given is read again."""
+        return self._late is None and not self._group
+
     def _fits(self, index: int, peak: int) -> bool:
         return peak <= self._known[index]  # else it is promoted, or not finite
 
