@@ -5,6 +5,7 @@
     python bench/fabric.py moving    a link cut to a tenth, or dead, while data flows (root)
     python bench/fabric.py test      the three above, short, its claims checked: `make fabric-test` (root)
     python bench/fabric.py c4p       C4P's experiments, simulated, beside its figures as we remember them
+    python bench/fabric.py models    its three models, simulated: a step with planned and with hashed paths
     python bench/fabric.py times     allocation time at 100, 1,000 and 10,000 flows; gap to the bounds
     python bench/fabric.py large     a 4,096-GPU fabric, simulated
 
@@ -336,6 +337,25 @@ def run_large(args: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------------- times and gaps
 
 
+def run_models(args: argparse.Namespace) -> dict[str, Any]:
+    """How many sequences C4P's models had per step we do not know, so there is a row for each number."""
+    table: dict[str, Any] = {}
+    say("| model | sequences per replica | planned, s | hashed, s | gain | C4P, from memory |")
+    say("|---|---|---|---|---|---|")
+    for one in sc.C4P_MODELS:
+        for sequences in (16, 32, 64) if one.stages > 1 else (2, 4, 8, 16):
+            planned = one.step_s(sequences, None)
+            chances = [np.random.default_rng(seed) for seed in range(args.seeds)]
+            hashed = float(np.mean([one.step_s(sequences, chance) for chance in chances]))
+            row = {"planned_s": planned, "hashed_s": hashed, "gain": hashed / planned - 1}
+            table[f"{one.model.name} {sequences}"] = row
+            say(
+                f"| {one.model.name} | {sequences} | {planned:.3f} | {hashed:.3f} | {row['gain']:+.1%} "
+                f"| {one.remembered} |"
+            )
+    return table
+
+
 def run_times(args: argparse.Namespace) -> dict[str, Any]:
     """Random pairs of NICs, spines at 4:1 so that they decide: harder than rings."""
     table: dict[str, Any] = {}
@@ -430,6 +450,7 @@ RUNS = {
     "moving": run_moving,
     "test": run_test,
     "c4p": run_c4p,
+    "models": run_models,
     "times": run_times,
     "large": run_large,
 }

@@ -19,15 +19,19 @@ from typing import Any
 import torch
 
 from everstep.fabric import Flow, Routing, allocate
-from everstep.fabric.document import topology_document
+from everstep.fabric.document import hops_of, topology_document
+from everstep.fabric.flows import connection_name
 from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.net.envelope import Envelope
 from everstep.net.links import Address, LinkEvents, Links
-from everstep.node.steer import FlowWatch, Steering, steering
+from everstep.node.steer import RoutesFile, SourcePorts, Steering
+from everstep.protocol.messages import Sender
+from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from harness.fabric_testbed import Testbed, enter
 
 PORTS = range(24000, 28000)
+FIRST_PORT = 29000  # where bulk flows are received
 MESSAGE = 32 * 1024
 WINDOW = 8  # messages of one flow under way; two such flows still fit into a switch's queue
 MEND_AFTER_S = 0.5  # as in the engine's body
@@ -89,13 +93,11 @@ def bulk_rates(
     testbed: Testbed, flows: Sequence[Flow], routing: Routing | None, *, warm_s: float, seconds: float
 ) -> list[float]:
     """Mbit/s of each flow while all send; by the plan, or, without one, with ports of the kernel's choice."""
-    steered: dict[str, Steering] = {}
+    steered = {} if routing is None else _source_ports(testbed, routing)
     runs = []
     for number, one in enumerate(flows):
         node, target = one.source[0], one.target[0]
-        if routing is not None and node not in steered:
-            steered[node] = steering(routing, node=node, ports=PORTS)
-        where = testbed.host(int(target[1:])), 29000 + number
+        where = testbed.host(int(target[1:])), FIRST_PORT + number
         listener = testbed.inside(target, lambda where=where: socket.create_server(where))
         sender = testbed.inside(node, lambda where=where, node=node: _connect(where, steered.get(node)))
         receiver, _ = listener.accept()
@@ -113,14 +115,32 @@ def bulk_rates(
     return rates
 
 
-def _connect(where: tuple[str, int], steering_: Steering | None) -> socket.socket:
+def _source_ports(testbed: Testbed, routing: Routing) -> dict[str, SourcePorts]:
+    found: dict[str, SourcePorts] = {}
+    for node in {one.source[0] for one in routing.flows}:
+        found[node] = SourcePorts(testbed.host(int(node[1:])), PORTS)
+        found[node].take(
+            routing.topology,
+            {
+                (testbed.host(int(one.target[0][1:])), FIRST_PORT + number): (
+                    one.name,
+                    hops_of(routing.topology, routing.path(number)),
+                )
+                for number, one in enumerate(routing.flows)
+                if one.source[0] == node
+            },
+        )
+    return found
+
+
+def _connect(where: tuple[str, int], ports: SourcePorts | None) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if steering_ is not None:
-        port = steering_.ports(*where)
+    if ports is not None:
+        port = ports(*where)
         if port is None:
             raise RuntimeError(f"no source port for {where}")
-        sock.bind((steering_.ports.source, port))
+        sock.bind((ports.source, port))
     sock.connect(where)
     return sock
 
@@ -189,9 +209,8 @@ def watched_run(
     testbed: Testbed, *, num_flows: int, harm: str, before_s: float, after_s: float, limits: WatchLimits
 ) -> WatchedRun:
     """Flows h1 to h2 over Links, planned; then spine 1's cable to leaf 2 is cut to a tenth, or dies."""
-    flows = [flow(f"f{n}", 1, 2) for n in range(num_flows)]
-    routing = allocate(testbed.topology(), flows)
-    plan = steering(routing, node="h1", ports=PORTS, limits=limits)
+    ports = SourcePorts(testbed.host(1), PORTS)
+    plan = Steering(Sender("t", Worker(0, 0), 1), RoutesFile(Path("none")), ports, limits)
     streams: list[Stream] = []
     namespace = "h1"
 
@@ -214,7 +233,10 @@ def watched_run(
         made.start()
         return made
 
-    receivers = [testbed.inside("h2", lambda: links(testbed.host(2))) for _ in flows]
+    receivers = [testbed.inside("h2", lambda: links(testbed.host(2))) for _ in range(num_flows)]
+    flows = [flow(connection_name("t", "0:0", *receiver.address), 1, 2) for receiver in receivers]
+    routing = allocate(testbed.topology(), flows)
+    plan.follow(routing)
     sender = testbed.inside("h1", lambda: links(testbed.host(1), plan.ports))
     streams += [Stream(sender, receiver.address, n) for n, receiver in enumerate(receivers)]
     moves: list[tuple[float, str, str]] = []
@@ -224,17 +246,11 @@ def watched_run(
         if not isinstance(action, MoveFlow):
             print("not moved:", action.because, file=sys.stderr)  # type: ignore[attr-defined]
 
-    watching = FlowWatch(
-        watch=plan.watch,
-        ports=plan.ports,
-        sockets=sender.sockets,
-        move=lambda peer: sender.move(Address(*peer)),
-        report=told,
-    )
     start = time.monotonic()
     for stream in streams:
         threading.Thread(target=stream.run, args=("h1",), daemon=True).start()
-    watching.start()
+    plan.start(sender)
+    plan.report = told
     time.sleep(before_s)
     over_spine_1 = testbed.topology().index["s1>l2"]
     hurt_flow = next(name for name, path in routing.by_name.items() if over_spine_1 in path)
@@ -248,7 +264,7 @@ def watched_run(
     end = time.monotonic()
     for stream in streams:
         stream.stopped = True
-    watching.stop()
+    plan.stop()
     for one in (sender, *receivers):
         one.stop()
     testbed.heal(2, 1)

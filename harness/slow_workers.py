@@ -20,11 +20,15 @@ BLOCKS = 4
 # ------------------------------------------------------------------ the model, as workers build it
 
 
-def layers(rest_ms: list[float], lengthy: bool = False, build_s: float = 0.0) -> dict[str, Any]:
+def layers(
+    rest_ms: list[float], lengthy: bool = False, build_s: float = 0.0, weight_ms: float = 0.0
+) -> dict[str, Any]:
     """An embedding, a block a rest, a head; `lengthy`: a rest is as long as its row. `build_s`: how long a
-    worker takes to make it.
+    worker takes to make it. `weight_ms`: how long weight gradients of a microbatch rest.
     """
     time.sleep(build_s)
+    if weight_ms:
+        rest_in_weight_gradients(weight_ms / 1e3)
     import torch
     from torch import nn
 
@@ -53,6 +57,20 @@ def layers(rest_ms: list[float], lengthy: bool = False, build_s: float = 0.0) ->
     named: dict[str, Any] = {"embed": lambda: nn.Embedding(16, 64)}
     named |= {f"block{i}": (lambda ms=ms: Block(ms / 1e3)) for i, ms in enumerate(rest_ms)}
     return named | {"head": lambda: nn.Linear(64, 16)}
+
+
+def rest_in_weight_gradients(seconds: float) -> None:
+    """They are the engine's own work, not the model's."""
+    from everstep.engine.stage.stage import Stage
+
+    whole = Stage.weight_grad
+
+    def rests(stage: Stage, step: int, microbatch: int, *more: Any) -> None:
+        if stage.trains(step, microbatch):  # not while the stage is tried before the first step
+            time.sleep(seconds)
+        whole(stage, step, microbatch, *more)
+
+    Stage.weight_grad = rests  # type: ignore[method-assign]
 
 
 def split_layers(rest_ms: list[float], lengthy: bool = False) -> Any:
@@ -88,7 +106,7 @@ def job_of(**more: Any) -> dict[str, Any]:
     rest_ms = more.pop("rest_ms", [REST_MS] * BLOCKS)
     lengthy = more.pop("lengthy", False)
     build = "slow_workers:split_layers" if more.get("shards", 1) > 1 else "slow_workers:layers"
-    built = {"build_s": more.pop("build_s")} if "build_s" in more else {}
+    built = {key: more.pop(key) for key in ("build_s", "weight_ms") if key in more}
     return {
         "base": str(Path(__file__).parent),
         "replicas": 2,

@@ -26,9 +26,8 @@ from typing import Any
 
 from everstep.cli.client import Client
 from everstep.errors import EverstepError
-from everstep.fabric.allocate import allocate
-from everstep.fabric.document import tasks_from, topology_document
-from everstep.fabric.flows import engine_flows
+from everstep.fabric.document import routes_from, topology_document
+from everstep.fabric.routing import Routing
 from harness import fabric_testbed
 from harness.fabric_testbed import Testbed
 
@@ -50,7 +49,6 @@ rows = 2
 lr = 1e-2
 clip = 1.0
 """
-WORKERS = ["h1", "h1", "h2", "h2"]  # replica by replica, in it stage by stage: each reduce crosses the spines
 
 DURING_S = 10.0  # after the harm
 WELL = 1.25  # times the usual step before it
@@ -65,6 +63,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--harm", choices=("dead", "cut", "none"), default="dead")
+    parser.add_argument("--dead", type=int, default=0, help="a spine whose cable to leaf 2 is dead all along")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--at", type=int, default=40, help="the step at which it happens")
     parser.add_argument("--unsteered", action="store_true", help="workers that know nothing of the fabric")
@@ -80,6 +79,8 @@ def main() -> int:
     testbed = Testbed(leaves=2, spines=4, rate_mbit=args.rate)
     with testbed.up(), tempfile.TemporaryDirectory() as folder:
         testbed.seed(1)
+        if args.dead:
+            testbed.kill(2, args.dead)
         table = train(testbed, Path(folder), args)
     if args.as_json:
         print(json.dumps(table))
@@ -90,12 +91,14 @@ def main() -> int:
 
 
 def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    (folder / "fabric.json").write_text(json.dumps(fabric_file(testbed)))
+    (folder / "fabric.json").write_text(json.dumps(topology_document(testbed.topology())))
     (folder / "job.toml").write_text(JOB.format(steps=args.steps, folder=folder))
     control_network()
     everstep = [sys.executable, "-m", "everstep.cli.main"]
     state = ["--state", str(folder / "state")]
-    running = [start("h1", [*everstep, "coordinator", "--host", CONTROL, "--insecure", *state])]
+    words = ["coordinator", "--host", CONTROL, "--insecure", *state]
+    words += ["--fabric", str(folder / "fabric.json")]
+    running = [start("h1", [*everstep, *words])]
     try:
         for number in (1, 2):
             words = [
@@ -109,7 +112,7 @@ def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str,
             ]
             words += ["--host", testbed.host(number)]
             if not args.unsteered:
-                words += ["--fabric", str(folder / "fabric.json")]
+                words += ["--fabric-ports", "24000-27999"]
             running.append(start(f"h{number}", [*everstep, *words]))
         return testbed.inside("h1", lambda: follow(testbed, folder, everstep, args))
     finally:
@@ -136,12 +139,15 @@ def follow(testbed: Testbed, folder: Path, everstep: list[str], args: argparse.N
     """Submit once both nodes are there; look at the step again and again; do the harm on the way."""
     client = Client(address=ADDRESS, token=TOKEN)
     wait_for(lambda: sum(node["connected"] for node in client.get("/v1/status")["nodes"]) == 2, 120.0)
+    if args.dead:  # the agents find it without being told
+        wait_for(lambda: is_known_dead(client.get("/v1/routes"), f"s{args.dead}>l2"), 60.0)
     words = ["submit", str(folder / "job.toml"), "--address", ADDRESS, "--token", TOKEN]
     start("h1", [*everstep, *words]).wait()
     seen: list[tuple[float, int]] = []  # when each step was first seen done
-    harmed, deadline, task = None, time.monotonic() + args.limit, None
+    harmed, deadline, task, routes = None, time.monotonic() + args.limit, None, None
     while time.monotonic() < deadline:
         task = client.get("/v1/status")["tasks"][0]
+        routes = client.get("/v1/routes") or routes
         if not seen or task["step"] > seen[-1][1]:
             seen.append((time.monotonic(), task["step"]))
         if task["step"] >= args.steps:
@@ -154,7 +160,12 @@ def follow(testbed: Testbed, folder: Path, everstep: list[str], args: argparse.N
                 testbed.cut(2, spine, testbed.rate_mbit / 10)
             harmed = time.monotonic()
         time.sleep(0.02)
-    return summary(testbed, folder, seen, harmed, client.get("/v1/status"), args)
+    spines = sorted(planned_spines(routes_from(routes)))
+    return {"planned_spines": spines, **summary(folder, seen, harmed, client.get("/v1/status"), args)}
+
+
+def is_known_dead(routes: dict[str, Any] | None, link: str) -> bool:
+    return routes is not None and routes["fabric"]["condition"].get(link) == 0.0
 
 
 def wait_for(done: Callable[[], bool], limit_s: float) -> None:
@@ -168,23 +179,13 @@ def wait_for(done: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.5)
 
 
-def fabric_file(testbed: Testbed) -> dict[str, Any]:
-    """The testbed and the task: four flows, for four spines and two directions."""
-    task = {"name": "job", "replicas": 2, "stages": 2, "gradient_bytes": 1e6, "workers": WORKERS}
-    return {**topology_document(testbed.topology()), "task": [task]}
-
-
-def planned_spines(testbed: Testbed) -> set[int]:
+def planned_spines(routing: Routing) -> set[int]:
     """The spines by which the plan sends what leaves h1."""
-    topology = testbed.topology()
-    flows = engine_flows(tasks_from(fabric_file(testbed), topology))
-    routing = allocate(topology, flows)
     used = [
-        topology.links[link].receiver
-        for number, flow in enumerate(flows)
+        routing.topology.links[link].receiver
+        for number, flow in enumerate(routing.flows)
         if flow.source[0] == "h1"
         for link in routing.path(number)[1:-1]
-        if link >= 0
     ]
     return {int(name[1:]) for name in used if name.startswith("s")}
 
@@ -212,7 +213,6 @@ def start(host: str, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def summary(
-    testbed: Testbed,
     folder: Path,
     seen: list[tuple[float, int]],
     harmed: float | None,
@@ -234,7 +234,6 @@ def summary(
     task = status["tasks"][0]
     return {
         "finished": task["step"] >= args.steps,
-        "planned_spines": sorted(planned_spines(testbed)),
         "spine_bytes": spine_bytes(),
         "steered": not args.unsteered,
         "harm": args.harm,

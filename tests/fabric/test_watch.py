@@ -120,3 +120,17 @@ def test_an_unplanned_flow_is_refused_by_name() -> None:
     watch, _, _ = watched()
     with pytest.raises(UserError, match="'g' is not in the plan"):
         watch.handle([FlowMeasured(flow="g", acked_bytes=0, busy_s=0.0, waiting=False)], 1.0)
+
+
+def test_a_new_plan_does_not_lead_back_over_a_link_that_is_suspected() -> None:
+    watch, sockets, names = watched()
+    healthy = dict.fromkeys(names, 9.5)
+    first = watch.routing
+    watch.handle(sockets.tick(healthy), sockets.now)
+    moves = [m for _ in range(3) for m in watch.handle(sockets.tick(healthy | {"f0": 0.0}), sockets.now)]
+    assert [m.flow for m in moves] == ["f0"]
+    again = watch.adopt(first, sockets.now)
+    assert [m.flow for m in again if isinstance(m, MoveFlow)] == ["f0"]
+    assert watch.routing.by_name["f0"][1] != first.by_name["f0"][1]
+    sockets.now += LIMITS.retry_after_s
+    assert watch.adopt(first, sockets.now) == []

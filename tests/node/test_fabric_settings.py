@@ -1,80 +1,165 @@
-"""`everstep agent --fabric FILE`: which worker gets which flows and ports; real workers follow them."""
+"""`everstep agent --fabric-ports`: which worker gets which ports, and how workers follow the routes that a
+coordinator with `--fabric` plans.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from everstep.errors import UserError
+from everstep.fabric import Flow, Routing, allocate
+from everstep.fabric.document import routes_document
+from everstep.fabric.flows import connection_name
 from everstep.node.fabric_settings import FabricSettings
-from everstep.node.steer import steering_from
+from everstep.node.steer import Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from harness import fabric_testbed
-from harness.steered_training import fabric_file
 
-DOCUMENT = fabric_file(fabric_testbed.Testbed(leaves=2, spines=4, rate_mbit=40.0))
-
-
-def settings(node: str = "h1", slots: int = 2, **more) -> FabricSettings:
-    return FabricSettings(DOCUMENT, node=node, ports=range(24000, 25000), slots=slots, **more)
+TESTBED = fabric_testbed.Testbed(leaves=2, spines=4, rate_mbit=40.0)
+ME = Sender("job", Worker(0, 1), 1)
+PEERS = [("10.1.2.2", 5000), ("10.1.2.2", 5001)]
 
 
-def sender(replica: int, stage: int, task: str = "job") -> Sender:
-    return Sender(task, Worker(replica, stage), 1)
+def routing(peers: list[tuple[str, int]] = PEERS, *, over: tuple[int, ...] = ()) -> Routing:
+    """This worker's flows to these peers, and one of another worker. `over`: the spine of each."""
+    names = [connection_name("job", "0:1", *peer) for peer in peers]
+    names.append(connection_name("job", "0:11", *PEERS[0]))
+    flows = tuple(
+        Flow(name=n, task="job", phase="reduce", group=n, source=("h1", 0), target=("h2", 0), bytes=1e6)
+        for n in names
+    )
+    found = allocate(TESTBED.topology(), flows)
+    if not over:
+        return found
+    ways = found.topology.paths(("h1", 0), ("h2", 0))
+    return replace(found, paths=np.array([ways[spine] for spine in over]))
 
 
-def test_each_worker_gets_its_own_flows_and_ports_that_no_other_worker_of_the_node_has() -> None:
-    first, second = settings().of(sender(0, 0), 0), settings().of(sender(0, 1), 1)
-    assert first is not None
-    assert second is not None
-    assert first["worker_flows"] == ["job reduce 0.0 0-1"]
-    assert second["worker_flows"] == ["job reduce 1.0 0-1"]
-    assert (first["ports"], second["ports"]) == ([24000, 24499], [24500, 24999])
+def settings(slots: int = 2) -> FabricSettings:
+    return FabricSettings(ports=range(24000, 25000), slots=slots)
 
 
-def test_workers_of_both_nodes_compute_the_same_plan_and_take_their_own_part_of_it() -> None:
-    here = steering_from(settings("h1").of(sender(0, 0), 0))
-    there = steering_from(settings("h2").of(sender(1, 0), 0))
-    assert here.watch.routing.paths.tolist() == there.watch.routing.paths.tolist()
-    assert list(here.ports.planned) == ["10.1.2.2"]
-    assert list(there.ports.planned) == ["10.1.1.2"]
+def follows(folder: Path) -> tuple[Steering, list[tuple[str, int]]]:
+    """A worker's steering, and the peers whose connections it closes."""
+    moved: list[tuple[str, int]] = []
+    found = Steering.of(settings().of(folder, [1]), ME, "10.1.1.2", 0)
+    found.move = moved.append
+    return found, moved
 
 
-def test_a_replica_that_is_planned_elsewhere_takes_the_flows_of_its_stage_from_its_node() -> None:
-    found = settings("h1").of(sender(1, 0), 0)
-    assert found is not None
-    assert found["worker_flows"] == ["job reduce 0.0 0-1"]
+def test_each_worker_and_each_of_its_shards_has_ports_of_its_own(tmp_path: Path) -> None:
+    assert settings().of(tmp_path, [0])["ports"] == [[24000, 24499]]
+    assert settings().of(tmp_path, [1])["ports"] == [[24500, 24999]]
+    assert settings(4).of(tmp_path, [2, 3])["ports"] == [[24500, 24749], [24750, 24999]]
 
 
-def test_a_task_that_the_file_does_not_name_is_not_steered() -> None:
-    assert settings().of(sender(0, 0, "other"), 0) is None
+def test_too_few_ports_are_one_sentence() -> None:
+    with pytest.raises(UserError, match="has 1000 ports for 40 slots; give at least 64 each"):
+        settings(40)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"node": "h9"}, "node 'h9' is not in testbed; its nodes are h1, h2."),
-        ({"slots": 40}, "has 1000 ports for 40 slots; give at least 64 each."),
-    ],
-)
-def test_a_mistake_is_one_sentence(wrong: dict, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        settings(**wrong)
+def test_without_routes_any_port_will_do(tmp_path: Path) -> None:
+    steering, _ = follows(tmp_path)
+    assert steering.ports("10.1.2.2", 5000) is None
+    assert steering.look() == []
 
 
-@pytest.mark.slow
-def test_workers_of_agents_with_a_fabric_file_send_by_the_planned_spines_only() -> None:
-    """Real agents and workers on two hosts of a network of namespaces; the cables count the bytes."""
+def test_a_worker_takes_its_own_flows_and_opens_again_only_what_has_another_path(tmp_path: Path) -> None:
+    settings().take(tmp_path, routes_document(routing(over=(0, 1, 2))))
+    steering, moved = follows(tmp_path)
+    assert set(steering.ports.flow_of) == set(PEERS)
+    steering.look_at_routes()
+    assert moved == []
+    settings().take(tmp_path, routes_document(routing(over=(0, 3, 2))))
+    steering.look_at_routes()
+    assert moved == [PEERS[1]]
+    assert steering.watch is not None
+    steering.watch.validate()
+
+
+def test_a_peer_that_was_replaced_is_another_flow_and_one_that_is_gone_is_none(tmp_path: Path) -> None:
+    settings().take(tmp_path, routes_document(routing()))
+    steering, _ = follows(tmp_path)
+    settings().take(tmp_path, routes_document(routing([("10.1.2.2", 6000)])))
+    steering.look_at_routes()
+    assert set(steering.ports.flow_of) == {("10.1.2.2", 6000)}
+
+
+def test_routes_that_cannot_be_read_change_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings().take(tmp_path, routes_document(routing()))
+    steering, moved = follows(tmp_path)
+    settings().take(tmp_path, {**routes_document(routing()), "paths": [[0, 1, 2, 3]]})
+    steering.look_at_routes()
+    assert (moved, set(steering.ports.flow_of)) == ([], set(PEERS))
+    assert "the routes are not followed" in capfd.readouterr().err
+
+
+LOOK = """
+import json
+from everstep.node.fabric_settings import FabricSettings
+from everstep.fabric.document import topology_document
+from harness.fabric_testbed import Testbed
+from pathlib import Path
+import tempfile
+
+testbed = Testbed(leaves=3, spines=4, rate_mbit=40.0)
+found = []
+with testbed.up(), tempfile.TemporaryDirectory() as folder:
+    testbed.seed(1)
+    settings = FabricSettings(ports=range(24000, 28000), slots=1)
+    settings.take(Path(folder), {"fabric": topology_document(testbed.topology())})
+    look = lambda n: testbed.inside(f"h{n}", lambda: settings.look(testbed.host(n)))
+    found.append([look(1), look(2), look(3)])
+    testbed.kill(2, 1)
+    found.append([look(1), look(2), look(3)])
+    testbed.heal(2, 1)
+    found.append([look(1), look(2), look(3)])
+print(json.dumps(found))
+"""
+
+
+def _needs_testbed() -> Path:
     reason = fabric_testbed.why_not()
     if reason is not None:
         pytest.skip(reason)
-    root = Path(__file__).resolve().parents[2]
+    return Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_a_dead_cable_is_found_by_probes_from_every_node_and_so_is_its_repair() -> None:
+    root = _needs_testbed()
     done = subprocess.run(
-        [sys.executable, "-m", "harness.steered_training", "--harm", "none", "--steps", "8", "--json"],
+        ["unshare", "-m", "-n", "--propagation", "private", sys.executable, "-c", LOOK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
+    )
+    assert done.returncode == 0, done.stderr
+    healthy, broken, healed = json.loads(done.stdout)
+    assert healthy == healed == [[], [], []]
+    assert broken == [["s1>l2"], ["l2>s1"], ["s1>l2"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 3, 4])
+def test_workers_send_by_the_spines_that_the_coordinator_has_planned(dead: int) -> None:
+    """Real agents and workers on two hosts of a network of namespaces; the cables count the bytes. A cable
+    that is dead from the start is found by the agents, and no flow is planned over it.
+    """
+    root = _needs_testbed()
+    words = ["--harm", "none", "--steps", "8", "--json", "--dead", str(dead)]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.steered_training", *words],
         capture_output=True,
         text=True,
         timeout=240,
@@ -82,9 +167,10 @@ def test_workers_of_agents_with_a_fabric_file_send_by_the_planned_spines_only() 
         cwd=root,
         env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
     )
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     sent = {int(spine): count for spine, count in found["spine_bytes"].items()}
     busy = {spine for spine, count in sent.items() if count > sum(sent.values()) / 5}
     assert found["finished"]
     assert len(found["planned_spines"]) == 2
-    assert busy == set(found["planned_spines"]), found
+    assert busy == set(found["planned_spines"]) - {dead}, found

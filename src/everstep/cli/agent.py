@@ -73,16 +73,15 @@ def agent_command(
         ),
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Directory for the output of workers.")] = None,
-    fabric: Annotated[
-        Path | None,
-        typer.Option(
-            help="Fabric file (docs/fabric.md). Workers of its tasks choose source ports whose paths follow "
-            "the plan, and move off links that fail."
-        ),
-    ] = None,
     fabric_ports: Annotated[
-        str, typer.Option(help="Source ports for --fabric; the workers of this node share them.")
-    ] = "24000-27999",
+        str,
+        typer.Option(
+            metavar="FIRST-LAST",
+            help="Source ports, such as 24000-27999, by which workers follow the paths that a coordinator "
+            "with --fabric plans, and move off links that fail.",
+            show_default=False,
+        ),
+    ] = "",
     notice_file: Annotated[
         Path | None,
         typer.Option(
@@ -210,7 +209,7 @@ def agent_command(
 
       everstep agent --coordinator https://head:7077 --node n1 --host 10.0.0.7 --tls n1
 
-      everstep agent --node h1 --host 10.1.1.2 --fabric fabric.toml
+      everstep agent --node h1 --host 10.1.1.2 --fabric-ports 24000-27999
 
       everstep agent --coordinator https://head:7077 --tls n1 --cloud aws
 
@@ -243,7 +242,7 @@ def agent_command(
         probe_port=probe_port,
         state=state,
         alone_s=alone,
-        fabric=None if fabric is None else _fabric(fabric, fabric_ports, node, slots),
+        fabric=_fabric(fabric_ports, slots) if fabric_ports else None,
     )
     settings.token(), settings.tls()  # report unreadable files now
     if cloud:
@@ -368,13 +367,11 @@ def _at_slots(found: Iterable[CheckResult], slots: int) -> tuple[CheckResult, ..
     return at_slots(results, devices, slots)
 
 
-def _fabric(path: Path, ports: str, node: str, slots: int) -> FabricSettings:
-    from everstep.cli.fabric_files import port_range, read_tables
+def _fabric(ports: str, slots: int) -> FabricSettings:
+    from everstep.cli.fabric_files import port_range
     from everstep.node.fabric_settings import FabricSettings
 
-    return FabricSettings(
-        read_tables(path), node=node, ports=port_range(ports, "--fabric-ports"), slots=slots
-    )
+    return FabricSettings(ports=port_range(ports, "--fabric-ports"), slots=slots)
 
 
 def default_slots() -> int:

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from everstep import log
 from everstep.cli import render
 from everstep.errors import UserError
+
+if TYPE_CHECKING:
+    from everstep.fabric import Topology
 
 SAME_SIGNAL_S = 1.0
 
@@ -52,6 +55,13 @@ def coordinator_command(
         typer.Option(
             help="TOML file of what each owner may ask for (docs/access.md), read again when it changes.",
             show_default="STATE/quotas.toml",
+        ),
+    ] = None,
+    fabric: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fabric file (docs/fabric.md). The traffic of all tasks is planned over its paths; agents "
+            "with --fabric-ports follow the plan."
         ),
     ] = None,
     etcd: Annotated[
@@ -205,6 +215,7 @@ def coordinator_command(
         webhooks=webhooks,
         quotas=quotas or state / "quotas.toml",
         tensorboard=tensorboard,
+        fabric=None if fabric is None else _fabric(fabric),
     )
     settings.check()
 
@@ -235,6 +246,15 @@ class Signalled:
     gently: Callable[[str], None] | None = None
     warned: Callable[[], None] = lambda: None
     replaced: Callable[[], None] = lambda: None
+
+
+def _fabric(path: Path) -> Topology:
+    from everstep.cli.fabric_files import read_tables, topology_in
+
+    found = topology_in(read_tables(path))
+    if not any(port.address for node in found.nodes for port in node.ports):
+        raise UserError(f'--fabric {path}: no port of a node has an address; give address = "10.1.1.2".')
+    return found
 
 
 def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:

@@ -20,9 +20,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from everstep.errors import UserError
-from everstep.fabric.flows import Endpoint, TrafficTask, place
-from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology, clos
+from everstep.fabric.flows import Endpoint, Flow, TrafficTask, place
+from everstep.fabric.routing import Routing
+from everstep.fabric.topology import WIDTH, FabricNode, Link, Port, Switch, Topology, clos
 
 _CLOS = (
     *("name", "nodes", "nics", "planes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps", "nic_gbps"),
@@ -189,6 +192,35 @@ def topology_document(topology: Topology) -> dict[str, Any]:
         ],
         "condition": dict(topology.condition),
     }
+
+
+_FLOW = ("name", "task", "phase", "group", "source", "target", "bytes", "weight")
+
+
+def routes_document(routing: Routing) -> dict[str, Any]:
+    """The fabric, and every flow with the numbers of its links; `routes_from` reads it back."""
+    return {
+        "fabric": topology_document(routing.topology),
+        "flows": [[getattr(flow, key) for key in _FLOW] for flow in routing.flows],
+        "paths": routing.paths.tolist(),
+        "because": routing.because,
+    }
+
+
+def routes_from(document: Mapping[str, Any]) -> Routing:
+    topology = topology_from(document["fabric"])
+    flows = [dict(zip(_FLOW, row, strict=True)) for row in document["flows"]]
+    paths = np.array(document["paths"], dtype=np.int64).reshape(-1, WIDTH)
+    if len(paths) != len(flows) or paths.max(initial=-1) >= len(topology.links):
+        raise UserError("routes: every flow has one path, of links of the fabric.")
+    return Routing(
+        topology=topology,
+        flows=tuple(
+            Flow(**{**row, "source": tuple(row["source"]), "target": tuple(row["target"])}) for row in flows
+        ),
+        paths=paths,
+        because=str(document["because"]),
+    )
 
 
 def hops_of(topology: Topology, path: Sequence[int]) -> tuple[str, ...]:

@@ -77,6 +77,13 @@ class TrafficTask:
         ]
 
 
+def connection_name(task: str, sender: str, host: str, port: int) -> str:
+    """The flow of a worker's connection to where a peer listens: a peer that is started again listens
+    elsewhere, and the flow to it is another one.
+    """
+    return f"{task} {sender} to {host}:{port}"
+
+
 def flows_of(task: TrafficTask) -> tuple[Flow, ...]:
     """All flows of one step that leave a node; those within one are not the fabric's."""
     found = [*_pipeline(task), *_reduce(task)]

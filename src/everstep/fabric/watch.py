@@ -103,6 +103,19 @@ class PathWatch:
         ill = [name for name, seen in self._flows.items() if self._is_ill(seen, now_s)]
         return self._treat(ill, now_s) if ill else []
 
+    def adopt(self, routing: Routing, now_s: float) -> list[Action]:
+        """Another plan, of other flows. Suspected links stay suspected, whatever the plan says of them."""
+        self.topology, self.routing = routing.topology, routing
+        here = {flow.name for flow in routing.flows}
+        self._flows = {name: seen for name, seen in self._flows.items() if name in here}
+        self._suspects = {
+            link: s for link, s in self._suspects.items() if s[1] > now_s and link in self.topology.index
+        }
+        self._expect(now_s)
+        avoid = {self.topology.index[link] for link in self._suspects}
+        touched = {name: path for name, path in routing.by_name.items() if avoid & set(path)}
+        return self._reroute({name: f"{name} was planned over a suspect" for name in touched}, now_s)
+
     def snapshot(self) -> Mapping[str, object]:
         return {
             "suspects": {link: fraction for link, (fraction, _) in self._suspects.items()},
@@ -176,9 +189,11 @@ class PathWatch:
                 if seen.dead
                 else f"{name} gets {seen.rate_gbps:.3g} of {expected:.3g} Gbit/s over {where}"
             )
-        return actions + (self._reroute(reasons, now_s) if reasons else [])
+        return actions + self._reroute(reasons, now_s)
 
     def _reroute(self, reasons: Mapping[str, str], now_s: float) -> list[Action]:
+        if not reasons:
+            return []
         now = self.topology.with_condition({link: f for link, (f, _) in self._suspects.items()})
         before = self.routing.by_name
         try:

@@ -92,7 +92,7 @@ class AgentSettings:
     tls: Callable[[], ssl.SSLContext | None] = lambda: None  # asked, too: certificates are replaced
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
-    fabric: FabricSettings | None = None  # workers follow its plan
+    fabric: FabricSettings | None = None  # workers follow the coordinator's routes
     notice: Path | None = None  # a file that says when this machine will be taken away
     cloud: str = ""  # the provider whose notices are asked for
     order: int = 0  # of this node among those of a script task; the first one has rank 0
@@ -645,6 +645,8 @@ class Agent:
         if "order" in message:
             order = decode(msg.Order, older.order_of_protocol_3(message["order"]))
             self._hear(OrderHeard(message["number"], order, term))
+        if "routes" in message and self.settings.fabric is not None:
+            self.settings.fabric.take(self.workers.settings.folder, message["routes"])
 
     def _hear(self, event: LineEvent) -> None:
         """Of a coordinator that is deposed nothing counts, and its line is left."""
@@ -741,7 +743,12 @@ class Agent:
     async def _beat(self, line: aiohttp.ClientWebSocketResponse) -> None:
         while True:
             self._commit()
-            await line.send_str(json.dumps({"beat": round(time.time(), 3), "done": self.state.done}))
+            said: dict[str, Any] = {"beat": round(time.time(), 3), "done": self.state.done}
+            if (fabric := self.settings.fabric) is not None:
+                said["dead_links"] = fabric.dead
+                if fabric.wants_look(time.monotonic()):
+                    self._do_beside(partial(fabric.look, self.settings.host), fabric.looked)
+            await line.send_str(json.dumps(said))
             await asyncio.sleep(self.settings.beat_s)
 
 

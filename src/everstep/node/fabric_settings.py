@@ -1,60 +1,82 @@
-"""What the workers of a node must know to follow the plan of a fabric: `everstep agent --fabric FILE`.
+"""What the workers of a node must know to follow the plan of a fabric: `everstep agent --fabric-ports`.
 
-The file describes the fabric and, as [[task]], the tasks whose traffic is planned. A worker of such a task
-gets the file, its own flows and a range of source ports that no other worker of the node uses. The plan is a
-function of the file, so all workers compute the same one (`node.steer`). Other tasks are not steered.
+A coordinator with a fabric file plans the paths of all tasks (`drive.traffic`) and sends them to every agent,
+which writes them down here for its workers (`node.steer`). Each of them has a range of source ports that no
+other worker of the node uses. When it joins, and every minute, the agent looks which links of the fabric are
+dead, and its heartbeats tell the coordinator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.fabric.document import tasks_from, topology_from
-from everstep.fabric.flows import Flow, engine_flows
-from everstep.protocol.messages import Sender
+from everstep.fabric.document import topology_from
+from everstep.fabric.topology import Topology
+from everstep.log import say, warn
+from everstep.node.probe import Budget, Prober, dead_links
 
 LEAST_PORTS = 64  # per worker: enough to find every path among a few dozen
+LOOK_EVERY_S = 60.0  # at the links: those that died, and those that were repaired
+LOOK_PACKETS, LOOK_S = 65_536, 30.0
 
 
 class FabricSettings:
-    def __init__(self, document: Mapping[str, Any], *, node: str, ports: range, slots: int) -> None:
-        self._document, self._node = dict(document), node
-        topology = topology_from({key: value for key, value in document.items() if key != "task"})
-        if node not in topology.by_node:
-            known = ", ".join(each.name for each in topology.nodes[:8])
-            raise UserError(f"--fabric: node {node!r} is not in {topology.name}; its nodes are {known}.")
-        if not any(port.address for each in topology.nodes if each.name == node for port in each.ports):
-            raise UserError(f"--fabric: no port of node {node} has an address; add it to the fabric file.")
+    def __init__(self, *, ports: range, slots: int) -> None:
+        self.dead: tuple[str, ...] = ()  # links that no probe from here comes over
+        self._topology: Topology | None = None
+        self._looked_at: float | None = None
         self._ports, self._each = ports, len(ports) // slots
         if self._each < LEAST_PORTS:
             raise UserError(
                 f"--fabric-ports has {len(ports)} ports for {slots} slots; give at least {LEAST_PORTS} each."
             )
-        flows = engine_flows(tasks_from(document, topology))
-        self._flows = [flow for flow in flows if flow.source[0] == node]
 
-    def of(self, sender: Sender, slot: int) -> dict[str, Any] | None:
-        """For `node.steer.steering_from`; None if the plan has no flow for this worker."""
-        flows = self._of_worker(sender)
-        if not flows:
-            return None
-        first = self._ports[slot * self._each]
+    def of(self, folder: Path, slots: Sequence[int]) -> dict[str, Any]:
+        """For `node.steer.Steering.of`; a worker has a slot for each of its shards."""
+        firsts = [self._ports[slot * self._each] for slot in slots]
         return {
-            "fabric": self._document,
-            "node": self._node,
-            "worker_flows": [flow.name for flow in flows],
-            "ports": [first, first + self._each - 1],
+            "routes": str(_file(folder)),
+            "ports": [[first, first + self._each - 1] for first in firsts],
         }
 
-    def _of_worker(self, sender: Sender) -> list[Flow]:
-        """Its own; where another replica is planned on this node, that one's: the traffic is the same."""
-        worker = sender.worker
-        stage = [
-            (flow.sender[0], flow)
-            for flow in self._flows
-            if flow.task == sender.task and flow.sender is not None and flow.sender[1] == worker.stage
-        ]
-        own = [flow for replica, flow in stage if replica == worker.replica]
-        return own or [flow for _, flow in stage]
+    def take(self, folder: Path, routes: Any) -> None:
+        """Of the coordinator. Workers see the old ones or the new ones, whole."""
+        try:
+            self._topology = topology_from({**routes["fabric"], "condition": {}})
+        except (UserError, KeyError, TypeError) as error:  # of another version
+            warn(f"the routes are not followed: {type(error).__name__}: {error}")
+            return
+        fresh = _file(folder).with_suffix(".new")
+        try:
+            fresh.write_text(json.dumps(routes, separators=(",", ":")))
+            os.replace(fresh, _file(folder))
+        except OSError as error:  # training needs no routes
+            warn(f"the routes cannot be written down for workers: {error}")
+
+    def wants_look(self, now: float) -> bool:
+        """Asked often; a look takes seconds and is had beside."""
+        is_due = self._looked_at is None or now - self._looked_at > LOOK_EVERY_S
+        if self._topology is None or not is_due:
+            return False
+        self._looked_at = now
+        return True
+
+    def look(self, host: str) -> tuple[str, ...]:
+        """Which links are dead, as far as this node can tell."""
+        assert self._topology is not None
+        budget = Budget(packets=LOOK_PACKETS, seconds=LOOK_S)
+        return dead_links(Prober(topology=self._topology, ports=self._ports, budget=budget), host)
+
+    def looked(self, found: Any) -> None:
+        if isinstance(found, tuple) and found != self.dead:  # else the look has failed, and was told
+            self.dead = found
+            say(f"links of the fabric that carry nothing: {', '.join(found) or 'none any more'}")
+
+
+def _file(folder: Path) -> Path:
+    return folder / "routes.json"

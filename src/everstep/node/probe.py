@@ -34,6 +34,9 @@ _FROM_ICMP, _TIME_EXCEEDED = 2, 11
 _LINGER_0 = struct.pack("ii", 1, 0)
 _AT_ONCE = 64
 FABRIC_TTLS = (2, 3)  # the spine, the far leaf
+MESH_PORT = 33434  # probes of links die before they are there
+PORTS_PER_PATH = 8  # and twice so many before a link is accused: e^-16 of the healthy ones are
+LEAVES_PER_LOOK = 8
 REACHED = ""  # in a hop: the target itself answered
 
 
@@ -128,6 +131,52 @@ class Prober:
                 f"{target} is not the address of a node in fabric {self.topology.name}: "
                 "only addresses of the fabric file are probed."
             )
+
+
+def dead_links(prober: Prober, source: str) -> tuple[str, ...]:
+    """Links that no probe from this address comes over: those up from its leaf, and those from spines down to
+    the next few leaves; nodes of other leaves look at others. So many ports are tried before a link is
+    accused that hashes leave out a healthy one once in millions of looks. Where no switch answers, or the
+    budget is used up, nothing is known.
+    """
+    links = prober.topology.fabric_links
+    at = {p.leaf: p.address for node in prober.topology.nodes for p in node.ports if p.address}
+    leaf = next((p.leaf for n in prober.topology.nodes for p in n.ports if p.address == source), "")
+    up = {link.address: link for link in links if link.sender == leaf and link.address}
+    others = sorted(other for other in at if other != leaf)
+    first = sum(other < leaf for other in others)
+    seen_up: set[str] = set()
+    found: list[str] = []
+    examined = 0
+    for other in (others[first:] + others[:first])[:LEAVES_PER_LOOK]:
+        down = {link.address: link for link in links if link.receiver == other and link.address}
+        key = Tuple4(protocol="tcp", source=source, target=str(at[other]), target_port=MESH_PORT)
+        near, far = (_seen(prober, key, ttl, set(w)) for ttl, w in zip(FABRIC_TTLS, (up, down), strict=True))
+        if near is None or far is None:
+            break
+        examined += 1
+        seen_up |= near
+        spines = {link.receiver for address, link in up.items() if address in seen_up}
+        missed = [link.name for address, link in down.items() if address not in far and link.sender in spines]
+        found += missed if far & set(down) else []
+    missed = [link.name for address, link in up.items() if address not in seen_up]
+    return (*(missed if examined and len(missed) < len(up) else ()), *found)
+
+
+def _seen(prober: Prober, key: Tuple4, ttl: int, expected: set[str]) -> set[str] | None:
+    """Which of these interfaces answer, tried until all have or enough ports were; None: the budget is used
+    up.
+    """
+    seen: set[str] = set()
+    enough = 2 * max(_AT_ONCE, PORTS_PER_PATH * len(expected))
+    for start in range(0, min(enough, len(prober.ports)), _AT_ONCE):
+        ports = prober.ports[start : start + _AT_ONCE]
+        if expected <= seen:
+            break
+        if prober.budget.take(len(ports)) < len(ports):
+            return None
+        seen |= set(probe(key, ports, ttl, reply_s=prober.budget.reply_s).values())
+    return seen & expected
 
 
 def probe(key: Tuple4, ports: Sequence[int], ttl: int, *, reply_s: float) -> dict[int, str]:

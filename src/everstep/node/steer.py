@@ -1,65 +1,67 @@
 """The plan's paths made real: which source port a connection takes, how it fares, and when it must move.
 
-    plan ──► SourcePorts ──► a port whose probed path is the planned one ──► Links
-               ▲                                                              │
-               └── reassign ◄── FlowWatch ◄── the kernel's counts of each socket (TCP_INFO)
+    coordinator: `drive.traffic` ──► agent ──► routes.json ──┐ looked at by every worker of the node
+                                                             ▼
+      a port whose probed path is the planned one ◄── SourcePorts ◄── reassign ◄── PathWatch
+                         └──► Links ──► the kernel's counts of each socket (TCP_INFO) ──┘
 
-Every worker knows the whole plan and moves its own flows only. Two workers that meet the same broken link
-decide alike, because `reallocate` is a function of the plan and of the links suspected; where they suspect
-different links for a moment they may choose one path both, which the next windows show and mend.
+The coordinator plans for all tasks whenever workers come or go (`RoutesFile`). In between every worker has
+the whole plan and moves its own flows only. Two workers that meet the same broken link decide alike, because
+`reallocate` is a function of the plan and of the links suspected; where they suspect different links for a
+moment they may choose one path both, which the next windows show and mend.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.fabric.allocate import allocate
 from everstep.fabric.catalogue import Hops, Tuple4
-from everstep.fabric.document import hops_of, tasks_from, topology_from
-from everstep.fabric.flows import engine_flows
+from everstep.fabric.document import hops_of, routes_from
+from everstep.fabric.flows import connection_name
 from everstep.fabric.routing import Routing
-from everstep.fabric.watch import Action, CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
+from everstep.fabric.topology import Topology
+from everstep.fabric.watch import Action, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 from everstep.log import say
 from everstep.net.links import Address, Links
 from everstep.net.sockets import progress_of
 from everstep.node.probe import Budget, Prober
+from everstep.protocol.messages import Sender
 
 _PROBE_PACKETS = 1024  # of one connection
 _PROBE_S = 2.0
+Peer = tuple[str, int]  # where it listens
 
 
 @dataclass(slots=True)
 class SourcePorts:
-    """`ports(host, port)`: the source port that takes a connection to this peer onto its planned path.
-
-    Flows to one host are given out in their order, one to each (host, port): the fabric does not care which
-    of two equal connections is which. A peer that is asked for again gets its flow's present path.
+    """`ports(host, port)`: the source port that takes a connection to this peer onto its planned path; None,
+    for any port, where no path is planned.
     """
 
-    prober: Prober
     source: str
-    planned: dict[str, list[tuple[str, Hops]]]  # target host -> flows to it and their hops
+    ports: range
     because: Callable[[str], None] = say
-    flow_of: dict[tuple[str, int], str] = field(default_factory=dict)
+    flow_of: dict[Peer, str] = field(default_factory=dict)
     hops: dict[str, Hops] = field(default_factory=dict)
+    _prober: Prober | None = None
     _used: set[int] = field(default_factory=set)
 
     def __call__(self, host: str, port: int) -> int | None:
-        flow = self.flow_of.get((host, port)) or self._next_flow(host, port)
-        if flow is None:
+        flow, prober = self.flow_of.get((host, port)), self._prober
+        if flow is None or prober is None:
             return None
         key = Tuple4(protocol="tcp", source=self.source, target=host, target_port=port)
-        self.prober.budget = Budget(
-            packets=_PROBE_PACKETS, seconds=_PROBE_S, reply_s=self.prober.budget.reply_s
-        )
+        prober.budget = Budget(packets=_PROBE_PACKETS, seconds=_PROBE_S, reply_s=prober.budget.reply_s)
         try:
-            found = self.prober.port_for(key, self.hops[flow], taken=self._used)
+            found = prober.port_for(key, self.hops[flow], taken=self._used)
         except UserError as error:  # a worse path is no reason to stop training
             self.because(f"{flow} takes the kernel's port: {error}")
             return None
@@ -69,38 +71,76 @@ class SourcePorts:
         self._used.add(found)
         return found
 
+    def take(self, topology: Topology, planned: dict[Peer, tuple[str, Hops]]) -> list[Peer]:
+        """Other paths are planned. The peers whose connections are to be opened again."""
+        moved = [peer for peer, (flow, hops) in planned.items() if self.hops.get(flow) != hops]
+        if self._prober is None or self._prober.topology != topology:
+            self._prober = Prober(topology=topology, ports=self.ports)
+        self.flow_of = {peer: flow for peer, (flow, _) in planned.items()}
+        self.hops = dict(planned.values())
+        return moved
+
     def reassign(self, flow: str, hops: Hops) -> None:
         """The flow's next connection goes another way. What was known of ports may be stale by now."""
         self.hops[flow] = hops
-        self.prober.catalogue.forget_all()
+        if self._prober is not None:
+            self._prober.catalogue.forget_all()
 
-    def peer_of(self, flow: str) -> tuple[str, int] | None:
+    def peer_of(self, flow: str) -> Peer | None:
         return next((peer for peer, name in self.flow_of.items() if name == flow), None)
-
-    def _next_flow(self, host: str, port: int) -> str | None:
-        waiting = self.planned.get(host, [])
-        if not waiting:
-            return None
-        name, hops = waiting.pop(0)
-        self.flow_of[host, port] = name
-        self.hops[name] = hops
-        return name
 
 
 @dataclass(slots=True)
-class FlowWatch:
-    """Looks at this worker's connections every `interval_s`, and moves what the watch says must move."""
+class RoutesFile:
+    """What the coordinator has planned for all, as this node's agent writes it down."""
 
-    watch: PathWatch
+    path: Path
+    _read: int = 0  # which version of the file
+
+    def news(self) -> Routing | None:
+        """The routes, if they are others than at the last look."""
+        try:
+            version = self.path.stat().st_mtime_ns
+            if version == self._read:
+                return None
+            self._read = version
+            return routes_from(json.loads(self.path.read_text()))
+        except FileNotFoundError:  # nothing is planned yet
+            return None
+        except (OSError, UserError, KeyError, TypeError, ValueError) as error:
+            say(f"the routes are not followed: {type(error).__name__}: {error}")
+            return None
+
+
+@dataclass(slots=True)
+class Steering:
+    """Looks at the routes and at this worker's connections every `interval_s`, and moves what must move."""
+
+    me: Sender
+    routes: RoutesFile
     ports: SourcePorts
-    sockets: Callable[[], Sequence[tuple[tuple[str, int], socket.socket]]]
-    move: Callable[[tuple[str, int]], None]
-    report: Callable[[Action], None]
+    limits: WatchLimits = field(default_factory=WatchLimits)
+    watch: PathWatch | None = None  # None: nothing is planned yet
+    sockets: Callable[[], Sequence[tuple[Peer, socket.socket]]] = tuple
+    move: Callable[[Peer], None] = lambda peer: None
+    report: Callable[[Action], None] = lambda action: None
     interval_s: float = 0.25
     clock: Callable[[], float] = time.monotonic
     _stopped: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
+    @classmethod
+    def of(cls, fabric: Mapping[str, Any], me: Sender, host: str, shard: int) -> Steering:
+        """From a worker's settings: `routes`, a file, and `ports`, the first and last of each shard."""
+        first, last = fabric["ports"][shard]
+        found = cls(me, RoutesFile(Path(fabric["routes"])), SourcePorts(host, range(first, last + 1)))
+        found.look_at_routes()
+        return found
+
+    def start(self, links: Links) -> None:
+        self.sockets, self.move = links.sockets, lambda peer: links.move(Address(*peer))
+        self.report = lambda action: say(
+            f"{'moved' if isinstance(action, MoveFlow) else 'not moved'}: {action.because}"
+        )
         threading.Thread(target=self._run, name="flows", daemon=True).start()
 
     def stop(self) -> None:
@@ -108,10 +148,33 @@ class FlowWatch:
 
     def _run(self) -> None:
         while not self._stopped.wait(self.interval_s):
+            self.look_at_routes()
             self.look()
+
+    def look_at_routes(self) -> None:
+        routing = self.routes.news()
+        if routing is not None:
+            self.follow(routing)
+
+    def follow(self, routing: Routing) -> None:
+        """Of this plan, what is this worker's."""
+        mine: dict[Peer, tuple[str, Hops]] = {}
+        start = connection_name(self.me.task, str(self.me.worker), "", 0).removesuffix(":0")
+        for number, flow in enumerate(routing.flows):
+            if flow.name.startswith(start):
+                host, _, port = flow.name.removeprefix(start).rpartition(":")
+                mine[host, int(port)] = flow.name, hops_of(routing.topology, routing.path(number))
+        for peer in self.ports.take(routing.topology, mine):
+            self.move(peer)
+        if self.watch is None:
+            self.watch = PathWatch(routing.topology, routing, self.limits)
+        else:
+            self._carry_out(self.watch.adopt(routing, self.clock()))
 
     def look(self) -> list[Action]:
         """One look at every connection, and what follows from it."""
+        if self.watch is None:
+            return []
         looks = []
         for peer, sock in self.sockets():
             flow = self.ports.flow_of.get(peer)
@@ -127,91 +190,16 @@ class FlowWatch:
                 )
             )
         actions = self.watch.handle(looks, self.clock())
-        for action in actions:
-            self._carry_out(action)
+        self._carry_out(actions)
         return actions
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case MoveFlow():
+    def _carry_out(self, actions: list[Action]) -> None:
+        assert self.watch is not None
+        for action in actions:
+            if isinstance(action, MoveFlow):
                 peer = self.ports.peer_of(action.flow)
                 if peer is None:
-                    return  # another worker's; it sees the same and moves it
+                    continue  # another worker's; it sees the same and moves it
                 self.ports.reassign(action.flow, hops_of(self.watch.topology, action.after))
                 self.move(peer)
-            case CannotMove():
-                pass
-        self.report(action)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steering:
-    """Everything a worker needs to follow the plan."""
-
-    ports: SourcePorts
-    watch: PathWatch
-
-
-def steering_from(document: Mapping[str, Any]) -> Steering:
-    """From a worker's settings: `fabric` (the fabric file with its tasks), `node`, `ports` (first, last),
-    and `worker_flows`, if not all of the node's are this worker's.
-
-    The plan is a function of the fabric and its tasks, so all workers compute the same one.
-    """
-    topology = topology_from({k: v for k, v in document["fabric"].items() if k != "task"})
-    return steering(
-        allocate(topology, engine_flows(tasks_from(document["fabric"], topology))),
-        node=document["node"],
-        mine=document.get("worker_flows"),
-        ports=range(document["ports"][0], document["ports"][1] + 1),
-    )
-
-
-def steering(
-    routing: Routing,
-    *,
-    node: str,
-    ports: range,
-    mine: Sequence[str] | None = None,
-    limits: WatchLimits | None = None,
-) -> Steering:
-    """For one node's flows, or of them only those named."""
-    topology = routing.topology
-    if node not in topology.by_node:
-        raise UserError(f"node {node!r} is not in fabric {topology.name}.")
-    addresses = {n.name: next((p.address for p in n.ports if p.address), None) for n in topology.nodes}
-    source = addresses[node]
-    if source is None:
-        raise UserError(f"node {node}: its port has no address; steering needs one in the fabric file.")
-    planned: dict[str, list[tuple[str, Hops]]] = {}
-    for number, flow in enumerate(routing.flows):
-        target = addresses[flow.target[0]]
-        if flow.source[0] == node and (mine is None or flow.name in mine) and target is not None:
-            hops = hops_of(topology, routing.path(number))
-            planned.setdefault(target, []).append((flow.name, hops))
-    prober = Prober(topology=topology, ports=ports)
-    return Steering(
-        ports=SourcePorts(prober, source, planned),
-        watch=PathWatch(topology, routing, limits or WatchLimits()),
-    )
-
-
-def watch_links(
-    steering: Steering, links: Links, tell: Callable[[str, dict[str, Any]], None], *, interval_s: float = 0.25
-) -> FlowWatch:
-    """Watch a worker's links; report every move, and every flow that cannot be moved, with the reason."""
-
-    def report(action: Action) -> None:
-        say(f"{'moved' if isinstance(action, MoveFlow) else 'not moved'}: {action.because}")
-        tell("flow", {"flow": action.flow, "moved": isinstance(action, MoveFlow), "because": action.because})
-
-    watching = FlowWatch(
-        watch=steering.watch,
-        ports=steering.ports,
-        sockets=links.sockets,
-        move=lambda peer: links.move(Address(*peer)),
-        report=report,
-        interval_s=interval_s,
-    )
-    watching.start()
-    return watching
+            self.report(action)

@@ -49,7 +49,7 @@ from everstep.node.lifeline import Lifeline
 from everstep.node.line_to_agent import AgentLine, call_agent
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.stacks import answer_to_signal
-from everstep.node.steer import steering_from, watch_links
+from everstep.node.steer import Steering
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.messages import (
     PartWritten,
@@ -168,8 +168,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     program = replace(program, job=job)
     if loader is not None:
         loader.device = device
-    steering = None if spec.fabric is None else steering_from(spec.fabric)
     shard = 0 if group is None else group.index
+    steering = None if spec.fabric is None else Steering.of(spec.fabric, sender, spec.host, shard)
     seen = spec.beacon_path if shard == 0 else None
     recorder = None
     if seen is not None:
@@ -226,19 +226,20 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     )
     line.where = control.where
     plane.start()
+    if steering is not None:
+        steering.start(plane.links)
     if isinstance(line, _Pipe):
         assert group is not None
         Follower(loop, plane.inbox, group.tell).run()
         states.finish(lambda: None)
     else:
-        flows = None if steering is None else watch_links(steering, plane.links, lambda kind, row: None)
         line.listen(plane.inbox)
         line.say(control.started(plane.links.address).report)
         loop.run()
         line.over = True
         states.finish(loop.show_saving)
-        if flows is not None:
-            flows.stop()
+    if steering is not None:
+        steering.stop()
     if loader is not None:
         loader.close()
     if group is not None and shard == 0:

@@ -523,7 +523,9 @@ class WorkerProcesses:
             beacon=str(beacon) if settings.detect else None,
             faults=tuple(f for f in here.faults if first and parse_fault(f).worker == sender.worker),
             script=here.script,
-            fabric=None if settings.fabric is None else settings.fabric.of(sender, order.slot),
+            fabric=None
+            if settings.fabric is None
+            else settings.fabric.of(settings.folder, (order.slot, *order.more_slots)),
             ranks=here.ranks,
             order=settings.order,
             logs="" if here.ranks is None else here.ranks.logs or str(self.logs.folder / sender.task),

@@ -83,6 +83,7 @@ CALLS = (
     _call("GET", "/v1/news", "news", READERS, "read decisions"),
     _call("GET", "/v1/outlook", "outlook", READERS, "read the outlook"),
     _call("GET", "/v1/plans", "plans", READERS, "read plans"),
+    _call("GET", "/v1/routes", "routes", READERS, "read routes"),
     _call("GET", "/v1/digest", "digest", READERS, "read the digest"),
     _call("GET", "/v1/audit", "audit", READERS, "read who did what"),
     _call("GET", "/v1/history", "history", READERS, "read the history"),

@@ -44,6 +44,7 @@ class AgentConnections:
         self._boots: dict[str, str] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._questions = 0
+        self.routes: Any = None  # over the fabric, for agents that are there and for those that come
 
     @property
     def nodes(self) -> set[str]:
@@ -56,6 +57,12 @@ class AgentConnections:
 
     def received(self, node: str, number: int) -> None:
         self._send(node, {"heard": number})
+
+    def give_routes(self, routes: Any) -> None:
+        """They are advice: whole every time, without a number, and not in the journal."""
+        self.routes = routes
+        for node in list(self._queues):  # one that does not read is dropped
+            self._send(node, {"routes": routes})
 
     def close(self) -> None:
         """The term is over: agents look for the coordinator that leads now."""
@@ -153,6 +160,8 @@ class AgentConnections:
         self._send(node, {"welcome": node, "heard": state.heard, "journal": journal, "protocol": PROTOCOL})
         for order in state.pending:
             self.send(order)
+        if self.routes is not None:
+            self._send(node, {"routes": self.routes})
         writing = asyncio.create_task(self._write(line, queue, orders))
         try:
             async for message in line:
@@ -169,6 +178,8 @@ class AgentConnections:
                 del self._queues[node]
                 del self._boots[node]
                 self._term.closed.add(node)
+                if self._term.traffic is not None:
+                    self._term.traffic.heard(node, ())
 
     async def _write(
         self, line: web.WebSocketResponse, queue: asyncio.Queue[Queued | None], orders: OrderLine
@@ -189,6 +200,8 @@ class AgentConnections:
             self._term.hear(hello)  # it was silent and is back
         if "beat" in message:
             self._term.machine.acknowledged(node, int(message["done"]))
+            if self._term.traffic is not None:
+                self._term.traffic.heard(node, tuple(map(str, message.get("dead_links", ()))))
             return
         if "left" in message:
             self._term.hear(msg.NodeLeft(node=node))

@@ -52,6 +52,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class AgentLines(Protocol):
     """The lines to nodes."""
 
+    routes: Any  # over the fabric; None: none are planned
+
     @property
     def nodes(self) -> set[str]:
         """Those that are connected now."""
@@ -173,6 +175,10 @@ class Api:
     async def _plans(self, request: web.Request) -> web.Response:
         """The planner's `last` decisions, with the alternatives it weighed; the newest first."""
         return web.json_response(self.record.newest_plans(requests.last(request)))
+
+    async def _routes(self, request: web.Request) -> web.Response:
+        """The paths of all workers' flows over the fabric, as agents have them; null without --fabric."""
+        return web.json_response(self.served.lines.routes)
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""

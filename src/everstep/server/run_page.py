@@ -128,6 +128,7 @@ class RunLines:
 
     def __init__(self, follower: RunFollower) -> None:
         self._follower = follower
+        self.routes: Any = None  # there is no fabric
 
     @property
     def nodes(self) -> set[str]:

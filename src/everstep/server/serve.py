@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from everstep.errors import UserError
+from everstep.fabric.topology import Topology
 from everstep.log import warn
 from everstep.net.sockets import allow_many_files
 from everstep.protocol.messages import Patience, PolicySet
@@ -59,6 +60,7 @@ class ServerSettings:
     webhooks: Path | None = None  # who is told
     quotas: Path | None = None  # how much each owner may ask for
     tensorboard: Path | None = None  # where the scalars of tasks go
+    fabric: Topology | None = None  # that of the workers' traffic
 
     def check(self) -> None:
         given = self.token or self.token_file or self.client_ca or self.callers().has_any
@@ -118,7 +120,13 @@ async def serve(
     policy = PolicySet(patience=patience or Patience(), planned=True)
     settings.folder.mkdir(parents=True, exist_ok=True)
     journal = _journal(settings)
-    daemon = Daemon(journal, folder=settings.folder, policy=policy, silence_s=settings.silence_s)
+    daemon = Daemon(
+        journal,
+        folder=settings.folder,
+        policy=policy,
+        silence_s=settings.silence_s,
+        fabric=settings.fabric,
+    )
     archive = Archive(daemon.record, settings.folder)
     exporter = None
     if settings.otlp_metrics:

@@ -31,7 +31,10 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking, answered, sentence, unanswered, unchosen
+from everstep.drive.traffic import TrafficPlan, routed
 from everstep.errors import InternalError, PeerError, UserError, clipped
+from everstep.fabric.flows import Flow
+from everstep.fabric.topology import Topology
 from everstep.plan.ask import is_about, think
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
@@ -113,8 +116,11 @@ class Term:
         silence_s: float,
         clock: Callable[[], float] = time.time,
         aside: Mapping[int, str] | None = None,
+        fabric: Topology | None = None,
     ) -> None:
-        """`aside`: entries of the journal that are not to be handled, with the error each led to."""
+        """`aside`: entries of the journal that are not to be handled, with the error each led to. `fabric`:
+        that of the workers' traffic, which is planned then.
+        """
         self.journal, self.record = journal, record
         self._aside = aside or {}
         self.number = journal.term  # agents refuse orders of an older one
@@ -122,6 +128,8 @@ class Term:
         self.hearts = Heartbeats(patience_s=silence_s)
         self.closed: set[str] = set()  # nodes whose last connection was closed, and not opened again
         self.thinking = Thinking()
+        self.traffic = None if fabric is None else TrafficPlan(fabric)
+        self._is_routing = False
         self.lines = AgentConnections(self)
         self.returns = Returns(self.hearts)
         self._clock = clock
@@ -292,6 +300,8 @@ class Term:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
         try:
             learned = list(self.thinking.learn(self.machine, report))
+            if self.traffic is not None:
+                self.traffic.learn(report)
         except Exception:  # the main loop: it would end the agent's line, and the report would come again
             self.record.say(f"coordinator: nothing learned from {report.task}\n{traceback.format_exc()}")
             return
@@ -353,6 +363,7 @@ class Term:
             for node, silent_s in self.hearts.fell_silent(now):
                 self.hear(msg.NodeFellSilent(node=node, silent_s=silent_s, closed=node in self.closed))
             self.driver.look_at_clock()
+            self._look_at_traffic()
             if now > forget_at:
                 forget_at = now + FORGET_S
                 self.hearts.keep_only(self.machine.nodes)
@@ -488,6 +499,25 @@ class Term:
             for event in events:
                 self.hear(event)
 
+    def _look_at_traffic(self) -> None:
+        """Where workers came, went or moved, their flows get paths."""
+        if self.traffic is not None and not self._is_routing:
+            flows = self.traffic.changed(self.machine.tasks)
+            if flows is not None:
+                self._is_routing = True
+                self._in_background(self._route(self.traffic, flows))
+
+    async def _route(self, traffic: TrafficPlan, flows: tuple[Flow, ...]) -> None:
+        try:
+            found = await asyncio.to_thread(routed, traffic.topology, traffic.routing, flows)
+        except UserError as error:  # no way from one of them to another
+            self.record.say(f"coordinator: routes stay as they are: {error}")
+        else:
+            self.record.say(f"coordinator: routes: {found.because}")
+            self.lines.give_routes(traffic.took(found))
+        finally:
+            self._is_routing = False
+
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         job = asyncio.create_task(work)
         self._jobs.add(job)
@@ -580,8 +610,9 @@ class Daemon:
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] | None = None,
+        fabric: Topology | None = None,
     ) -> None:
-        self.journal = journal
+        self.journal, self._fabric = journal, fabric
         self.record = ClusterRecord() if say is None else ClusterRecord(say=say)
         self.record.files = StepFiles(folder, self.record.say)
         self._policy, self._silence_s, self._clock = policy, silence_s, clock
@@ -598,6 +629,7 @@ class Daemon:
                 silence_s=self._silence_s,
                 clock=self._clock,
                 aside=dict(self._aside),
+                fabric=self._fabric,
             )
             try:
                 await term.read(self._policy)

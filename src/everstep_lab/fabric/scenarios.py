@@ -12,15 +12,22 @@ every NIC index, each edge two connections (queue pairs), one a port if planned 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from everstep.errors import UserError
+from everstep.fabric.allocate import allocate
 from everstep.fabric.fairness import LinkUsage, max_min
 from everstep.fabric.flows import Flow, TrafficTask, flows_of, place
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Ints, Topology, clos
 from everstep_lab.fabric.policies import ecmp
+from everstep_lab.fabric.simulate import simulate
+from everstep_lab.plan.hardware import GPUS
+from everstep_lab.plan.models import PRESETS, ModelFigures
+from everstep_lab.plan.stacks import MEGATRON_2021
+from everstep_lab.plan.throughput import PlannedCut, step_time
 
 NVLINK_GBPS = 362.0
 
@@ -99,6 +106,82 @@ def large_task(*, gpus: int, microbatches: int = 16) -> TrafficTask:
             (k, s, h): (f"n{k * 8 + s}", h) for k in range(replicas) for s in range(8) for h in range(8)
         },
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model of C4P's evaluation on its 128 GPUs, in its published shape; `remembered` is its gain there."""
+
+    model: ModelFigures
+    replicas: int
+    stages: int
+    shards: int
+    remembered: str
+
+    def task(self, sequences: int) -> TrafficTask:
+        """`sequences` per replica and step. Compute is of the throughput model; gradients are reduced in bf16
+        after the last backward, by a ring of nodes for every NIC.
+        """
+        model = replace(self.model, batch=self.replicas * sequences)
+        cut = PlannedCut(stages=self.stages, shards=self.shards, microbatch=1, recompute="selective")
+        took = step_time(model, GPUS["H100"], _STACK, cut, np.array([float(self.replicas)]))
+        nodes_per_stage = 16 // self.stages
+        places = {
+            (k, s, h): (f"n{k * self.stages + s}", h)
+            for k in range(nodes_per_stage)
+            for s in range(self.stages)
+            for h in range(8)
+        }
+        return TrafficTask(
+            name=model.name,
+            replicas=nodes_per_stage,
+            stages=self.stages,
+            shards=8,
+            parts=2,
+            gradient_bytes=2 * model.parameters / self.stages / 8,
+            placement=places,
+            compute_s=float((took.total - took.reduce)[0]),
+        )
+
+    def step_s(self, sequences: int, chance: np.random.Generator | None) -> float:
+        """Of a step on C4P's testbed, hashed by chance or planned."""
+        task, topology = self.task(sequences), c4p_testbed()
+        flows = flows_of(task)
+        routing = allocate(topology, flows) if chance is None else ecmp(topology, flows, chance)
+        return simulate(routing, [task], num_steps=1).step_seconds(task.name)[0]
+
+
+_STACK = replace(MEGATRON_2021, schedule="1f1b", sequence_parallel=True, fused_attention=True)
+C4P_MODELS = (
+    TrainedModel(
+        model=ModelFigures(
+            name="gpt-22b", layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048, batch=1
+        ),
+        replicas=16,
+        stages=1,
+        shards=8,
+        remembered="+15.95 %",
+    ),
+    TrainedModel(
+        model=ModelFigures(
+            name="llama-7b",
+            layers=32,
+            hidden=4096,
+            heads=32,
+            vocab=32000,
+            sequence=2048,
+            batch=1,
+            feed_forward=11008,
+            gated=True,
+            tied=False,
+        ),
+        replicas=128,
+        stages=1,
+        shards=1,
+        remembered="+14.1 %",
+    ),
+    TrainedModel(model=PRESETS["gpt3-175b"], replicas=2, stages=8, shards=8, remembered="about 0"),
+)
 
 
 def flows_of_all(tasks: Sequence[TrafficTask]) -> list[Flow]:
