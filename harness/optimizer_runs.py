@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from everstep.convert import export
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.layers.model import drawn, every_parameter
+from everstep.engine.layers.model import drawn, every_parameter, in_precision
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.resolve import data_of, model_of, optimizer_of
+from everstep.engine.stage.stage import DTYPES
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, Job, ModelSpec, OptimizerSpec
 from harness.sweep import SHORT, Sweep
@@ -44,8 +45,10 @@ def job_of(build: str, base: Path | str, *, stages: int, options: dict[str, Any]
     )
 
 
-def plain_loop(job: Job) -> tuple[dict[int, float], Weights]:
-    """The loss of every step, and the weights after the last."""
+def plain_loop(job: Job, scales: dict[int, float] | None = None) -> tuple[dict[int, float], Weights]:
+    """The loss of every step, and the weights after the last. In 16 bits with masters in fp32, in fp16 with
+    torch's GradScaler: `scales` gets its scale after every step.
+    """
     model, data = model_of(job), data_of(job)
     layers = nn.ModuleList(drawn(model, index, job.seed) for index in range(len(model.names)))
     named = [
@@ -53,7 +56,18 @@ def plain_loop(job: Job) -> tuple[dict[int, float], Weights]:
         for layer, module in zip(model.names, layers, strict=True)
         for name, p in every_parameter(layer, module).items()
     ]
-    optimizer = optimizer_of(job)(named)
+    masters = named
+    if job.precision != "fp32":
+        masters = [(name, nn.Parameter(p.detach().clone())) for name, p in named]
+        for module in layers:
+            in_precision(module, DTYPES[job.precision])
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=job.loss_scale,
+        growth_interval=job.loss_scale_interval,
+        enabled=job.precision == "fp16",
+    )
+    optimizer = optimizer_of(job)(masters)
     if hasattr(optimizer, "train"):
         optimizer.train()
     losses = {}
@@ -62,17 +76,23 @@ def plain_loop(job: Job) -> tuple[dict[int, float], Weights]:
         count, total = job.microbatches_in_step, 0.0
         for microbatch in range(count):
             loss = _loss(layers, model.loss, data, step, microbatch)
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.item()
             for (_, p), added in zip(named, sums, strict=True):
                 added += p.grad
                 p.grad = None
-        for (_, p), added in zip(named, sums, strict=True):
+        for (_, p), added in zip(masters, sums, strict=True):
             p.grad = (added / count).float()
-        optimizer.step()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+        if scales is not None:
+            scales[step] = scaler.get_scale()
+        for (_, p), (_, master) in zip(named, masters, strict=True):
+            p.data.copy_(master.data)
         losses[step] = total / count
-    return losses, {name: p.detach().clone() for name, p in named}
+    return losses, {name: p.detach().clone() for name, p in masters}
 
 
 def _loss(layers: nn.ModuleList, loss: Any, data: Dataset, step: int, microbatch: int) -> Tensor:

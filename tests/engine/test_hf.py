@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
+from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.model import Model, partition, skeleton, slots
 from everstep.engine.layers.taken_over import share_in_two
 from everstep.engine.prepare.preflight import preflight
@@ -82,6 +83,27 @@ def test_losses_and_gradients_are_those_of_transformers_under_every_cut(name: st
     for key, parameter in whole.named_parameters():
         ours = gradients[key] + (gradients[second[key]] if key in second else 0)
         assert (ours - parameter.grad).norm() <= 1e-6 * parameter.grad.norm(), key
+
+
+def test_in_fp8_the_linears_of_decoder_layers_multiply_8_bit_numbers() -> None:
+    config = transformers.LlamaConfig(**SMALL | {"hidden_size": 64, "intermediate_size": 96})
+    found = {precision: stages(hf(config), 2, Masked(), precision=precision) for precision in ("bf16", "fp8")}
+    kinds = {
+        name: isinstance(part.forward, ScaledLinear)
+        for stage in found["fp8"]
+        for module in stage._modules
+        for name, part in module.named_modules()
+        if "forward" in vars(part)
+    }
+    assert kinds["self_attn.q_proj"]
+    assert kinds["mlp.down_proj"]
+    assert not kinds["self_attn.k_proj"]  # 32 outputs
+    assert list(kinds.values()).count(True) == 5  # and not the head, which is a Linear by itself
+    (loss, gradients), (wanted, theirs) = step_of(found["fp8"]), step_of(found["bf16"])
+    assert not loss.equal(wanted)
+    assert torch.allclose(loss, wanted, rtol=0.01)
+    for name, gradient in gradients.items():
+        assert nn.functional.cosine_similarity(gradient.flatten(), theirs[name].flatten(), dim=0) > 0.97, name
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2: no plan, Conv1D, positions added"])

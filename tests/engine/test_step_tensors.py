@@ -119,7 +119,7 @@ def train_alone(tensors: StepTensors, step: int) -> torch.Tensor:
     tensors.assemble(AssembleSum(step, (0,), ()))
     mean = tensors.sum_of(step).clone()
     tensors.updater.apply(step, tensors.sum_of(step))
-    tensors.updated(step)
+    tensors.updated(step, skipped=False)
     return mean
 
 
@@ -203,7 +203,7 @@ def test_a_worker_that_follows_by_feeds_has_the_bits_and_limits_of_the_one_that_
             feed = parcel(ParcelKind.FEED, step)
             joiner.payloads[feed] = member.outgoing(feed, (0,))
             joiner.updater.apply(step, joiner.fed(step, feed))
-            joiner.updated(step)
+            joiner.updated(step, skipped=False)
         member.release_sum(step)
         assert torch.equal(member.stage.masters, joiner.stage.masters)
         assert member.stage.limits.at(step + 1) == joiner.stage.limits.at(step + 1)

@@ -69,6 +69,11 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
     "changes",
     [
         {"model": ModelSpec(preset="gpt-tiny", options={"depth": 2, "tied": True, "dropout": 0.1})},
+        {"precision": "fp16", "loss_scale_interval": 1},  # steps 1 and 3 are skipped
+        pytest.param(
+            {"precision": "fp16", "loss_scale_interval": 1, "optimizer": OptimizerSpec(shard=True)},
+            marks=pytest.mark.slow,
+        ),
         # Sums and recomputation are compared by the bit in `tests/engine`.
         pytest.param({"recompute": True, "accumulate": "fp32"}, marks=pytest.mark.slow),
         pytest.param(
@@ -83,6 +88,8 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
     ],
     ids=[
         "tied across stages, dropout",
+        "fp16",
+        "fp16, sharded states",
         "recompute, sums in fp32",
         "tied in one stage",
         "sums in 31 bits",

@@ -12,6 +12,7 @@ import torch
 from everstep.convert import selfcheck
 from everstep.convert.conversion import Reading, Target, read_state, write_state
 from everstep.convert.formats import pickles
+from everstep.convert.formats.deepspeed_meta import loss_scaler
 from everstep.convert.formats.shards import ShardRules
 from everstep.convert.state import TrainingState, scalar
 from everstep.errors import UserError
@@ -35,6 +36,14 @@ def value(stored: Stored) -> torch.Tensor:
 def whole(info: dict[str, Any], shards: list[torch.Tensor]) -> torch.Tensor:
     ranks = {rank: held(shard) for rank, shard in enumerate(shards)}
     return value(ShardRules(info=info).whole("w", ranks, len(shards)))
+
+
+def test_a_loss_scale_of_ours_is_that_of_the_scaler_which_deepspeed_reads() -> None:
+    state = TrainingState(tensors={"extra/loss_scale/w": held(torch.tensor(1024.0, dtype=torch.float64))})
+    inside = loss_scaler(state, "fp16")["loss_scaler"].state
+    assert (inside["cur_scale"], inside["dynamic"]) == (1024.0, True)
+    assert loss_scaler(TrainingState(), "fp16")["loss_scaler"].state["cur_scale"] == 65536.0
+    assert loss_scaler(state, "bf16")["loss_scaler"].state["cur_scale"] == 1.0
 
 
 def test_shard_widths_of_fused_heads_are_read() -> None:

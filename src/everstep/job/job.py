@@ -288,7 +288,9 @@ class Job:
     context_parallel: bool = False  # shards have whole layers, and each has a part of every row
     microbatches: int = 4  # that each replica brings to a step
     ramp: dict[str, float] = field(default_factory=dict)  # from a step on, the share of the batch that counts
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"  # of the computation; weights are kept in fp32
+    loss_scale: float = 65536.0  # with fp16: the first one, a power of two; halved by every overflow
+    loss_scale_interval: int = 2000  # and doubled after so many steps without one
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
     compile: bool = False  # fuse what lies between the Linears, by torch.compile
     graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
@@ -313,6 +315,11 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads", "recompute_every"):
             at_least(name, getattr(self, name), 1)
+        at_least("loss_scale_interval", self.loss_scale_interval, 1)
+        if not 2.0**-64 <= self.loss_scale <= 2.0**64 or math.frexp(self.loss_scale)[0] != 0.5:
+            raise UserError(
+                f"loss_scale is {self.loss_scale:g}; give a power of two, such as 1024: it rounds nothing."
+            )
         if self.device not in ("cpu", "cuda"):
             raise UserError(
                 f"device {self.device!r} is not known; use cpu or cuda. Each worker gets the GPU of its "
@@ -375,6 +382,7 @@ class Job:
                     f"1; give 2 shards or more, or leave {name}_parallel out."
                 )
         self._refuse_keeping()
+        self._refuse_scaling()
         if self.net.encrypt and self.transport == "nccl":
             raise UserError(
                 'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
@@ -419,6 +427,26 @@ class Job:
                 "give recompute_every = 2 or more of whole layers, or leave one of them out."
             )
 
+    def _refuse_scaling(self) -> None:
+        """Rows of fp8 have scales of their own; a loss scale is of fp16, and changes from step to step."""
+        if self.precision == "fp8" and self.shards > 1 and not self.context_parallel:
+            raise UserError(
+                'precision = "fp8" cannot be combined with shards that split the layers; give shards = 1, or '
+                'precision = "bf16".'
+            )
+        if self.precision == "fp16":
+            if self.graphs == "always":
+                raise UserError(
+                    'graphs = "always" records a backward with one loss scale, and precision is "fp16"; '
+                    "leave graphs out."
+                )
+            return
+        for name in ("loss_scale", "loss_scale_interval"):
+            if getattr(self, name) != next(f.default for f in fields(Job) if f.name == name):
+                raise UserError(
+                    f'{name} is for precision = "fp16", and precision is "{self.precision}"; leave it out.'
+                )
+
     @property
     def vote_period(self) -> tuple[int, int]:
         """As `VerifySpec.period`; (0, 0) where no two workers compute the same bits."""
@@ -430,8 +458,8 @@ class Job:
 
     @property
     def sums(self) -> Literal["strict", "strict40", "strict32", "fp64", "fp32"]:
-        """Strict sums in the width that the precision needs: a product of bf16 numbers has few right bits."""
-        return "strict40" if self.accumulate == "strict" and self.precision == "bf16" else self.accumulate
+        """Strict sums as wide as the precision needs: products of 16-bit numbers have few right bits."""
+        return "strict40" if self.accumulate == "strict" and self.precision != "fp32" else self.accumulate
 
     @property
     def microbatches_in_step(self) -> int:

@@ -4,7 +4,7 @@ The engine asks how much is left for stashes, the scheduler how many microbatche
 planner whether a shape fits, the preflight whether a job is refused. `bench/memory.py` compares the count
 with what a process really uses.
 
-    per parameter          fp32     bf16
+    per parameter          fp32     16 bits, fp8
     master weights            4        4
     working weights         0, 4       2     fp32: the masters themselves, until a stage updates eagerly
     optimizer state           8        8     of Adam
@@ -33,7 +33,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA
 
 SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 PARTS = {"strict40": 10.0}  # where that is more: what is sent is a copy of 5 bytes, what comes another
-WEIGHTS = {"fp32": 4.0, "bf16": 2.0}
+WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from everstep.convert.formats import pickles
 from everstep.convert.formats.torchfile import Global, PickledObject
 from everstep.convert.state import TrainingState, equal
 from everstep.convert.values import Encoder, decode
 from everstep.errors import UserError
-from everstep.store.stored import Stored
+from everstep.store.stored import Stored, read_all
 
 VERSION = "0.19.8"
 ENGINE_KEYS = {
@@ -126,7 +128,9 @@ def loss_scaler(state: TrainingState, precision: str) -> dict[str, Any]:
     held = state.meta.get("deepspeed") or {}
     scaler = held.get("loss_scaler")
     if scaler is None and precision == "fp16":
-        scaler = {"class": "DynamicLossScaler", "state": _DYNAMIC}
+        ours = next((s for name, s in state.tensors.items() if name.startswith("extra/loss_scale/")), None)
+        scale = {} if ours is None else {"cur_scale": float(read_all(ours).view(np.float64))}
+        scaler = {"class": "DynamicLossScaler", "state": {**_DYNAMIC, **scale}}
     dynamic = scaler is not None and scaler["class"] == "DynamicLossScaler"
     name, table = (scaler["class"], scaler["state"]) if scaler else ("LossScaler", {})
     inside = decode(table, state.tensors) or {"cur_scale": 1.0, "dynamic": False}

@@ -117,6 +117,7 @@ def _write_experts(folder: Path, mp: str, state: TrainingState, dtype: str, prog
 
 def precision_of(state: TrainingState, target: Target) -> str:
     precision = target.precision or state.meta.get("precision") or "fp32"
+    precision = "bf16" if precision == "fp8" else precision  # of its weights
     if precision not in WORKING:
         raise UserError(f"precision {precision!r} is not one of {', '.join(WORKING)}; give --precision.")
     return str(precision)

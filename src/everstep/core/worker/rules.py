@@ -24,6 +24,7 @@ class TaskRules:
     vote_every: int = 0  # steps between two votes on what is computed; 0: there are none
     votes: int = 1  # in such a step: of each replica's microbatches, how many are computed again
     replays: bool = False  # a step with a NaN is computed again before it counts
+    overflows: bool = False  # a gradient that is not finite is part of training, and no reason to replay
     spike: float = 0.0  # and one whose loss is so many spreads above those before it; 0: none is
     seed: int = 0
 

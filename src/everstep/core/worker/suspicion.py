@@ -92,7 +92,7 @@ class Suspicion:
 
     def holds_sum(self, state: StepState, squares: Sequence[float]) -> bool:
         """A gradient that is not finite, of finite losses."""
-        if all(map(math.isfinite, squares)) or not self.rules.replays:
+        if all(map(math.isfinite, squares)) or not self.rules.replays or self.rules.overflows:
             return False
         if not self._is_looked_at(state.step):
             self._quiet_until = max(self._quiet_until, state.step + QUIET_STEPS)

@@ -19,6 +19,7 @@ from everstep.engine.layers import regions
 from everstep.engine.layers.attention import Attend
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.experts import plain_experts
+from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import BACKWARD, FeedPart, Model, ModelAssembly
 from everstep.engine.layers.regions import region
@@ -279,7 +280,12 @@ def _joined(x: Tensor, positions: Tensor | None) -> Value:
 
 
 def _all_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Of Linears with one input. Only where regions are compiled other roundings may come with speed."""
+    """Of Linears with one input. In fp8 it is scaled once. Otherwise only where regions are compiled other
+    roundings may come with speed.
+    """
+    first = layers[0].forward
+    if isinstance(first, ScaledLinear) and all(isinstance(one.forward, ScaledLinear) for one in layers):
+        return list(first.together(x, *layers))
     return of_one_input(x, *layers) if regions.are_enabled() else [layer(x) for layer in layers]
 
 

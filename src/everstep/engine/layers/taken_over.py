@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine.layers.experts import QueuedExperts, fused_experts
+from everstep.engine.layers.fp8 import ScaledLinear, linears_in_fp8
 from everstep.engine.layers.linear import (
     Queue,
     QueuedLinear,
@@ -54,13 +55,16 @@ class QueuedEmbedding:
 _FUSED: dict[Any, Callable[..., Tensor]] = {QueuedLinear: fused_linear, QueuedExperts: fused_experts}
 
 
-def take_over(module: nn.Module, queue: Queue, *, fused: bool = False) -> int:
+def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False) -> int:
     """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many. `fused`:
-    in a module that will be compiled.
+    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can.
     """
     taken = 0
+    scaled = {id(part) for part in linears_in_fp8(module)} if in_fp8 else set()
     for part in module.modules():
         queued = queued_forward(part)
+        if queued is QueuedLinear and id(part) in scaled:
+            queued = ScaledLinear
         if queued is not None:
             forward: Any = queued(part, queue)
             if fused and part is not module:  # else nothing around it is compiled

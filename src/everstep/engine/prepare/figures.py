@@ -76,6 +76,8 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
 
 
 def _records(job: Job) -> bool:
+    if job.precision == "fp16":
+        return False
     return job.graphs == "always" or (job.graphs == "auto" and not job.recompute and not job.offload)
 
 

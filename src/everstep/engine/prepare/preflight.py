@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from everstep.engine import device
 from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.layers import fp8
 from everstep.engine.layers.boundary import Value, advice, described, mapped, take_apart, tensors_in
+from everstep.engine.layers.fp8 import linears_in_fp8
+from everstep.engine.layers.linear import QueuedLinear
 from everstep.engine.layers.model import (
     Model,
     check_tied,
@@ -33,7 +36,7 @@ from everstep.engine.layers.model import (
     slots,
 )
 from everstep.engine.layers.shard_plan import Cut
-from everstep.engine.layers.taken_over import largest_in_one, share_in_two
+from everstep.engine.layers.taken_over import largest_in_one, queued_forward, share_in_two
 from everstep.engine.prepare.fitting import memory_here, refuse_what_does_not_fit
 from everstep.engine.prepare.resolve import (
     base_rate,
@@ -105,6 +108,10 @@ def preflight(
                 "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
                 'as "*.input_norm": "sequence"; this model\'s plan names none.'
             )
+    if job.precision == "fp8":
+        _refuse_unfit_for_fp8(job, model, built)
+    if job.precision == "fp16":
+        _refuse_unscaled(model, parts)
     if job.recompute_part == "attention" and not any(attention_in(module) for module in built.values()):
         raise UserError(
             'recompute_part is "attention", and no layer has a module of the name attention, self_attn or '
@@ -149,6 +156,31 @@ def preflight(
         rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
         notes=_notes(built) if job.stages > 1 else (),
     )
+
+
+def _refuse_unfit_for_fp8(job: Job, model: Model, built: Mapping[str, nn.Module]) -> None:
+    layers = [built[model.names[at]] for at in model.recomputed(1)]
+    if not any(queued_forward(part) is QueuedLinear for module in layers for part in linears_in_fp8(module)):
+        raise UserError(
+            f'precision = "fp8" is for Linears with at least {fp8.LEAST} inputs and outputs, multiples of '
+            f'{fp8.MULTIPLE}, and no layer before the last has one; use precision = "bf16".'
+        )
+    if job.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        raise UserError(
+            f'precision = "fp8" needs a GPU of compute capability 9.0 or more, which '
+            f'{torch.cuda.get_device_name()} is not; use precision = "bf16".'
+        )
+
+
+def _refuse_unscaled(model: Model, parts: list[range]) -> None:
+    """A stage finds the loss scale beside the parameters that it trains."""
+    trains = [bool(slots(model, part)) for part in parts]
+    frozen = next((at for at, has in enumerate(trains) if not has and any(trains[:at])), None)
+    if frozen is not None:
+        raise UserError(
+            f'precision = "fp16" keeps its loss scale beside trained parameters, and stage {frozen} has '
+            'none; use fewer stages, or precision = "bf16".'
+        )
 
 
 def _refuse_undivided_rows(model: Model) -> None:

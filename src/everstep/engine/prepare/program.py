@@ -68,6 +68,7 @@ class Program:
             copy_every=job.memory_interval,
             vote_every=job.vote_period[0],
             votes=job.vote_period[1],
+            overflows=job.precision == "fp16",
             replays=job.verify.nan != "off",
             spike=job.verify.band if job.verify.spike != "off" else 0.0,
             seed=job.seed,
@@ -93,6 +94,7 @@ class Program:
             settings=StageSettings(
                 seed=job.seed,
                 precision=job.precision,
+                loss_scale=(job.loss_scale, job.loss_scale_interval),
                 accumulate=job.sums,
                 recompute=recompute_of(job),
                 attention_alone=job.recompute_part == "attention",
@@ -120,7 +122,9 @@ class Program:
 
     @property
     def _records(self) -> bool:
-        """Are ops on a GPU launched as CUDA graphs?"""
+        """Are ops on a GPU launched as CUDA graphs? A loss scale would be a number in them."""
+        if self.job.precision == "fp16":
+            return False
         if self.job.graphs == "auto":
             return self.model.assembly.recordable and not self.job.recompute and not self.job.offload
         return self.job.graphs == "always"

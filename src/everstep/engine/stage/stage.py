@@ -59,7 +59,7 @@ from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.stage.kept import AttentionAgain, Offload, attention_in
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.stage.stage_evaluation import StageEvaluation
-from everstep.engine.stage.stage_loss import StageLoss
+from everstep.engine.stage.stage_loss import LossScale, StageLoss
 from everstep.engine.stage.stash import Stash
 from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
@@ -68,8 +68,9 @@ from everstep.engine.sums.sums import Empty, GradientSums
 from everstep.errors import InternalError, UserError
 from everstep.net import host_memory
 
-Precision = Literal["fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+_SCALE, _GOOD_STEPS = "extra/loss_scale", "extra/loss_scale_steps"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class StageSettings:
 
     seed: int = 0
     precision: Precision = "fp32"
+    loss_scale: tuple[float, int] = (65536.0, 2000)  # of fp16: the first one, and steps until it grows
     accumulate: Accumulate = "strict"
     recompute: int = 0  # of so many layers one is run again in I; 0: none
     attention_alone: bool = False  # of those layers, only their attention is
@@ -104,6 +106,7 @@ class Stage:
         self.model, self.layers, self.data, self.device = model, layers, data, device
         settings = settings or StageSettings()
         self.seed, self._dtype, self._ramp = settings.seed, DTYPES[settings.precision], settings.ramp
+        self._in_fp8 = set(model.recomputed(1)) if settings.precision == "fp8" else set()  # not the head
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
         self.shards = shards
         place = (0, 1) if shards is None else (shards.index, shards.count)
@@ -131,6 +134,7 @@ class Stage:
         for index in layers:
             self._build(index)
         self.evaluation = evaluation
+        self.loss_scale = LossScale(*settings.loss_scale) if settings.precision == "fp16" else None
         self._loss = StageLoss(model, device, shards, self._part)
         self._through = model.assembly.join(layers, self._modules, device)
         if self._part is not None and (frame := getattr(self._through, "frame", None)) is not None:
@@ -193,7 +197,7 @@ class Stage:
         self.parameters.update(parameters)
         in_precision(module.to(self.working.device), self.working.dtype, layer, model.assembly.in_fp32)
         fused = regions.are_enabled() and self.shards is None and not model.assembly.has_regions
-        take_over(module, self._queue, fused=fused)
+        take_over(module, self._queue, fused=fused, in_fp8=index in self._in_fp8)
         if self._part is not None:
             join_context(module, self._part)
         elif self.shards is not None:
@@ -343,9 +347,11 @@ class Stage:
         if stash.recorded is not None:
             return self._input_grad_recorded(stash, stash.recorded, given, weight)
         devices.seed(self.device, keys.key(self.seed, keys.BACKWARD, step, microbatch, self.layers.start))
-        BACKWARD.now = weight
+        scale = self.scale_at(step)
+        BACKWARD.now = weight * scale
         if given is None and stash.outputs:
-            torch.autograd.backward(stash.outputs)
+            root = None if self.loss_scale is None else [torch.full_like(stash.outputs[0], scale)]
+            torch.autograd.backward(stash.outputs, root)
         elif given is None:
             pass  # it trains nothing
         elif given.tensors:
@@ -444,7 +450,45 @@ class Stage:
         """Sharded: the holders of chunks have them."""
         self.masters = torch.empty(0, dtype=torch.float32, device=self.device)
 
-    # The sums of gradients.
+    # The sums of gradients, and what of the state goes with them.
+
+    def scale_at(self, step: int) -> float:
+        """What the gradients of a step are multiplied with until they are summed."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.at(step)
+
+    def updated(self, step: int, peaks: list[int], *, skipped: bool) -> None:
+        """What the next step is computed with follows from this one."""
+        self.limits.follow(step, peaks)
+        if self.loss_scale is not None and self.evaluation is not None and self.evaluation.closes(step):
+            self.loss_scale.stay(step)
+        elif self.loss_scale is not None:
+            self.loss_scale.follow(step, skipped=skipped)
+
+    def beside(self, step: int) -> dict[str, Tensor]:
+        """What the state after a step holds besides weights and optimizer. The scale, which is one for all,
+        is told of every parameter: however a model is cut, each stage then finds it.
+        """
+        shift = _exponent(self.scale_at(step + 1))  # limits are kept as if there were no scale
+        limits = self.limits.state(step).items()
+        found = {f"extra/grid/{name}": torch.tensor(limit - shift) for name, limit in limits}
+        if self.loss_scale is not None:
+            scale, good = self.loss_scale.state(step)
+            for name in self.slots:
+                found[f"{_SCALE}/{name}"] = torch.tensor(scale, dtype=torch.float64)
+                found[f"{_GOOD_STEPS}/{name}"] = torch.tensor(good)
+        return found
+
+    def load_beside(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `beside`."""
+        if self.loss_scale is not None:
+            told = next((name for name in self.slots if f"{_SCALE}/{name}" in state), None)
+            scale = None
+            if told is not None:
+                scale = float(state[f"{_SCALE}/{told}"]), int(state[f"{_GOOD_STEPS}/{told}"])
+            self.loss_scale.load(step, scale)
+        shift = _exponent(self.scale_at(step + 1))
+        names = [name for name in self.slots if f"extra/grid/{name}" in state]
+        self.limits.load(step, {name: int(state[f"extra/grid/{name}"]) + shift for name in names})
 
     def take_gradients(self) -> Tensor:
         """The flat sum of all W since the sums began, as plain numbers; the sums start over."""
@@ -570,6 +614,11 @@ def changed_in_place(by: str) -> str:
         f"{by} changes a tensor in place that the layer before gives, such as a mask; a worker that takes "
         "over would get the changed one: make a new tensor, such as x = x * y instead of x *= y."
     )
+
+
+def _exponent(scale: float) -> int:
+    """Of a power of two."""
+    return math.frexp(scale)[1] - 1
 
 
 class MicrobatchNumbers:

@@ -1,4 +1,6 @@
-"""The loss of the last stage: on the device, in the right precision, and where the vocabulary is split."""
+"""The loss of the last stage: on the device, in the right precision, and where the vocabulary is split; and
+what it is multiplied with in fp16.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from everstep.engine.shards.loss import IGNORED
 from everstep.errors import UserError
 from everstep.net import host_memory
 
+_LEAST_SCALE, _MOST_SCALE = 2.0**-64, 2.0**64  # beyond these fp32 itself ends
 _OF_PARTS = ((cross_entropy, sharded.cross_entropy), (token_loss, sharded.token_loss))
 
 
@@ -90,6 +93,48 @@ class StageLoss:
             ),
             targets,
         )
+
+
+class LossScale:
+    """What the loss is multiplied with before the backward, by step: without it, small gradients are 0 in
+    fp16. A power of two, so that it rounds nothing, and is divided out of the sums exactly.
+
+    It is halved by a step that was skipped, because some gradient was not finite, and doubled after so many
+    steps in a row that were not, as torch's GradScaler does it. All stages skip the same steps, so each has
+    the same scale without a word. It is part of the state, and of every step that is still open: a step whose
+    update is undone is followed again.
+    """
+
+    def __init__(self, first: float, interval: int) -> None:
+        self._first, self._interval = first, interval
+        self._known: dict[int, tuple[float, int]] = {1: (first, 0)}  # with the good steps since it changed
+
+    def at(self, step: int) -> float:
+        return self._known[step][0]
+
+    def follow(self, step: int, *, skipped: bool) -> None:
+        """A step is updated or skipped: the scale of the next one is known. The last call counts."""
+        scale, good = self._known[step]
+        if skipped:
+            scale, good = max(scale / 2, _LEAST_SCALE), 0
+        elif good + 1 == self._interval:
+            scale, good = min(scale * 2, _MOST_SCALE), 0
+        else:
+            good += 1
+        self.stay(step, (scale, good))
+
+    def stay(self, step: int, following: tuple[float, int] | None = None) -> None:
+        """The step before is still open, for ghosts; those before it are not."""
+        self._known[step + 1] = following or self._known[step]
+        self._known = {known: scale for known, scale in self._known.items() if known >= step - 1}
+
+    def state(self, step: int) -> tuple[float, int]:
+        """What the state after a step holds."""
+        return self._known[step + 1]
+
+    def load(self, step: int, state: tuple[float, int] | None) -> None:
+        """The inverse of `state`; None: the state is of a run without a scale."""
+        self._known = {step + 1: state or (self._first, 0)}
 
 
 def loss_of_part(whole: Loss, part: ContextPart, output: Value, targets: Value) -> Any:

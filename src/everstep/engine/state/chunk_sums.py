@@ -47,6 +47,7 @@ class ChunkSums:
         ordered = [by_sender[replica] for replica in task.members]
         means: dict[int, Tensor] = {}
         norms: list[list[Tensor]] = []
+        weight = task.weight * stage.scale_at(task.step)
         for index, chunk in enumerate(task.chunks):
             where = self._ranges[chunk]
             mean = self._empty(where.stop - where.start)
@@ -54,7 +55,7 @@ class ChunkSums:
                 slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
             ]
             parts = [parts[index] for parts, _ in ordered]
-            stage.sums.means(where, stretches, parts, task.weight, mean, origin=where.start)
+            stage.sums.means(where, stretches, parts, weight, mean, origin=where.start)
             means[chunk] = mean
             norms += [
                 [mean[own.start - where.start : own.stop - where.start] for own in counted(stage, at)]

@@ -20,7 +20,7 @@ of parameters at a time, where the optimizer treats every parameter by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -226,10 +226,9 @@ class Updater:
     def state(self, step: int | None = None) -> dict[str, Tensor]:
         """`model/<name>` and the optimizer's own: live tensors, to be copied before the next step.
 
-        With the step that made this state also `extra/grid/<name>`, the limits of the next step's sums.
+        With the step that made this state also what the next one is computed with (`Stage.beside`).
         """
-        limits = {} if step is None else self.stage.limits.state(step)
-        found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
+        found = {} if step is None else self.stage.beside(step)
         if self._average is not None:
             found |= {f"extra/ema/{name}": view for name, view in self.stage.views(self._average).items()}
         elif self._remembered is not None and has_modes(self._remembered.optimizer):
@@ -294,7 +293,7 @@ class Updater:
         if self._remembered is not None:
             self._remembered.load(state, owned=owned)
         if step is not None:
-            self.stage.limits.load(step, limits_in(state, self.stage.slots))
+            self.stage.load_beside(step, state)
         self._follow()
 
     # How.
@@ -363,8 +362,3 @@ def _outside(holes: set[Slot], size: int) -> list[slice]:
     """The parts of 0..size that are in no slot."""
     edges = [0, *(edge for slot in sorted(holes) for edge in (slot.offset, slot.offset + slot.size)), size]
     return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def limits_in(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, int]:
-    """The limits of sums that a state tells."""
-    return {name: int(state[f"extra/grid/{name}"]) for name in names if f"extra/grid/{name}" in state}

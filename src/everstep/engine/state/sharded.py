@@ -25,7 +25,6 @@ from everstep.engine.state.optimizer import (
     Rate,
     adamw,
     is_elementwise,
-    limits_in,
     plain_groups,
 )
 from everstep.engine.state.optimizer_state import Named
@@ -180,7 +179,7 @@ class ShardedUpdater:
         self.stage.release_masters()
         for name, slot in self.stage.slots.items():
             slot.of(self.stage.working).copy_(_given(state, name, slot.shape))
-        self.stage.limits.load(step, limits_in(state, self.stage.slots))
+        self.stage.load_beside(step, state)
 
     def release(self, chunks: Iterable[int]) -> None:
         for chunk in chunks:
@@ -262,7 +261,9 @@ class ShardedUpdater:
     def slices(self, chunk: int, step: int) -> list[StateSlice]:
         """Live tensors, to be copied before the next step."""
         held = self.held[chunk]
-        limits = self.stage.limits.state(step)
+        beside: dict[str, list[tuple[str, Tensor]]] = {}
+        for full, value in self.stage.beside(step).items():
+            beside.setdefault(full.split("/", 2)[2], []).append((full, value))
         found = []
         for index, piece in enumerate(held.pieces):
             values = held.named[index][1].detach()
@@ -271,9 +272,8 @@ class ShardedUpdater:
                 at = piece.offset - held.where.start
                 averaged = held.average[at : at + piece.size].view(piece.rows)
                 found.append(StateSlice(f"extra/ema/{piece.name}", piece.shape, piece.box, averaged))
-            if piece.start == 0 and piece.name in limits:
-                grid = torch.tensor(limits[piece.name])
-                found.append(StateSlice(f"extra/grid/{piece.name}", (), Box((), ()), grid))
+            for full, number in beside.get(piece.name, ()) if piece.start == 0 else ():
+                found.append(StateSlice(full, (), Box((), ()), number))
         for index, key, value in held.states():
             piece = held.pieces[index]
             name = f"optimizer/{piece.name}/{key}"
@@ -295,8 +295,7 @@ class ShardedUpdater:
 
     def weights(self, step: int) -> dict[str, Tensor]:
         """For a joining worker: live tensors."""
-        limits = self.stage.limits.state(step)
-        found = {f"extra/grid/{name}": torch.tensor(limit) for name, limit in limits.items()}
+        found = self.stage.beside(step)
         return found | {f"model/{n}": view for n, view in self.stage.views(self.stage.working).items()}
 
     def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -328,7 +327,7 @@ class ShardedUpdater:
             slot.of(self.stage.working).copy_(given)
             for held, index in parts.get(name, ()):
                 self._load_piece(held, index, given, stored, keyed.get(name, ()))
-        self.stage.limits.load(step, limits_in(stored, self.stage.slots))
+        self.stage.load_beside(step, stored)
 
     def _load_piece(
         self, held: HeldChunk, index: int, given: Tensor, stored: StoredState, states: Iterable[str]

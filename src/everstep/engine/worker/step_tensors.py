@@ -232,7 +232,7 @@ class StepTensors:
         ordered = [parts[replica] for replica in task.members]
         chunks = owned(self._chunks, task.members, self.me.replica)
         mean = self._sum(task.step)
-        self.stage.sums.means(mine, chunks, ordered, task.weight, mean)
+        self.stage.sums.means(mine, chunks, ordered, task.weight * self.stage.scale_at(task.step), mean)
         self._peaks[task.step] = peaks_of(ordered)
         return self.updater.squares(mean, chunks)
 
@@ -273,9 +273,9 @@ class StepTensors:
     def sum_of(self, step: int) -> Tensor:
         return self._sums[step]
 
-    def updated(self, step: int) -> None:
+    def updated(self, step: int, *, skipped: bool) -> None:
         """The step's update is made: the sums of the next step begin, within limits that follow from it."""
-        self.stage.limits.follow(step, self._of_all_shards(self._peaks[step]))
+        self.stage.updated(step, self._of_all_shards(self._peaks[step]), skipped=skipped)
         self._begin(step + 1)
         self.arriving.forget_until(step)
         over = (ParcelKind.TIED, ParcelKind.WEIGHTS)

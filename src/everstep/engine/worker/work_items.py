@@ -133,7 +133,7 @@ class WorkItems:
                 return self._snapshot(task)
             case work.ApplyFeed():
                 self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
-                return self.tensors.updated(task.step)
+                return self.tensors.updated(task.step, skipped=task.scale is None)
             case work.Restore():
                 self.signs.show(busy=True, doing=LOADING)
                 return self._all_have(self._restore(task.state_step))
@@ -292,7 +292,7 @@ class WorkItems:
             self.updater.preview(task.step, self.tensors.sum_of(task.step))
         else:
             self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
-        self.tensors.updated(task.step)
+        self.tensors.updated(task.step, skipped=task.scale is None)
         self._time(Kind.U, began)
         if self.loader is not None:
             waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
@@ -510,7 +510,7 @@ class ShardedSteps:
     def apply_feed(self, task: work.ApplyFeed) -> None:
         """The working weights after a step that this joiner took no part in."""
         self.updater.stage.working.copy_(self.tensors.fed(task.step, task.feed))
-        self.tensors.updated(task.step)
+        self.tensors.updated(task.step, skipped=task.scale is None)
 
     def begin(self) -> None:
         """The initial state."""
