@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -82,3 +86,38 @@ def test_a_worker_is_ended_before_its_agent_when_memory_runs_out(tmp_path: Path)
     assert score.read_text() == "1000\n", "never lower than it is"
     module.go_first(tmp_path / "not there")
     assert "OOMPolicy=continue" in (Path(__file__).parents[2] / "deploy/everstep-agent.service").read_text()
+
+
+_OWNER = """
+import os, signal, sys
+from pathlib import Path
+from everstep.node.fork_server import ForkServer, Lasting
+from everstep.store import owned_folders
+from everstep.store.memory_server import MemoryStore
+with owned_folders.temporary_folder("everstep-beacons-", in_memory=True) as beacons:
+    store = MemoryStore()
+    lasts = None
+    if sys.argv[1] != "0":
+        owned_folders.share(store.lock)
+        lasts = Lasting(folder=Path(sys.argv[2]), alone_s=float(sys.argv[1]), keep=(store.lock,))
+    server = ForkServer(trains=False, lasts=lasts).start()
+    server.warm_up()
+    print(server.pid, store.folder, beacons, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("alone_s", ["0", "0.5"])
+def test_what_a_killed_owner_has_left_in_memory_goes_with_its_fork_server(
+    tmp_path: Path, alone_s: str
+) -> None:
+    """Gigabytes of copies stayed in memory until an agent was started on this machine again."""
+    command = [sys.executable, "-c", _OWNER, alone_s, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    pid, *folders = done.stdout.split()
+    with contextlib.suppress(ProcessLookupError):
+        server = os.pidfd_open(int(pid))
+        assert select.select([server], [], [], 60.0)[0] == [server]
+        os.close(server)
+    assert not [folder for folder in folders if Path(folder).exists()]

@@ -19,6 +19,7 @@ import pytest
 from everstep import __version__
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.core.cluster.snapshot import digest
 from everstep.errors import EverstepError, InternalError, UserError
 from everstep.plan.ask import PlanQuestion, Thought
 from everstep.protocol import events as ev
@@ -526,6 +527,27 @@ def test_decisions_wait_for_a_snapshot_and_the_loop_does_not(
 
     monkeypatch.setattr(terms, "freeze", slowly)
     monkeypatch.setattr(terms, "REPLAY_IDLE_S", 1e-9)
+    asyncio.run(led(tmp_path, play, []))
+
+
+def test_the_hash_of_the_state_is_made_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made on the loop: a large cluster heard nobody meanwhile."""
+    threads, real = list[int](), terms.freeze
+
+    def noted(machine: Coordinator) -> Any:
+        threads.append(threading.get_ident())
+        return real(machine)
+
+    async def play(daemon: Daemon) -> None:
+        await daemon.handle(joined("a"))
+        monkeypatch.setattr(terms, "freeze", noted)
+        number, found = await daemon.digest()
+        assert (number, found) == (daemon.record.number, digest(daemon.record.machine))
+        assert threads
+        assert threading.get_ident() not in threads
+
     asyncio.run(led(tmp_path, play, []))
 
 

@@ -18,7 +18,7 @@ _OWNER = """
 import os, signal, sys
 from everstep.errors import UserError
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
-with temporary_folder("everstep-test-") as folder:
+with temporary_folder("everstep-run-") as folder:
     (folder / "beacon").write_text("1")
     print(folder, flush=True)
     sys.stdin.read() if sys.argv[1] == "lives" else os.kill(os.getpid(), signal.SIGKILL)
@@ -50,7 +50,7 @@ def test_folders_of_killed_owners_go_and_those_of_living_ones_stay(tmp_path: Pat
 
 
 def test_a_folder_goes_with_its_owner() -> None:
-    with temporary_folder("everstep-test-") as folder:
+    with temporary_folder("everstep-run-") as folder:
         assert folder.is_dir()
     assert not folder.exists()
 
@@ -77,8 +77,8 @@ def test_a_folder_that_cannot_be_made_is_for_the_saves_to_say(tmp_path: Path) ->
 
 def test_beacons_live_in_memory_where_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk an op waits in page_mkwrite while the disk is busy."""
-    with owned_folders.temporary_folder("everstep-test-", in_memory=True) as folder:
+    with owned_folders.temporary_folder("everstep-run-", in_memory=True) as folder:
         assert folder.parent == Path("/dev/shm")
     monkeypatch.setattr(owned_folders, "LEAST_ROOM", 1 << 60)
-    with owned_folders.temporary_folder("everstep-test-", in_memory=True) as folder:
+    with owned_folders.temporary_folder("everstep-run-", in_memory=True) as folder:
         assert folder.parent == Path(tempfile.gettempdir())

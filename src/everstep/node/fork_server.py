@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -34,9 +35,11 @@ from everstep.log import warn
 from everstep.node.process_facts import born, end_leftovers
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import Sender
+from everstep.store.owned_folders import remove_all_left
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
+OWNER_GONE_S = 10.0  # for a process that was killed to be gone
 OOM_SCORE = 500  # of workers, from -1000 to 1000: the kernel ends the process with the most first
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
 _TRAINING = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
@@ -240,9 +243,8 @@ class ForkServer:
 
     def close(self) -> None:
         if self._socket is not None:
-            if self._lasts is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.send(b'{"end": true}', socket.MSG_DONTWAIT)
+            with contextlib.suppress(OSError):
+                self._socket.send(b'{"end": true}', socket.MSG_DONTWAIT)
             self._socket.close()
         if self._process is not None:
             try:
@@ -296,7 +298,8 @@ def exit_reason(pid: int) -> str:
 # ------------------------------------------------------------------ the fork server itself
 
 
-def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) -> None:
+def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) -> bool:
+    """True: until its owner told it to end. False: the owner was killed."""
     for name in always:
         importlib.import_module(name)
     for name in preload:
@@ -306,8 +309,8 @@ def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) 
     gc.freeze()  # a worker's collections pass over what was imported, and leave its pages shared
     sock = socket.socket(fileno=fd)
     children: dict[int, Any] = {}  # by number: which worker it is
-    is_over = False
-    while not is_over:
+    is_told = False
+    while not is_told:
         owner = sock
         if alone_s:
             sock.settimeout(alone_s)
@@ -316,12 +319,26 @@ def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) 
             except TimeoutError:
                 break
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
-            is_over = _answer(owner, sock, children)
-        is_over = is_over or not alone_s
+            is_told = _answer(owner, sock, children)
+        if not alone_s:
+            break
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         _end_session(pid)
+    return is_told
+
+
+def _tidy_up(owner: int) -> None:
+    """Remove what an owner that was killed has left in memory and in the folder for temporary files, once it
+    is gone: its pidfd says so after its locks are free. Of workers, too, which have the locks of a store.
+    """
+    select.select([owner], [], [], OWNER_GONE_S)
+    os.closerange(3, 1 << 16)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    remove_all_left()
 
 
 def _end_session(worker: int) -> None:
@@ -398,5 +415,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    serve(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[4:], float(sys.argv[2]))
+    owner = os.pidfd_open(os.getppid())
+    if not serve(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[4:], float(sys.argv[2])):
+        _tidy_up(owner)
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

@@ -31,6 +31,7 @@ from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
 from everstep.store.owned_folders import new_folder
 
+SHARDS = "everstep-shards-"  # folders where the shards of one worker meet
 _PR_SET_PDEATHSIG = 1
 _TRIES = 64  # to find neighbouring ports that are free
 
@@ -128,7 +129,7 @@ def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
     """Fork this process, which becomes shard 0. Returns in every one of them."""
     listeners = neighbouring_ports(host, count)
     # The lock stays open in all of them: a group that is killed leaves its folder to the next one here.
-    root, _ = new_folder("everstep-shards-", folder or Path(tempfile.gettempdir()))
+    root, _ = new_folder(SHARDS, folder or Path(tempfile.gettempdir()))
     parent = os.getpid()
     lines: list[socket.socket] = []
     pids: list[int] = []

@@ -46,6 +46,7 @@ from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
 from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
+from everstep.node.shard_group import SHARDS
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
 from everstep.protocol import messages as msg
@@ -53,6 +54,7 @@ from everstep.protocol.codec import encode
 from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
+from everstep.store.owned_folders import remove_left
 
 UNKNOWN_END = "ended while no agent ran here; how is unknown"
 PROBE_S = 3.0  # for one connection to another node
@@ -580,6 +582,8 @@ class WorkerProcesses:
         for left in _files(process.beacon.path, process.glances.shards):
             with contextlib.suppress(OSError):
                 left.unlink()
+        if process.glances.shards > 1:
+            remove_left(SHARDS, process.beacon.path.parent)
         process.dead = True
         self._all.pop(process.sender, None)
 

@@ -22,7 +22,6 @@ from aiohttp import web
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.retention import MOST_CLOSED
-from everstep.core.cluster.snapshot import digest
 from everstep.core.cluster.task import OVER, Task
 from everstep.errors import EverstepError, InternalError, PeerError, UserError
 from everstep.net.strangers import StrangerLimit
@@ -77,6 +76,9 @@ class Served(Protocol):
 
     async def handle(self, event: msg.ClusterEvent) -> None:
         """Something has happened; returns when it is durable and carried out."""
+
+    async def digest(self) -> tuple[int, str]:
+        """The number of the last event that was handled, and the hash of the state after it."""
 
 
 class Api:
@@ -182,7 +184,8 @@ class Api:
 
     async def _digest(self, request: web.Request) -> web.Response:
         """A hash of the whole state: two coordinators that have read the same journal agree on it."""
-        return web.json_response({"digest": digest(self.record.machine), "journal": self.record.number})
+        number, found = await self.served.digest()
+        return web.json_response({"digest": found, "journal": number})
 
     async def _audit(self, request: web.Request) -> web.Response:
         """What people have asked for, and who; the newest first."""

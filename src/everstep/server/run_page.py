@@ -27,7 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.snapshot import thaw
+from everstep.core.cluster.snapshot import digest, thaw
 from everstep.core.cluster.task import OVER
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import Handled
@@ -121,6 +121,9 @@ class RunFollower:
     async def handle(self, event: msg.ClusterEvent) -> None:
         assert isinstance(event, msg.CancelRequested), "nothing else can be asked of a run"
         await self.launcher.ask(what="cancel", task=event.task)
+
+    async def digest(self) -> tuple[int, str]:
+        return self.record.number, digest(self.record.machine)
 
 
 class RunLines:

@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from everstep import __version__
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.snapshot import freeze, thaw
+from everstep.core.cluster.snapshot import digest_of, freeze, thaw
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
@@ -451,6 +451,12 @@ class Term:
         packed = await asyncio.to_thread(_packed, {"state": state, "steps": rows, "at": at})
         await self.journal.snapshot(number, packed)
 
+    async def digest(self) -> tuple[int, str]:
+        """The state is read as for a snapshot."""
+        async with self._deciding:
+            number, frozen = self.driver.number, await asyncio.to_thread(freeze, self.machine)
+        return number, await asyncio.to_thread(digest_of, frozen)
+
     def _frozen(self) -> tuple[Any, Any, float]:
         began = time.thread_time()
         return freeze(self.machine), self.record.snapshot(), time.thread_time() - began
@@ -669,6 +675,9 @@ class Daemon:
 
     async def handle(self, event: msg.ClusterEvent) -> None:
         await self._leading().handle(event)
+
+    async def digest(self) -> tuple[int, str]:
+        return await self._leading().digest()
 
     def _leading(self) -> Term:
         if self.term is None:

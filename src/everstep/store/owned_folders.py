@@ -1,8 +1,9 @@
 """Folders that belong to a living process: temporary files, states in memory, the checkpoints of a local run.
 
 A process that is killed removes nothing. So its folder carries a lock that the system releases with the
-process, and the process that makes the next folder of the kind removes those whose lock is free. A lock, not
-a pid in the name: processes of different containers share folders and not their pids.
+process, and its fork server, which outlives it for a moment, or else the process that makes the next folder
+of the kind, removes those whose lock is free. A lock, not a pid in the name: processes of different
+containers share folders and not their pids.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from everstep.errors import UserError
 
 MEMORY = Path("/dev/shm")
 LEAST_ROOM = 16 << 20
+KINDS = tuple(
+    f"everstep-{kind}-" for kind in ("beacons", "memory", "node", "run", "script", "shards", "snapshots")
+)
 
 
 def new_folder(prefix: str, root: Path) -> tuple[Path, int]:
     """An empty folder, and the lock that says it is in use. Folders of dead owners are removed first."""
+    assert prefix in KINDS, f"{prefix} would not be found by remove_all_left"
     remove_left(prefix, root)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
@@ -37,6 +42,13 @@ def remove_left(prefix: str, root: Path) -> None:
             lock = _locked(left)
             shutil.rmtree(left)
             os.close(lock)
+
+
+def remove_all_left() -> None:
+    """Of every kind."""
+    for root in {MEMORY, Path(tempfile.gettempdir())}:
+        for prefix in KINDS:
+            remove_left(prefix, root)
 
 
 @contextlib.contextmanager

@@ -76,11 +76,13 @@ def thaw(coordinator: Coordinator, frozen: Document) -> None:
 
 def digest(coordinator: Coordinator) -> str:
     """Equal for equal states. Orders not yet acknowledged are no state: they change no decision."""
-    frozen = freeze(coordinator)
-    del frozen["epochs"]
-    for node in frozen["nodes"]:
-        del node["pending"]
-    text = json.dumps(frozen, sort_keys=True, separators=(",", ":"))
+    return digest_of(freeze(coordinator))
+
+
+def digest_of(frozen: Document) -> str:
+    nodes = [{name: value for name, value in node.items() if name != "pending"} for node in frozen["nodes"]]
+    state = {name: value for name, value in frozen.items() if name != "epochs"} | {"nodes": nodes}
+    text = json.dumps(state, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
