@@ -2,11 +2,12 @@
 
     python bench/hangs.py                          20 hangs in 4, 8 and 16 ranks of gloo
     python bench/hangs.py --number 6 --ranks 4     fewer
-    python bench/hangs.py --device cuda --ranks 4  NCCL; ranks may share a GPU
+    python bench/hangs.py --device cuda --ranks 4 --number 18 --side-by-side 6     NCCL; ranks may share a GPU
 
 One rank, drawn by the seed, does one of these in the middle of training, and the others wait for it in a
-collective: it sleeps, spins, waits for a lock, waits for a message that nobody sends, skips a collective, or
-leaves with code 0. `everstep run --nproc N --hang-after 6` runs the script unchanged.
+collective: it sleeps, spins, is stopped (SIGSTOP), waits for a lock, for a message that nobody sends or a
+data loader whose worker sleeps, skips a collective, enters another one, or leaves with code 0.
+`everstep run --nproc N --hang-after 6` runs the script unchanged.
 
 right    the incident names this rank
 early    it was reported in words before the first signal was sent
@@ -19,15 +20,17 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-KINDS = ("sleep", "spin", "lock", "receive", "skip", "leave")
+KINDS = ("sleep", "spin", "lock", "receive", "skip", "leave", "stop", "other", "loader")
 STEPS, AT = 40, 12
 HANG_AFTER_S = 6.0
 
@@ -48,7 +51,10 @@ def be_a_rank(kind: str, victim: int, device: str) -> None:
     for step in range(STEPS):
         if is_first and step == AT and rank == victim and hang(kind, device) == "leave":
             os._exit(0)
-        if not (is_first and kind == "skip" and step == AT and rank == victim):
+        is_struck = is_first and step == AT and rank == victim
+        if is_struck and kind == "other":
+            dist.broadcast(torch.ones(1000, device=device), src=(rank + 1) % world)
+        elif not (is_struck and kind == "skip"):
             reduce_gradients(torch.ones(1000, device=device))
         if rank < world // 2 and step % 3 == 0:
             dist.all_reduce(torch.ones(10, device=device), group=half)
@@ -74,6 +80,10 @@ def hang(kind: str, device: str) -> str:
         turns = 0
         while True:
             turns += 1
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "loader":
+        next(iter(torch.utils.data.DataLoader(SleepingRows(), num_workers=1)))
     elif kind == "lock":
         lock = threading.Lock()
         lock.acquire()
@@ -83,6 +93,14 @@ def hang(kind: str, device: str) -> str:
         if device == "cuda":
             torch.cuda.synchronize()
     return kind
+
+
+class SleepingRows:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(10_000)
 
 
 def one(kind: str, ranks: int, victim: int, device: str, limit_s: float) -> dict[str, Any]:
@@ -132,6 +150,7 @@ def main() -> None:
     parser.add_argument("--kind", action="append", choices=KINDS, help="may be repeated")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--side-by-side", type=int, default=1, help="groups of ranks at a time")
     parser.add_argument("--limit-s", type=float, default=180)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -140,14 +159,21 @@ def main() -> None:
     if args.rank is not None:
         be_a_rank(args.rank, args.victim, args.device)
         return
-    draw, rows = random.Random(args.seed), []
+    draw = random.Random(args.seed)
     kinds, sizes = args.kind or KINDS, args.ranks or (4, 8, 16)
-    for number in range(args.number):
-        kind, ranks = kinds[number % len(kinds)], sizes[number % len(sizes)]
-        rows.append(one(kind, ranks, draw.randrange(ranks), args.device, args.limit_s))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(args.side_by_side) as groups:
+        asked = []
+        for number in range(args.number):
+            kind, ranks = kinds[number % len(kinds)], sizes[number // len(kinds) % len(sizes)]
+            asked.append(groups.submit(one, kind, ranks, draw.randrange(ranks), args.device, args.limit_s))
+        rows = []
+        for each in asked:
+            rows.append(each.result())
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     right, early = (sum(bool(row.get(key)) for row in rows) for key in ("right", "early"))
     summary = {"hangs": len(rows), "right": right, "early": early, "device": args.device}
+    summary["seconds"] = round(time.monotonic() - began)
     print(json.dumps(summary | {"rows": rows} if args.json else summary, indent=1))
 
 

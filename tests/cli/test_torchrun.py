@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import socket
 import subprocess
 import sys
@@ -48,16 +46,91 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return go
 
 
-def test_every_option_of_the_installed_torchrun_is_known() -> None:
-    """Read from torch's source, so that one which it adds is missed here."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0], "distributed/run.py").read_text()
-    names = set(re.findall(r'^        "(--?[a-z][a-z_-]*)"', source, flags=re.M))
-    assert len(names) > 20
-    known = {text for action in torchrun.parser()._actions for text in action.option_strings}
-    assert names - known == set()
+# A value of each option's own kind, where one word would not do.
+SAMPLES = {
+    "nnodes": "1:2",
+    "nproc_per_node": "3",
+    "rdzv_conf": "timeout=900,join_timeout=7,is_host=1",
+    "max_restarts": "5",
+    "monitor_interval": "0.5",
+    "start_method": "fork",
+    "redirects": "0:1,1:2",
+    "tee": "3",
+    "local_ranks_filter": "0,2",
+    "node_rank": "1",
+    "master_port": "4000",
+    "numa_binding": "node",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "shutdown_timeout": "60",
+}
+
+
+def torchruns_options() -> list[Any]:
+    from torch.distributed.run import get_args_parser
+
+    return [each for each in get_args_parser()._actions if each.option_strings and each.dest != "help"]
+
+
+@pytest.mark.parametrize("how", ["separate", "equals", "variable", "abbreviated"])
+def test_every_option_of_the_installed_torchrun_is_read_as_torchrun_reads_it(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both parsers are given the same line, so that an option which torch adds is missed here."""
+    from torch.distributed.run import get_args_parser
+
+    options = torchruns_options()
+    assert len(options) > 25
+    lines = 0
+    for action in options:
+        value = [] if action.nargs == 0 else [SAMPLES.get(action.dest, "word")]
+        for name in action.option_strings:
+            match how:
+                case "separate":
+                    line = [name, *value]
+                case "equals" if value and name.startswith("--"):
+                    line = [f"{name}={value[0]}"]
+                case "variable" if action.dest not in ("logs_specs", "numa_binding"):  # torch reads none
+                    monkeypatch.setenv(f"PET_{action.dest.upper()}", value[0] if value else "1")
+                    line = []
+                case "abbreviated" if len(name) > 6 and name[:-1] not in action.option_strings:
+                    line = [name[:-1], *value]
+                case _:
+                    continue
+            line += ["train.py", name, "--lr", "1"]  # what follows the script is the script's
+            theirs, ours = get_args_parser().parse_args(line), torchrun.parser().parse_args(line)
+            assert ours.training_script == theirs.training_script == "train.py"
+            assert ours.training_script_args == theirs.training_script_args
+            found, expected = getattr(ours, action.dest), getattr(theirs, action.dest)
+            if isinstance(expected, list):
+                expected = ",".join(expected)
+            assert found == (expected if isinstance(expected, bool) else str(expected)), line
+            monkeypatch.delenv(f"PET_{action.dest.upper()}", raising=False)
+            lines += 1
+    assert lines > 15
+
+
+@pytest.mark.parametrize(
+    ("line", "hidden"),
+    [
+        ("", {}),
+        ("-r 3", {0: 3, 1: 3, 2: 3}),
+        ("--tee 3", {}),
+        ("--redirects 3 --tee 1", {0: 2, 1: 2, 2: 2}),
+        ("-r 0:1,1:2", {0: 1, 1: 2}),
+        ("-r 3 -t 0:3", {1: 3, 2: 3}),
+        ("--local-ranks-filter 0", {1: 3, 2: 3}),
+        ("--local_ranks_filter=0,1 -r 1:3", {1: 3, 2: 3}),
+        ("-r 7:3", {}),
+    ],
+)
+def test_the_terminal_gets_what_torchrun_would_give_it(ran: Any, line: str, hidden: dict[int, int]) -> None:
+    assert ran("--nproc-per-node", "3", *line.split(), "train.py")["run"].hidden == hidden
+
+
+def test_the_grace_is_torchruns_timeout_unless_it_is_given(ran: Any) -> None:
+    assert ran("train.py")["run"].grace_s == 5.0
+    assert ran("--shutdown-timeout", "60", "train.py")["run"].grace_s == 60.0
+    assert ran("--shutdown-timeout", "60", "--grace", "2", "train.py")["run"].grace_s == 2.0
 
 
 def test_one_machine_is_run_here(ran: Any) -> None:
@@ -147,6 +220,14 @@ def test_launchers_say_which_node_this_is(ran: Any, variables: dict[str, str]) -
         (["--standalone"], "the following arguments are required: training_script"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node is '0'; give a number from 1, gpu or cpu."),
         (["--max-restarts", "-1", "train.py"], "--max-restarts is '-1'; give a whole number."),
+        (["--redirects", "4", "train.py"], "--redirects is '4'; give 0, 1, 2 or 3, or RANK:NUMBER"),
+        (["-t", "1,2", "train.py"], "--tee is '1,2'; give 0, 1, 2 or 3, or RANK:NUMBER"),
+        (["--local-ranks-filter", "a", "train.py"], "--local-ranks-filter is 'a'; give a whole number."),
+        (["--shutdown-timeout", "x", "train.py"], "--shutdown-timeout is 'x'; give seconds."),
+        (
+            ["--standalone", "--nnodes", "2", "train.py"],
+            "--standalone is for one machine, and --nnodes is '2'",
+        ),
         (["-m", "--no-python", "train.py"], "--module and --no-python contradict each other; remove one."),
     ],
 )
@@ -158,11 +239,22 @@ def test_a_mistake_is_one_sentence(ran: Any, arguments: list[str], sentence: str
 
 def test_python_m_everstep_run_runs_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os, sys; print(os.environ['ROLE_NAME'], sys.argv[1:])")
-    command = [sys.executable, "-m", "everstep.run", "--role", "trainer", "-r", "3", "train.py", "--nnodes"]
+    options = [
+        "--role",
+        "trainer",
+        "--nproc-per-node",
+        "2",
+        "--local-ranks-filter",
+        "0",
+        "--start-method",
+        "fork",
+    ]
+    command = [sys.executable, "-m", "everstep.run", *options, "--log-dir", "logs", "train.py", "--nnodes"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0] trainer ['--nnodes']\n"
-    assert "--redirects has no effect" in done.stderr
+    assert [path.read_text() for path in tmp_path.rglob("stdout.log")] == ["trainer ['--nnodes']\n"] * 2
+    assert "--start-method has no effect" in done.stderr
 
 
 def test_an_endpoint_whose_port_is_taken_is_one_sentence(

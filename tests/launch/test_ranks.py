@@ -22,7 +22,7 @@ from everstep.errors import UserError
 from everstep.launch.local import script_run
 from everstep.launch.local.script_run import Ran, ScriptLaunch, ScriptRun
 from everstep.protocol.messages import RankRules
-from everstep.ranks import keeper
+from everstep.ranks import keeper, looks
 from everstep.ranks.environment import RankPlace, rank_environment
 from everstep.ranks.fork_server import imports_of
 from everstep.ranks.output import OutputStream
@@ -296,6 +296,49 @@ def test_a_daemon_of_a_script_ends_with_the_life_that_started_it(
     assert told.ran.code == 0
     pids = [int((tmp_path / f"daemon-{life}").read_text()) for life in (0, 1)]
     wait_until(lambda: not any(lives(pid) for pid in pids))
+
+
+def test_a_daemon_that_was_only_forked_ends_with_the_life_that_started_it(run: Run, tmp_path: Path) -> None:
+    """It has the fork server's environment and a session of its own: nothing of its rank's."""
+    told = run(
+        """
+import subprocess
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.environ.clear()
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+        with open(f"daemon-{life}-{rank}.new", "w") as file: file.write(f"{os.getpid()} {child.pid}")
+        os.rename(f"daemon-{life}-{rank}.new", f"daemon-{life}-{rank}")
+        while True: time.sleep(600)
+    os._exit(0)
+while not all(os.path.exists(f"daemon-{life}-{each}") for each in (0, 1)): time.sleep(0.01)
+if life == 0 and rank == 1: os.kill(os.getpid(), 9)
+""",
+        preload=("plistlib",),
+    )
+    assert told.ran.code == 0
+    daemons = [tmp_path / f"daemon-{life}-{rank}" for life in (0, 1) for rank in (0, 1)]
+    pids = [int(pid) for daemon in daemons for pid in daemon.read_text().split()]
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def test_a_rank_that_is_ended_while_it_compiles_leaves_no_lock(run: Run, tmp_path: Path) -> None:
+    """As torch's FileBaton makes it. With the lock left behind, every rank of the next life waited for it."""
+    told = run(
+        """
+os.makedirs("torch_extensions/op", exist_ok=True)
+if rank == 0:
+    os.open("torch_extensions/op/lock", os.O_CREAT | os.O_EXCL)
+    open(f"holds-{life}", "w")
+    if life == 0: time.sleep(600)
+    os.remove("torch_extensions/op/lock")
+while not os.path.exists(f"holds-{life}"): time.sleep(0.01)
+if life == 0: os.kill(os.getpid(), 9)
+"""
+    )
+    assert (told.ran.code, told.ran.restarts) == (0, 1), told.said
+    assert not (tmp_path / "torch_extensions/op/lock").exists()
 
 
 def test_a_rank_that_writes_without_end_neither_fills_memory_nor_silences_others(tmp_path: Path) -> None:
@@ -584,7 +627,9 @@ def test_a_rank_whose_keeper_died_before_it_could_ask_to_die_with_it_ends(tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGQUIT, 131), (signal.SIGKILL, -9)]
+)
 def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_path: Path) -> None:
     """Ctrl-C, and the worst case: the supervisor is killed and can do nothing any more."""
     script = tmp_path / "script.py"
@@ -600,6 +645,26 @@ def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     assert os.getpid() not in pids
+
+
+def test_a_run_under_nohup_outlives_its_terminal_and_the_warnings_of_a_scheduler(tmp_path: Path) -> None:
+    """`nohup … &` and a logout ended it, and so did Slurm's --signal=USR1@120; ranks are warned with it."""
+    (tmp_path / "script.py").write_text(
+        HEAD + "open(f'{rank}', 'w')\nwhile not os.path.exists('done'): time.sleep(0.01)"
+    )
+    command = ["nohup", sys.executable, "-m", "everstep.cli.main", "run", "--nproc", "2", "script.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)))
+        family = [process.pid, *looks.family(process.pid)]
+        for sent in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            for pid in family:
+                os.kill(pid, sent)
+        (tmp_path / "done").touch()
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "restarted" not in said
 
 
 def test_a_progress_bar_is_a_line_now_and_then_and_its_last_state(

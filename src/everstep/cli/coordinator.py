@@ -258,7 +258,9 @@ def _fabric(path: Path) -> Topology:
 
 
 def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:
-    """Run until SIGINT or SIGTERM; 130 or 143 then. A scheduler may send one and the same twice."""
+    """Run until SIGINT, SIGTERM, SIGQUIT or SIGHUP (not under nohup); 128 and its number then. A scheduler
+    may send one and the same twice.
+    """
 
     async def main() -> int:
         loop, signalled = asyncio.get_running_loop(), Signalled()
@@ -276,7 +278,8 @@ def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> i
             job.cancel()
             return None
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hangup):
             loop.add_signal_handler(number, end, number)
         # Slurm's --signal=USR1@120 reaches every process of a job; by default it would end them.
         loop.add_signal_handler(signal.SIGUSR1, lambda: signalled.warned())

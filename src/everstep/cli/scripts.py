@@ -66,6 +66,8 @@ class ScriptCommand:
     log_dir: Path | None = None
     snapshot_dir: Path | None = None
     role: str = "default"
+    hidden: dict[int, int] = field(default_factory=dict)
+    has_own_device: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ class ScriptCommand:
             "preload": self.preload,
             "logs": None if self.log_dir is None else str(self.log_dir.resolve()),
             "role": self.role,
+            "hidden": self.hidden,
+            "has_own_device": self.has_own_device,
             "snapshots": None if self.snapshot_dir is None else str(self.snapshot_dir.resolve()),
             "environment": self.environment,
             **more,

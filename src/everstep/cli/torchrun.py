@@ -22,14 +22,10 @@ _UNUSED = {
     "monitor-interval": "the end of a rank is seen at once",
     "event-log-handler": "events are in the coordinator's journal",
     "metrics-cfg": "metrics are at /metrics of the coordinator",
-    "redirects": "output goes to a file per rank and to this terminal",
-    "tee": "output goes to a file per rank and to this terminal",
     "logs-specs": "output goes to a file per rank and to this terminal",
     "duplicate-stdout-filters": "output goes to a file per rank and to this terminal",
     "duplicate-stderr-filters": "output goes to a file per rank and to this terminal",
-    "local-ranks-filter": "the output of all ranks is shown",
-    "signals-to-handle": "SIGTERM, SIGINT and SIGHUP are handled",
-    "shutdown-timeout": "use --grace",
+    "signals-to-handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT end the run, SIGUSR1 and SIGUSR2 do nothing",
 }
 
 
@@ -63,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="python -m everstep.run",
-        allow_abbrev=False,
         description="Run a torchrun-style script with torchrun's command line. Its ranks are supervised, "
         "diagnosed and restarted; over several machines they continue on those that are left.",
         epilog="Examples: python -m everstep.run --standalone --nproc-per-node 8 train.py --lr 1e-4 | "
@@ -71,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         "--rdzv-endpoint head:29400 --rdzv-id job7 train.py",
     )
     _option(made, "--nnodes", default="1:1", help="number of nodes, or MIN:MAX")
-    _option(made, "--nproc-per-node", default="1", help="ranks per node: a number, gpu, cpu or auto")
+    _option(
+        made, "--nproc-per-node", "--nproc", default="1", help="ranks per node: a number, gpu, cpu or auto"
+    )
     _option(made, "--rdzv-backend", default="static", help="static or c10d")
     _option(made, "--rdzv-endpoint", default="", help="HOST:PORT of the machine that runs the coordinator")
     _option(made, "--rdzv-id", default="none", help="name of the run; the same on every node")
@@ -79,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     _flag(made, "--standalone", help="one machine")
     _option(made, "--max-restarts", default="0", help="restarts after failures of ranks (torchrun's default)")
     _option(made, "--role", default="default", help="ROLE_NAME")
-    made.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    _flag(made, "--module", "-m", help="the script is the name of a module")
     _flag(made, "--no-python", help="the script is a program and no Python")
     _flag(made, "--run-path", help="accepted: scripts are run in their own process")
     _option(made, "--log-dir", "--log_dir", default="", help="directory for output; runs/ if not given")
@@ -88,15 +85,20 @@ def parser() -> argparse.ArgumentParser:
     _option(made, "--master-port", default="", help="its port")
     _option(made, "--local-addr", default="", help="where other nodes reach this one")
     _option(made, "--numa-binding", default="", help="not supported")
-    _flag(made, "--virtual-local-rank", help="not supported")
+    _flag(made, "--virtual-local-rank", help="every rank sees one GPU, and is local rank 0")
+    _option(
+        made, "--redirects", "-r", default="0", help="1 stdout, 2 stderr, 3 both: only to the rank's file"
+    )
+    _option(made, "--tee", "-t", default="0", help="as --redirects, and to this terminal too")
+    _option(made, "--local-ranks-filter", default="", help="show the output of these local ranks: 0,1")
+    _option(made, "--shutdown-timeout", default="", help="as --grace")
     own = made.add_argument_group("Everstep's own")
     _option(own, "--hang-after", default="", help="seconds without progress of any rank, then restart")
-    _option(own, "--grace", default="5", help="seconds from SIGTERM to SIGKILL")
+    _option(own, "--grace", default="", help="seconds from SIGTERM to SIGKILL")
     _option(own, "--snapshot-dir", default="", help="states of everstep.snapshot are also written there")
     _option(own, "--preload", default="auto", help="modules to import once and fork ranks from; or none")
     for name in _UNUSED:
-        short = {"redirects": ["-r"], "tee": ["-t"]}.get(name, [])
-        _option(made, f"--{name}", *short, default="", help=argparse.SUPPRESS)
+        _option(made, f"--{name}", default="", help=argparse.SUPPRESS)
     made.add_argument("training_script", help="the script, module or program")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return made
@@ -109,9 +111,9 @@ def _option(made: Any, name: str, *more: str, default: str, help: str) -> None:
     made.add_argument(*spelled, dest=dest, default=value, help=help)
 
 
-def _flag(made: Any, name: str, *, help: str) -> None:
+def _flag(made: Any, name: str, *more: str, help: str) -> None:
     dest = name[2:].replace("-", "_")
-    spelled = dict.fromkeys([name, name.replace("-", "_").replace("__", "--")])
+    spelled = dict.fromkeys([name, name.replace("-", "_").replace("__", "--"), *more])
     is_set = os.environ.get(f"PET_{dest.upper()}", "0") not in ("", "0", "false", "False")
     made.add_argument(*spelled, dest=dest, action="store_true", default=is_set, help=help)
 
@@ -132,9 +134,8 @@ def run(given: argparse.Namespace) -> int:
     for name, instead in _UNUSED.items():
         if getattr(given, name.replace("-", "_")):
             log.say(f"everstep: --{name} has no effect: {instead}.")
-    if given.virtual_local_rank or given.numa_binding:
-        name = "--virtual-local-rank" if given.virtual_local_rank else "--numa-binding"
-        raise UserError(f"{name} is not supported; remove it.")
+    if given.numa_binding:
+        raise UserError("--numa-binding is not supported; remove it.")
     if given.module and given.no_python:
         raise UserError("--module and --no-python contradict each other; remove one.")
     least, most = scripts.nodes_range(given.nnodes, "--nnodes")
@@ -142,20 +143,25 @@ def run(given: argparse.Namespace) -> int:
     is_file = not given.module and not given.no_python
     if is_file and not Path(given.training_script).is_file():
         raise UserError(f"script {given.training_script!r} is not a file.")
+    ranks = scripts.count(given.nproc_per_node, "--nproc-per-node")
     run = scripts.ScriptCommand(
         command=["-m", *command] if given.module else command,
         is_program=given.no_python,
-        ranks=scripts.count(given.nproc_per_node, "--nproc-per-node"),
+        ranks=ranks,
         least=least,
         most=most,
         max_restarts=_whole(given.max_restarts, "--max-restarts"),
         hang_after_s=_seconds(given.hang_after, "--hang-after") if given.hang_after else None,
-        grace_s=_seconds(given.grace, "--grace"),
+        grace_s=_grace_s(given),
         preload=[name for name in given.preload.split(",") if name],
         log_dir=Path(given.log_dir or "runs"),
         snapshot_dir=Path(given.snapshot_dir) if given.snapshot_dir else None,
         role=given.role,
+        hidden=hidden(given, ranks),
+        has_own_device=given.virtual_local_rank,
     )
+    if given.standalone and least > 1:
+        raise UserError(f"--standalone is for one machine, and --nnodes is {given.nnodes!r}; remove one.")
     if given.standalone or most == 1:
         port = _whole(given.master_port, "--master-port") if given.master_port else 0
         return scripts.run_here(run, port=0 if given.standalone else port, as_json=False)
@@ -189,6 +195,35 @@ def rendezvous(given: argparse.Namespace) -> scripts.Rendezvous:
         join_timeout_s=_seconds(conf.get("join_timeout", "600"), "--rdzv-conf join_timeout"),
         last_call_s=_seconds(conf.get("last_call_timeout", "30"), "--rdzv-conf last_call_timeout"),
     )
+
+
+def hidden(given: argparse.Namespace, ranks: int) -> dict[int, int]:
+    """By local rank, which of its streams the terminal does not get: what is redirected, unless it is teed as
+    well, and all of a rank that the filter leaves out.
+    """
+    redirected = _streams(given.redirects, "--redirects", ranks)
+    teed = _streams(given.tee, "--tee", ranks)
+    shown = given.local_ranks_filter.split(",") if given.local_ranks_filter else map(str, range(ranks))
+    kept = {_whole(text, "--local-ranks-filter") for text in shown}
+    found = {rank: redirected[rank] & ~teed[rank] if rank in kept else 3 for rank in range(ranks)}
+    return {rank: streams for rank, streams in found.items() if streams}
+
+
+def _streams(text: str, option: str, ranks: int) -> dict[int, int]:
+    """3 for all ranks, or 0:1,1:2 for those named; 1 is stdout, 2 stderr, 3 both."""
+    pairs = [pair.rpartition(":") for pair in (text or "0").split(",")]
+    found = dict.fromkeys(range(ranks), 0)
+    for rank, colon, streams in pairs:
+        if streams not in ("0", "1", "2", "3") or (not colon and len(pairs) > 1):
+            raise UserError(f"{option} is {text!r}; give 0, 1, 2 or 3, or RANK:NUMBER,RANK:NUMBER.")
+        chosen = [_whole(rank, option)] if colon else range(ranks)
+        found.update({each: int(streams) for each in chosen if each < ranks})
+    return found
+
+
+def _grace_s(given: argparse.Namespace) -> float:
+    name = "--shutdown-timeout" if given.shutdown_timeout and not given.grace else "--grace"
+    return _seconds(given.grace or given.shutdown_timeout or "5", name)
 
 
 def _conf(text: str) -> dict[str, str]:

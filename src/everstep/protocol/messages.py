@@ -437,6 +437,8 @@ class RankRules:
     port: int = 0  # of the store; 0: a free one for each life
     logs: str = ""  # folder of files per rank; empty: the agent chooses
     role: str = "default"  # ROLE_NAME
+    hidden: Mapping[int, int] = field(default_factory=dict)  # by local rank: 1 stdout, 2 stderr, 3 both
+    has_own_device: bool = False  # each rank sees one GPU, and is local rank 0 (--virtual-local-rank)
     snapshots: str = ""  # folder that all nodes see, to which states in memory are drained; empty: none
     environment: Mapping[str, str] = field(default_factory=dict)
 

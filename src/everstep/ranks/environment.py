@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.errors import UserError
+
 # Only where unset. The flight recorder costs nothing measurable; a fault without it leaves no record.
 FOR_DIAGNOSIS = {
     "TORCH_FR_BUFFER_SIZE": "2000",  # collectives remembered
@@ -38,6 +40,11 @@ class RankPlace:
     group: int = 0  # the ranks of a machine
     num_groups: int = 1
     first_rank: int = 0  # of its group
+    has_own_device: bool = False
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank - self.first_rank
 
     @property
     def ranks_here(self) -> int:
@@ -46,14 +53,14 @@ class RankPlace:
 
 def rank_environment(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in inherited.items() if name != "EVERSTEP_TOKEN"}
-    return {**kept, **_unset(place, inherited), **_identity(place)}
+    return {**kept, **_unset(place, inherited), **_identity(place), **_own_device(place, inherited)}
 
 
 def _identity(place: RankPlace) -> dict[str, str]:
     rank, ranks = str(place.rank), str(place.ranks)
     return {
         "RANK": rank,
-        "LOCAL_RANK": str(place.rank - place.first_rank),
+        "LOCAL_RANK": str(place.local_rank),
         "ROLE_RANK": rank,
         "GROUP_RANK": str(place.group),
         "ROLE_NAME": place.role,
@@ -69,6 +76,20 @@ def _identity(place: RankPlace) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         MARK: str(place.folder / "error.json"),
     }
+
+
+def _own_device(place: RankPlace, inherited: Mapping[str, str]) -> dict[str, str]:
+    """As torchrun's --virtual-local-rank: every rank is number 0, and sees one of the visible GPUs."""
+    if not place.has_own_device:
+        return {}
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(number) for number in range(place.ranks_here)] if visible is None else visible.split(",")
+    if len(devices) < place.ranks_here:
+        raise UserError(
+            f"--virtual-local-rank needs a GPU for each of the {place.ranks_here} ranks, and "
+            f"CUDA_VISIBLE_DEVICES is {visible!r}; give fewer ranks or more GPUs."
+        )
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[place.local_rank]}
 
 
 def unset_by_user(inherited: Mapping[str, str], ranks_here: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import importlib
 import importlib.machinery
 import json
@@ -23,17 +24,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError
+from everstep.ranks import looks
 from everstep.ranks.rank_main import PARENT
 
 _COMMAND = (sys.executable, "-m", "everstep.ranks.fork_server")
 AUTO, NONE = "auto", "none"  # in `preload`: what the script imports; nothing
 WARM_S = 120.0  # to load it, from a slow disk on a busy machine
+_ORPHANS_S = 2.0  # to end them; one that waits for a broken disk does not hold the next life up
+_PR_SET_CHILD_SUBREAPER = 36
 _LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their first use; as slow as torch itself
 
 
@@ -65,6 +70,9 @@ class RankStarter(Protocol):
     @property
     def fork_store(self) -> Callable[[int], int] | None:
         """Starts `rank_store.host` on a file descriptor where torch is loaded, if anywhere; its pidfd."""
+
+    def end_orphans(self) -> None:
+        """SIGKILL to what ranks that have ended left behind, as far as this starter knows it."""
 
     def close(self) -> None: ...
 
@@ -102,6 +110,9 @@ class PlainStarter:
 
     def start(self, start: RankStart) -> RankProcess:
         return StartedProcess(start)
+
+    def end_orphans(self) -> None:
+        """None is known here: these processes have an environment of their own to be found by."""
 
     def close(self) -> None:
         pass
@@ -185,6 +196,12 @@ class ForkingStarter:
             return None
         return lambda fd: self._ask({"store": True}, [fd])[1]
 
+    def end_orphans(self) -> None:
+        assert self._socket is not None, "the fork server is not open"
+        with contextlib.suppress(OSError):  # it has gone, and its ranks with it
+            self._socket.send(json.dumps({"orphans": True}).encode())
+            self._socket.recv(64)
+
     def _ask(self, request: dict[str, Any], fds: list[int]) -> tuple[int, int]:
         """A fork; its pid and pidfd."""
         assert self._socket is not None
@@ -246,6 +263,8 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
     _load(settings["preload"], is_chosen=settings["is_chosen"])
     line = socket.socket(fileno=fd)
     server = os.getpid()
+    forked: set[int] = set()  # and not reaped yet
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
     while True:
         data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
         if not data:
@@ -256,15 +275,34 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
             continue
         if "reap" in request:
             os.waitpid(request["reap"], 0)
+            forked.discard(request["reap"])
+            continue
+        if "orphans" in request:
+            _end_orphans(forked)
+            line.send(b"{}")
             continue
         pid = os.fork()
         if pid == 0:
             line.close()
             _host_store(fds[0], server) if "store" in request else _live(request, fds, server)
+        forked.add(pid)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
         for each in (*fds, pidfd):
             os.close(each)
+
+
+def _end_orphans(forked: set[int]) -> None:
+    """A daemon has left its rank's process group, and may have cleared its environment; its parent it cannot
+    choose. Its own children are orphans, and ours, once it has ended.
+    """
+    deadline = time.monotonic() + _ORPHANS_S
+    while (orphans := set(looks.children(os.getpid())) - forked) and time.monotonic() < deadline:
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.002)
 
 
 def _host_store(fd: int, server: int) -> None:

@@ -44,19 +44,21 @@ class RankGroup:
         errors: BinaryIO,
         environment: Mapping[str, str] | None = None,
         folder: str = "",
+        hidden: Mapping[int, int] | None = None,
     ) -> None:
-        """`environment`: what ranks inherit, if not that of this process."""
+        """`environment`: what ranks inherit, if not that of this process. `hidden`: see RankRules."""
         self.ranks: dict[int, RunningRank] = {}
         self.selector = selectors.DefaultSelector()
         self.life = 0
         self._command, self._starter, self._happened = tuple(command), starter, happened
         self._output, self._errors = output, errors
-        self._environment, self._folder = environment, folder
+        self._environment, self._folder, self._hidden = environment, folder, hidden or {}
         self._pump = Pump()
         self._store = rank_store.StoreHost(starter.fork_store)
         self._listener: socket.socket | None = None
         self._private: Mapping[str, str] = {}
         self._oom_kills = 0
+        self._locks: set[Path] = set()  # that ranks held when they were told to end
         self._marks: set[bytes] = set()  # what the environments of this life's processes have, and no others
 
     def open(self) -> None:
@@ -91,8 +93,9 @@ class RankGroup:
         return pids
 
     def _start(self, place: RankPlace) -> int:
-        stdout = OutputStream(place.rank, place.folder / "stdout.log", self._output)
-        stderr = OutputStream(place.rank, place.folder / "stderr.log", self._errors)
+        hidden = self._hidden.get(place.local_rank, 0)
+        stdout = OutputStream(place.rank, place.folder / "stdout.log", None if hidden & 1 else self._output)
+        stderr = OutputStream(place.rank, place.folder / "stderr.log", None if hidden & 2 else self._errors)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt"), **self._private}
@@ -240,6 +243,9 @@ class RankGroup:
         del self.ranks[number]
         if not self.ranks:
             self._end_daemons()
+            for lock in self._locks:
+                lock.unlink(missing_ok=True)
+            self._locks.clear()
         # Written by torchelastic's @record; the rank's own report, if there is one, has come before.
         recorded = rank.recorded_error() if code != 0 else None
         if recorded is not None:
@@ -257,6 +263,7 @@ class RankGroup:
 
     def _end_daemons(self) -> None:
         """What ranks have started outside their process groups ends with the last of them."""
+        self._starter.end_orphans()
         for _ in range(_MOST_SWEEPS):  # one that is being killed may have forked meanwhile
             found = rank_looks.started_with(self._marks)
             for pid in found:
@@ -312,6 +319,7 @@ class RankGroup:
             found = rank.look()
             is_stopped = found is not None and found.state in "Tt"
             wanted = signal.SIGKILL if is_stopped else signal.Signals[name]
+            self._locks |= rank_looks.build_locks(rank.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.process.pid, wanted)
 

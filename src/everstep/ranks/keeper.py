@@ -142,6 +142,7 @@ class Keeper:
             errors=settings.errors,
             environment=settings.environment,
             folder=rules.folder,
+            hidden=rules.hidden,
         )
         self.codes: dict[int, int] = {}  # of the ranks of the last life that has ended
         self.port_error = ""  # why the next store could not be here
@@ -260,6 +261,7 @@ class Keeper:
                         group=order.group,
                         num_groups=order.num_groups,
                         first_rank=order.first_rank,
+                        has_own_device=rules.has_own_device,
                     )
                     for rank in here
                 ],

@@ -45,13 +45,15 @@ def _stat(pid: int) -> tuple[str, float] | None:
 
 def family(pid: int) -> list[int]:
     """All descendants."""
+    return [each for child in children(pid) for each in (child, *family(child))]
+
+
+def children(pid: int) -> list[int]:
     found: list[int] = []
-    try:
+    with contextlib.suppress(OSError):  # it is gone, or a thread of it
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (thread / "children").read_text().split()]
-    except OSError:
-        return found
-    return [*found, *(grandchild for child in found for grandchild in family(child))]
+    return found
 
 
 def started_with(variables: Collection[bytes]) -> list[int]:
@@ -62,6 +64,20 @@ def started_with(variables: Collection[bytes]) -> list[int]:
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 if not set(variables).isdisjoint((entry / "environ").read_bytes().split(b"\0")):
                     found.append(int(entry.name))
+    return found
+
+
+def build_locks(pid: int) -> set[Path]:
+    """Lock files of torch's extension builder (DeepSpeed's ops) that a process holds. They do not name their
+    holder: one that was left by a killed process makes all others wait in `FileBaton.wait` without end.
+    """
+    found = set()
+    with contextlib.suppress(OSError):  # it is gone
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                path = Path(fd.readlink())
+                if path.name == "lock" and "torch_extensions" in str(path) and path.stat().st_size == 0:
+                    found.add(path)
     return found
 
 

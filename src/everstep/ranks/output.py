@@ -38,9 +38,11 @@ def _opened(path: Path) -> io.FileIO | None:
 
 
 class OutputStream:
-    """One pipe of one rank. What is read goes to file and tail at once, to the terminal when it can."""
+    """One pipe of one rank. What is read goes to file and tail at once, to the terminal when it can; without
+    a terminal, to the file alone.
+    """
 
-    def __init__(self, rank: int, path: Path, terminal: BinaryIO) -> None:
+    def __init__(self, rank: int, path: Path, terminal: BinaryIO | None) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         self.num_bytes = self.lost = 0  # read; and of these not written to the file
@@ -77,7 +79,7 @@ class OutputStream:
         with self._lock:
             lines, self._lines = self._lines, []
         with contextlib.suppress(OSError, ValueError):
-            if lines:
+            if lines and self._terminal is not None:
                 self._terminal.write(b"".join(lines))
                 self._terminal.flush()
 

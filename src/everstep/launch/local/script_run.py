@@ -37,7 +37,8 @@ from everstep.ranks.keeper import Inbox, Keeper, KeeperSettings, made
 NODE, TASK = "here", "task"
 HOST = "127.0.0.1"
 _MOST_PIDS = 16  # in one line
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's warning to all processes; scripts may handle it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +276,12 @@ class ScriptRun:
 
 @contextlib.contextmanager
 def _handled(interrupted: Callable[[int], None]) -> Iterator[None]:
-    before = {each: signal.signal(each, lambda number, _: interrupted(number)) for each in _SIGNALS}
+    before = {each: signal.getsignal(each) for each in (*_SIGNALS, *_IGNORED)}
+    for each, handler in before.items():
+        if each in _IGNORED:
+            signal.signal(each, signal.SIG_IGN)
+        elif each != signal.SIGHUP or handler != signal.SIG_IGN:  # under nohup a run outlives its terminal
+            signal.signal(each, lambda number, _: interrupted(number))
     try:
         yield
     finally:
