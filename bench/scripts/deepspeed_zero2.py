@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-2 on CPUs over gloo, with its own checkpoints.
 
-A checkpoint of another number of ranks is made universal by DeepSpeed's own tool first: its engine refuses it.
+DeepSpeed's engine refuses a checkpoint of another number of ranks: its own tool makes it universal first.
 """
 
 from __future__ import annotations
