@@ -158,6 +158,28 @@ def until(holds: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
+class SlowWire(PipeWire):
+    """A transfer takes a twentieth of a second."""
+
+    def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        time.sleep(0.05)
+        super().begin(tensors)
+
+
+def test_what_a_lane_has_sent_and_how_long_that_took_is_counted(ends: Callable[..., End]) -> None:
+    """Rates of links between machines were those of sockets: of a slow NCCL lane nothing was seen."""
+    a, b = ends(SlowWire), ends()
+    for number in range(4):
+        a.send(b, number, torch.zeros(1000), torch.zeros(10, dtype=torch.uint8))
+    for _ in range(4):
+        b.got.get(timeout=20)
+    to = b.links.address
+    until(lambda: a.lanes.progress()[to].acked_bytes == 4 * 4010)
+    assert a.lanes.progress()[to].busy_s >= 4 * 0.05
+    assert not a.lanes.progress()[to].waiting
+    assert b.lanes.progress() == {}
+
+
 @pytest.mark.parametrize("wire", [PipeWire, LateName])
 def test_transfers_arrive_whole_and_in_order_with_their_facts(
     ends: Callable[..., End], wire: type[PipeWire]

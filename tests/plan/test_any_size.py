@@ -84,3 +84,28 @@ def test_offers_know_hops_and_whether_updates_wait_for_all_stages() -> None:
     assert slow[2] < free[2]
     assert slow[4] < free[4]
     assert barrier[4] < free[4]
+
+
+def test_collectives_of_shards_are_measured_and_grow_with_their_number() -> None:
+    """Half of the time of two shards is their collective: with four, products take half as long and the
+    collective half as long again. It was taken to cost nothing, and four shards to be twice as fast.
+    """
+    known = TaskMeasurements()
+    assert known.longer(2, 4) == pytest.approx(0.5)
+    known.learn_collectives((0.5, 0.8), 1.0)
+    assert known.longer(2, 4) == pytest.approx(0.5 * 0.5 + 0.5 * 1.5)
+    assert known.longer(2, 1) == pytest.approx(0.5 * 2.0)
+    assert known.longer(2, 2) == pytest.approx(1.0)
+
+
+def test_more_shards_are_not_offered_as_faster_where_their_collectives_cost_as_much() -> None:
+    shape = Shape(2, 1, 8, shards=2)
+    quick, slow = TaskMeasurements(), TaskMeasurements()
+    slow.learn_collectives((0.5, 0.5), 1.0)
+
+    def of_four(known: TaskMeasurements) -> float:
+        offers = offered(shape, range(1, 2), 8, known, {}, shards=(4,), live=2)
+        return next(o.at(2) for o in offers if o.shape.shards == 4) / offers[0].at(2)
+
+    assert of_four(quick) == pytest.approx(2.0)
+    assert of_four(slow) == pytest.approx(1.0)

@@ -51,6 +51,8 @@ class Thinking:
         if (task := machine.tasks.get(report.task)) is None:
             return []
         self.scheduler(task).learn(report)
+        ops_s = sum(seconds for _, seconds in report.ops.values())
+        self.measured.of(task.name).learn_collectives(report.shard_waits, ops_s)
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
             self._links[task.name] = LinkWatch.of(task.name, slow_links(machine.log, task))

@@ -55,7 +55,8 @@ class TrafficPlan:
             sent = self._sent.setdefault(report.task, {})
             for peer, (count, _) in report.sent.items():
                 pair = report.worker, parse_worker(peer)
-                sent[pair] = count / report.seconds
+                is_steered = report.carriers.get(peer, "tcp") == "tcp"  # lanes of NCCL are not
+                sent[pair] = count / report.seconds if is_steered else 0.0
                 self._unknown.get(report.task, set()).discard(pair)
 
     def heard(self, node: str, dead: tuple[str, ...]) -> None:

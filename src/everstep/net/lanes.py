@@ -38,6 +38,7 @@ from everstep.log import say
 from everstep.net import frames
 from everstep.net.envelope import DTYPES, Envelope, Form, FrameKind, LaneBroke, OnLane, OpenLane
 from everstep.net.links import Address, Links
+from everstep.net.sockets import FlowProgress
 from everstep.protocol.parcels import Parcel
 
 OPEN_WITHIN_S = 60.0
@@ -124,6 +125,8 @@ class Lane:
     order: LaneOrder = field(default_factory=LaneOrder)
     held: dict[int, LaneTransfer] = field(default_factory=dict)  # by id: borrowed, at the sender
     work: queue.SimpleQueue[LaneTransfer | None] = field(default_factory=queue.SimpleQueue)
+    sent_bytes: int = 0  # of transfers that are over, at the sender
+    busy_s: float = 0.0  # and how long they took, one after the other
     opened_s: float = 0.0  # how long opening took
     left_s: float = 0.0  # how long it took to get out of the broken wire
 
@@ -259,6 +262,13 @@ class Lanes:
     def ready(self) -> dict[Address, Lane]:
         return {to: lane for to, lane in list(self._to.items()) if lane.state is LaneState.READY}
 
+    def progress(self) -> dict[Address, FlowProgress]:
+        """Of every lane that sends, as `Links.progress` has it of sockets."""
+        return {
+            to: FlowProgress(lane.sent_bytes, lane.busy_s, bool(lane.held))
+            for to, lane in list(self._to.items())
+        }
+
     def _drop(self, gone: Callable[[Address], bool], because: str, *, to_only: bool = False) -> None:
         for to, lane in list(self._to.items()):
             if gone(to):
@@ -341,8 +351,12 @@ class Lanes:
             parcel, envelope = transfer.message
             announced = OnLane(lane.name, lane.order.take(), transfer.forms)
             self._links.send(lane.peer, parcel, envelope._replace(where=announced))
+        began = time.monotonic()
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
         self._until(lane, lane.wire.is_done, None)
+        if lane.sends:
+            lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
+            lane.busy_s += time.monotonic() - began
         lane.held.pop(id(transfer), None)
         if transfer.frame is not None:
             transfer.frame.tensors = transfer.tensors

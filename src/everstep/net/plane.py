@@ -56,7 +56,7 @@ from everstep.net.lanes import Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
-from everstep.net.sockets import listening
+from everstep.net.sockets import FlowProgress, listening
 from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
@@ -376,6 +376,18 @@ class DataPlane:
         if self._mappings is not None:
             self._mappings.keep({f"{host}:{port}" for host, port in keep})
         self._apart &= keep
+
+    def progress(self) -> dict[Address, FlowProgress]:
+        """By peer, totals of what was sent to it by its socket and its lane."""
+        found = self.links.progress()
+        for to, seen in ({} if self._lanes is None else self._lanes.progress()).items():
+            other = found.get(to, FlowProgress(0, 0.0, False))
+            found[to] = FlowProgress(
+                seen.acked_bytes + other.acked_bytes,
+                seen.busy_s + other.busy_s,
+                seen.waiting or other.waiting,
+            )
+        return found
 
     def drain(self) -> None:
         """Return when the device has done all that was asked of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -23,6 +23,7 @@ CONFIDENCE = 0.9  # that what steps usually take lies between the shortest and t
 ENOUGH_STEPS = math.ceil(1 - math.log2(1 - CONFIDENCE))  # one of n is missed with 2 x 0.5 ** n
 DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not another one for a little
 KEPT_ABSENCES = 16
+OLD = 0.7  # how shares of collectives are smoothed
 KEPT_PROMISES, PROMISE_S = 8, 3600.0  # changes of shape, and for how long they say something
 MOST_AWAY = 1000  # nodes
 KEPT_CHANGES = 8  # of shape, of all tasks
@@ -45,6 +46,25 @@ class TaskMeasurements:
     copying_s: float | None = None  # of the change of shape under way, as its bytes say
     promised: float | None = None  # the shape it takes, or has taken, should be so many times as fast
     before_s: float | None = None  # a step's, before that
+    collectives: float | None = None  # the share of ops that its shards spend inside collectives
+
+    def learn_collectives(self, waits: Sequence[float], ops_s: float) -> None:
+        """`waits`: seconds inside collectives of each shard of a worker, while its ops took `ops_s`. The
+        shard that comes last waits for no other: what is left to it is what collectives take.
+        """
+        if len(waits) > 1 and ops_s > 0:
+            share = min(1.0, min(waits) / ops_s)
+            was = share if self.collectives is None else self.collectives
+            self.collectives = OLD * was + (1 - OLD) * share
+
+    def longer(self, shards: int, others: int) -> float:
+        """How many times as long an op takes with other shards. Its products take what the split says, its
+        collectives what an all-reduce among so many moves; those of a worker without shards are not known.
+        """
+        share = 0.0 if shards == 1 or self.collectives is None else self.collectives
+        share = DOUBT * round(share / DOUBT)
+        moved = (1 - 1 / others) / (1 - 1 / shards) if shards > 1 else 0.0
+        return (1 - share) * shards / others + share * moved
 
     def step_s(self, placed: Placed) -> float | None:
         known = self.steps.get(placed, ())

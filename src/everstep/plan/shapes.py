@@ -46,9 +46,9 @@ def offered(
 ) -> tuple[Offer, ...]:
     """`slots`: of all nodes. `live`: workers it has now.
     `stages`: how many it may be cut into, beside as many as it is cut into now; None: no other shape.
-    `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, by as
-    much: what shards pay for their collectives is not known here. `trust`: the share of what was expected of
-    changes of shape that was there afterwards; for shapes that this task was never measured in.
+    `shards`: how many a worker may have, beside as many as now. Ops take longer as there are fewer, and their
+    collectives shorter. `trust`: the share of what was expected of changes of shape that was there
+    afterwards; for shapes that this task was never measured in.
     """
     base = _compact(_base(shape, known, slow))
     work = _work(base) * shape.shards
@@ -67,7 +67,7 @@ def offered(
             found += [
                 _offer(
                     cut.cut(cut.replicas, cut.stages, count),
-                    _recut(base, cut, stages, shape.shards / count),
+                    _recut(base, cut, stages, known.longer(shape.shards, count)),
                     work * trust,
                     off,
                     {},
@@ -244,9 +244,9 @@ def _others(shape: Shape, stages: range, most_workers: int, base: Instance) -> l
 
 
 def _recut(base: Instance, shape: Shape, stages: range, longer: float = 1.0) -> Instance:
-    """Layers are not cut: the largest stage has its share rounded up. `longer`: by how much an op takes
-    longer, with fewer shards. Workers of a stage are alike, so one replica with all microbatches says as much
-    as thousands.
+    """Layers are not cut: the largest stage has its share rounded up. `longer`: how many times as long
+    an op takes with other shards. Workers of a stage are alike, so one replica with all microbatches says as
+    much as thousands.
     """
     layers = max(stages.stop - 1, base.stages, shape.stages)
     uneven = _largest(shape.stages, layers) / _largest(base.stages, layers)

@@ -412,9 +412,11 @@ class WorkItems:
         return {str(book[to]): kind for to, kind in self.plane.carriers.items() if to in book}
 
     def _sent(self) -> dict[str, tuple[int, float]]:
-        """By peer on another machine: bytes acknowledged and seconds under way, since the last call."""
+        """By peer on another machine: bytes that have come there, by its socket and its lane, and seconds
+        under way, since the last call.
+        """
         book = {self.address(at): worker for worker, at in self.control.book.items()}
-        now, before, here = self.plane.links.progress(), self._sent_before, self.plane.links.address.host
+        now, before, here = self.plane.progress(), self._sent_before, self.plane.links.address.host
         self._sent_before = now
         return {
             str(book[to]): (seen.acked_bytes - before[to].acked_bytes, seen.busy_s - before[to].busy_s)
