@@ -74,6 +74,7 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
             {"precision": "fp16", "loss_scale_interval": 1, "optimizer": OptimizerSpec(shard=True)},
             marks=pytest.mark.slow,
         ),
+        pytest.param({"precision": "fp8", "memory_interval": 1}, marks=pytest.mark.slow),
         # Sums and recomputation are compared by the bit in `tests/engine`.
         pytest.param({"recompute": True, "accumulate": "fp32"}, marks=pytest.mark.slow),
         pytest.param(
@@ -90,6 +91,7 @@ def test_a_death_leaves_the_losses_of_a_clean_run(sweep: Sweep, start: str) -> N
         "tied across stages, dropout",
         "fp16",
         "fp16, sharded states",
+        "fp8",
         "recompute, sums in fp32",
         "tied in one stage",
         "sums in 31 bits",

@@ -11,6 +11,7 @@ with what a process really uses.
     gradient sums          4, 8     4, 8     of this worker's own microbatches; see docs/strict-sums.md
     reduced gradient          4        4     of the stage
     average of the weights    4        4     only with optimizer.ema
+    weights in fp8            -     0, 2     of Linears, scaled by row and by column; only in fp8
     undo                      0        0     an eager update is computed twice instead
 
 Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
@@ -34,6 +35,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA
 SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 PARTS = {"strict40": 10.0}  # where that is more: what is sent is a copy of 5 bytes, what comes another
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
+FP8_WEIGHTS = 2.0  # of Linears, by row and by column; counted as if all parameters were theirs
 MASTERS = REDUCED = PRODUCT = 4.0
 ADAM = 8.0
 HOLDERS = 2  # of each chunk of a sharded optimizer state
@@ -134,9 +136,11 @@ def per_parameter(settings: Settings) -> dict[str, float]:
     separate = settings.precision != "fp32" or settings.eager or settings.sharded
     part = share(settings)
     average = {"average of the weights": MASTERS * part} if settings.average else {}
+    in_fp8 = {"weights in fp8": FP8_WEIGHTS} if settings.precision == "fp8" else {}
     return {
         "master weights": MASTERS * part,
         "working weights": WEIGHTS[settings.precision] if separate else 0.0,
+        **in_fp8,
         "optimizer state": settings.optimizer * part,
         "gradient sums": SUMS[settings.accumulate],
         "reduced gradient": REDUCED * part,

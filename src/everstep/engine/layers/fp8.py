@@ -1,12 +1,13 @@
 """Linears whose products are of 8-bit numbers: F and I in e4m3 with a scale per row, W as in bf16.
 
-    F   y  = x Wᵀ     rows of x and rows of W, each with its own scale, made anew in every op
+    F   y  = x Wᵀ     rows of x and rows of W, each with its own scale
     I   dx = dy W     rows of dy and columns of W
     W   dW = dyᵀ x    of the bf16 numbers, summed in fp32: what strict sums add up keeps its bits
 
 A scale is the power of two that brings the largest number of its row just below the largest that e4m3 has. It
 follows from the row alone: there is no history that would have to travel, and any worker that computes the op
-makes the same bits. Multiplying with it rounds nothing, so an 8-bit number is rounded once.
+makes the same bits. Multiplying with it rounds nothing, so an 8-bit number is rounded once. What is made of a
+weight is kept until the weight changes.
 
 On a GPU the product is `torch._scaled_mm`, which takes scales by row and gives bf16. Elsewhere, for tests,
 the same 8-bit numbers are multiplied in fp32 and rounded once to bf16: the same up to the order of addition.
@@ -18,7 +19,6 @@ be rounded to 8 bits, and both of its operands would have to be scaled again alo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -129,8 +129,10 @@ def _kernel_agrees(device: torch.device) -> bool:
     return True
 
 
-def product(a: Rows, b: Rows, *, fast: bool) -> Tensor:
-    """a bᵀ in bf16. `fast`: sums of a GPU with the few bits that its tensor cores keep by themselves."""
+def product(a: Rows, b: Rows, *, fast: bool = True) -> Tensor:
+    """a bᵀ in bf16. `fast`: sums with the few bits that a GPU's tensor cores keep by themselves. Numbers of 8
+    bits round more than that, and without it torch's kernel for scales by row is slow.
+    """
     if a.values.is_meta:
         return a.scales.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16)
     if a.values.is_cuda:
@@ -146,56 +148,82 @@ def product(a: Rows, b: Rows, *, fast: bool) -> Tensor:
     return (sums * a.scales * b.scales.t()).bfloat16()
 
 
+class ScaledLinear:
+    """What a Linear in fp8 runs as its forward, once it is taken over. Its weight is scaled when it has
+    changed, not in every op, and always into the same memory: a recorded op reads it there.
+    """
+
+    def __init__(self, module: Any, queue: Queue) -> None:
+        """`module`: with a weight and a bias, read at every call."""
+        self.module, self.queue = module, queue
+        self._both: tuple[Rows, Rows] | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.together(input, self)[0]
+
+    def together(self, x: Tensor, *linears: ScaledLinear) -> tuple[Tensor, ...]:
+        """What these Linears make of one input."""
+        parameters = [one.module.weight for one in linears] + [one.module.bias for one in linears]
+        made: tuple[Tensor, ...] = _Scaled.apply(x, linears, *parameters)  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def rows(self) -> Rows:
+        return self._scaled()[0]
+
+    @property
+    def columns(self) -> Rows:
+        return self._scaled()[1]
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        """The weight has changed."""
+        new = in_rows(self.module.weight), in_rows(self.module.weight.t())
+        if self._both is None:
+            self._both = new
+        for before, after in zip(self._both, new, strict=True):
+            before.values.copy_(after.values)
+            before.scales.copy_(after.scales)
+
+    def _scaled(self) -> tuple[Rows, Rows]:
+        if self._both is None:
+            self.rescale()
+        assert self._both is not None
+        return self._both
+
+
 class _Scaled(torch.autograd.Function):
     """Several Linears of one input: it is scaled once. `parameters`: their weights, then their biases."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, queue: Queue, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        half = len(parameters) // 2
-        weights, biases = parameters[:half], parameters[half:]
-        ctx.save_for_backward(x if any(w.requires_grad for w in weights if w is not None) else None, *weights)
-        ctx.parameters, ctx.queue, ctx.shape = parameters, queue, x.shape
+    def forward(
+        ctx: Any, x: Tensor, linears: tuple[ScaledLinear, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[: len(linears)], parameters[len(linears) :]
+        ctx.save_for_backward(x if any(w.requires_grad for w in weights if w is not None) else None)
+        ctx.parameters, ctx.linears, ctx.shape = parameters, linears, x.shape
         rows = in_rows(x.reshape(-1, x.shape[-1]))
         found = []
-        for weight, bias in zip(weights, biases, strict=True):
-            assert weight is not None
-            made = product(rows, in_rows(weight), fast=True)
+        for linear, bias in zip(linears, biases, strict=True):
+            made = product(rows, linear.rows)
             found.append((made if bias is None else made + bias).view(*x.shape[:-1], -1))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         wanted = [p if p is not None and p.requires_grad else None for p in ctx.parameters]
         total: Tensor | None = None
-        for number, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            ours, bias = wanted[number], wanted[number + len(weights)]
-            if ours is not None or bias is not None:
-                held = None if ours is None else x.detach()
-                ctx.queue.append(LinearGrad(weight=ours, bias=bias, input=held, grad=grad))
+        for number, (linear, grad) in enumerate(zip(ctx.linears, grads, strict=True)):
+            weight, bias = wanted[number], wanted[number + len(grads)]
+            if weight is not None or bias is not None:
+                held = None if weight is None else x.detach()
+                linear.queue.append(LinearGrad(weight=weight, bias=bias, input=held, grad=grad))
             if ctx.needs_input_grad[0]:
-                rows = in_rows(grad.reshape(-1, grad.shape[-1]))
-                made = product(rows, in_rows(weight.t()), fast=False)
+                made = product(in_rows(grad.reshape(-1, grad.shape[-1])), linear.columns)
                 total = made if total is None else total + made
         back = None if total is None else total.view(ctx.shape)
         return back, None, *(None for _ in ctx.parameters)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaledLinear:
-    """What a Linear in fp8 runs as its forward, once it is taken over."""
-
-    module: Any  # with a weight and a bias, read at every call
-    queue: Queue
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return self.together(input, self.module)[0]
-
-    def together(self, x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
-        """What these Linears make of one input."""
-        parameters = [module.weight for module in modules] + [module.bias for module in modules]
-        made: tuple[Tensor, ...] = _Scaled.apply(x, self.queue, *parameters)  # type: ignore[no-untyped-call]
-        return made
 
 
 def linears_in_fp8(module: nn.Module) -> Iterator[nn.Module]:

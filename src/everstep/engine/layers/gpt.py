@@ -283,9 +283,9 @@ def _all_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Of Linears with one input. In fp8 it is scaled once. Otherwise only where regions are compiled other
     roundings may come with speed.
     """
-    first = layers[0].forward
-    if isinstance(first, ScaledLinear) and all(isinstance(one.forward, ScaledLinear) for one in layers):
-        return list(first.together(x, *layers))
+    scaled = [one.forward for one in layers if isinstance(one.forward, ScaledLinear)]
+    if len(scaled) == len(layers):
+        return list(scaled[0].together(x, *scaled))
     return of_one_input(x, *layers) if regions.are_enabled() else [layer(x) for layer in layers]
 
 

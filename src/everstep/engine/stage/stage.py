@@ -35,6 +35,7 @@ from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.datasets.ramp import BatchRamp
 from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
+from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
 from everstep.engine.layers.model import (
     BACKWARD,
@@ -158,6 +159,9 @@ class Stage:
         self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
         self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
         self._placed_at, self._by_address = 0, dict[int, Tensor]()
+        every = [part.forward for module in self._modules for part in module.modules()]
+        self._scaled = [one for one in every if isinstance(one, ScaledLinear)]
+        self._scaled_at = (0, 0)  # where the weights were, and how often they had been written to
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
         self._numbers = MicrobatchNumbers()
@@ -320,6 +324,7 @@ class Stage:
     def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
         """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
         assert self._evaluation is not None
+        self._rescale()
         before = None if self.is_first else self._enter(given)[1][SCORED]
         self._evaluation.run((step, microbatch), before)
         self._refuse_changes("the model")
@@ -542,11 +547,19 @@ class Stage:
     # How.
 
     def _receive(self) -> None:
-        """What compiled layers queue from now on is this stage's."""
+        """What compiled layers queue from now on is this stage's; weights in fp8 are those of now."""
+        self._rescale()
         if self._placed_at != self.working.data_ptr():
             self._placed_at = self.working.data_ptr()
             self._by_address = {one.data_ptr(): one for one in self._index if one.numel()}
         RECEIVER.queue, RECEIVER.at = self._queue, self._by_address
+
+    def _rescale(self) -> None:
+        now = self.working.data_ptr(), self.working._version
+        if self._scaled and now != self._scaled_at:
+            self._scaled_at = now
+            for linear in self._scaled:
+                linear.rescale()
 
     def _fed(self, inputs: Value) -> Value:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers. A copy:
