@@ -99,21 +99,24 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def imitated(
-    total: torch.Tensor,
-    x: torch.Tensor,
+    totals: torch.Tensor,
+    addends: list[kernels.Addend],
     offsets: torch.Tensor,
     peaks: torch.Tensor,
-    index: int,
     *,
     sign: int = 1,
-    first: bool = False,
 ) -> None:
     """What the GPU's kernel computes, with torch."""
-    placed = x.double() + offsets[index]
-    units = placed.view(torch.int64) - offsets[index].view(torch.int64)
-    total.copy_(units) if first else total.add_(units.to(total.dtype), alpha=sign)
-    bits = x.float().view(torch.int32) & 0x7FFFFFFF
-    peaks[index] = torch.maximum(peaks[index], bits.max())
+    assert 0 < len(addends) <= kernels.MOST
+    assert len({one.slot for one in addends}) == len(addends), "two blocks would write to one place"
+    assert len({one.x.dtype for one in addends}) == 1
+    for x, slot, start, is_first in addends:
+        total = totals[start : start + x.numel()]
+        placed = x.double() + offsets[slot]
+        units = placed.view(torch.int64) - offsets[slot].view(torch.int64)
+        total.copy_(units) if is_first else total.add_(units.to(total.dtype), alpha=sign)
+        bits = x.float().view(torch.int32) & 0x7FFFFFFF
+        peaks[slot] = torch.maximum(peaks[slot], bits.max())
 
 
 def imitated_mean(
@@ -183,6 +186,33 @@ def test_the_kernel_of_a_gpu_gives_the_sums_of_the_reference(
     found = added(sums(kind, True), contributions).values()
     monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
     assert same_bits(found, added(sums(kind, True), contributions).values())
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_gpu_adds_many_small_contributions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes the host longer than the device; slots and types that do not go together are apart."""
+    count = kernels.MOST + 8
+    slots = {f"t{i}": Slot(16 * i, torch.Size([5])) for i in range(count)}
+    xs = [torch.full((5,), float(i), dtype=torch.bfloat16 if i < 4 else torch.float32) for i in range(count)]
+    launches: list[int] = []
+
+    def counted(totals: torch.Tensor, addends: list[kernels.Addend], *rest: object, **more: int) -> None:
+        launches.append(len(addends))
+        imitated(totals, addends, *rest, **more)
+
+    monkeypatch.setattr(kernels, "add_units", counted)
+    made = GradientSums(slots, 16 * count, kind="strict", contributions=4, device=CPU, late=True)
+    made.begin(1, [10] * count)
+    for _ in range(2):
+        for index, x in enumerate(xs):
+            made.add(index, lambda x=x: x)
+        made.added()
+    assert launches == [4, kernels.MOST, 4] * 2
+    made.begin(2, [10] * count)
+    for x in (xs[5], xs[6]):  # of one slot, as two microbatches without a check between them would be
+        made.add(5, lambda x=x: x)
+    assert made.values()[80:85].tolist() == [11.0] * 5
+    assert launches[-2:] == [1, 1]
 
 
 @pytest.mark.slow
@@ -348,7 +378,7 @@ def test_how_many_contributions_are_added_at_once_does_not_show(
 ) -> None:
     contributions = drawn(random.Random(f"{kind} {group}"))
     whole = added(sums(kind, False), contributions)
-    monkeypatch.setattr(gradient_sums, "_GROUP", group)
+    monkeypatch.setitem(gradient_sums._GROUP, "cpu", group)
     monkeypatch.setitem(sum_units._BLOCK, "cpu", block)
     pieces = added(sums(kind, False), contributions)
     assert pieces.peaks == whole.peaks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -36,16 +36,31 @@ class DeviceSums:
         self._peaks = torch.zeros(len(units), dtype=torch.int32, device=self._device)
         self._untouched = {index for index, slot in enumerate(self._slots) if slot.size}
 
-    def add(self, flat: Tensor, index: int, contribution: Tensor) -> None:
-        first = index in self._untouched
-        self._untouched.discard(index)
-        total = self._view(flat, index)
-        kernels.add_units(total, contribution.contiguous(), self._offsets, self._peaks, index, first=first)
+    def add(self, flat: Tensor, contributions: Sequence[tuple[int, Tensor]]) -> None:
+        """As few launches as can be: the host needs longer for each than the device for a small tensor."""
+        held: dict[int, Tensor] = {}
+        for index, contribution in contributions:
+            is_other = any(contribution.dtype != one.dtype for one in held.values())
+            if is_other or index in held or len(held) == kernels.MOST:
+                self._add_at_once(flat, held)
+                held = {}
+            held[index] = contribution
+        self._add_at_once(flat, held)
+
+    def _add_at_once(self, flat: Tensor, held: Mapping[int, Tensor]) -> None:
+        if not held:
+            return
+        addends = [
+            kernels.Addend(x.contiguous(), index, self._slots[index].offset, index in self._untouched)
+            for index, x in held.items()
+        ]
+        self._untouched.difference_update(held)
+        kernels.add_units(flat, addends, self._offsets, self._peaks)
 
     def subtract(self, flat: Tensor, index: int, contribution: Tensor) -> None:
         peaks = torch.zeros_like(self._peaks)
-        total = self._view(flat, index)
-        kernels.add_units(total, contribution.contiguous(), self._offsets, peaks, index, sign=-1)
+        addend = kernels.Addend(contribution.contiguous(), index, self._slots[index].offset)
+        kernels.add_units(flat, [addend], self._offsets, peaks, sign=-1)
 
     def take_peaks(self) -> Tensor:
         """By slot, since they were last taken."""

@@ -1,6 +1,6 @@
 """Own kernels for strict sums on a GPU: one pass over memory where torch's operations need six.
 
-    add     a contribution is rounded, added to a sum, and its peak taken
+    add     contributions are rounded, each added to its sum, and their peaks taken
     mean    all workers' sums of a stretch are added up, and scaled
 
 The same integers and means as `sums` makes with torch's own operations, which remain the reference and the
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from everstep.net import host_memory
 
 OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
 BLOCK = 2048  # elements
+MOST = 32  # contributions that are added at once
 _SAMPLE = 100_003
+_ALIGNED = 16  # bytes
 
 
 @cache
@@ -31,36 +34,49 @@ def _compiled() -> Any:
     import triton
     import triton.language as tl
 
-    # Backwards: what the product has written last is still in the cache, and sums are not to displace it.
-    @triton.jit(do_not_specialize=["index"])  # type: ignore[untyped-decorator]
+    # Backwards: what a product has written last is still in the cache, and sums are not to displace it. The
+    # table has a row of each: where the contributions are, their first blocks, where their sums begin, how
+    # many elements they have, their slots, and whether nothing was added to those before.
+    @triton.jit(do_not_specialize=["num"])  # type: ignore[untyped-decorator]
     def add(  # type: ignore[no-untyped-def]
-        total_at,
-        x_at,
+        totals_at,
+        table_at,
         offsets_at,
         peaks_at,
-        index,
-        count,
+        num,
         SIGN: tl.constexpr,
-        FIRST: tl.constexpr,
+        KIND: tl.constexpr,
+        EVEN: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        which = 0
+        for other in range(1, num):
+            which += (tl.load(table_at + num + other) <= block).to(tl.int32)
+        row = table_at + which
+        at = (block - tl.load(row + num)) * BLOCK + tl.arange(0, BLOCK)
+        count = tl.load(row + 3 * num)
+        if EVEN:
+            count = tl.multiple_of(count, 16)
         here = at < count
-        x = tl.load(x_at + at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(KIND)) + at, [16])
+        total_at = totals_at + (tl.multiple_of(tl.load(row + 2 * num), 16) + at)
+        slot = tl.load(row + 4 * num)
+        is_first = tl.load(row + 5 * num) != 0
+        x = tl.load(x_at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
         most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-        offset = tl.load(offsets_at + index)
+        offset = tl.load(offsets_at + slot)
         placed = x.to(tl.float64) + offset
         units = placed.to(tl.int64, bitcast=True) - offset.to(tl.int64, bitcast=True)
-        if FIRST:
-            made = units.to(total_at.dtype.element_ty)
-            tl.store(total_at + at, made, mask=here, eviction_policy="evict_first")
+        if is_first:
+            made = units.to(totals_at.dtype.element_ty)
+            tl.store(total_at, made, mask=here, eviction_policy="evict_first")
         elif most > 0:  # rows of a table that no token asked for are all zeros
-            total = tl.load(total_at + at, mask=here, other=0, eviction_policy="evict_first")
+            total = tl.load(total_at, mask=here, other=0, eviction_policy="evict_first")
             total += SIGN * units.to(total.dtype)
-            tl.store(total_at + at, total, mask=here, eviction_policy="evict_first")
-        if most > tl.load(peaks_at + index):
-            tl.atomic_max(peaks_at + index, most)
+            tl.store(total_at, total, mask=here, eviction_policy="evict_first")
+        if most > tl.load(peaks_at + slot):
+            tl.atomic_max(peaks_at + slot, most)
 
     # All places are multiples of 16. Not pipelined: most have one part, and no need of shared memory.
     @triton.jit(do_not_specialize=["first_block", "stop", "num_others"])  # type: ignore[untyped-decorator]
@@ -94,30 +110,46 @@ def _compiled() -> Any:
         value = total.to(tl.float64) * tl.load(scales_at + slot) * tl.load(scales_at + num_slots)
         tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
 
-    return triton, add, mean, {torch.int64: tl.int64, torch.int32: tl.int32}
+    kinds = {torch.int64: tl.int64, torch.int32: tl.int32}
+    kinds |= {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    kinds |= {torch.float32: tl.float32, torch.float64: tl.float64}
+    return add, mean, kinds
+
+
+class Addend(NamedTuple):
+    x: Tensor  # contiguous
+    slot: int
+    start: int  # of its sum, in the buffer: a multiple of 16
+    is_first: bool = False  # whatever the sum was before
 
 
 def add_units(
-    total: Tensor,
-    contribution: Tensor,
-    offsets: Tensor,
-    peaks: Tensor,
-    index: int,
-    *,
-    sign: int = 1,
-    first: bool = False,
+    totals: Tensor, addends: Sequence[Addend], offsets: Tensor, peaks: Tensor, *, sign: int = 1
 ) -> None:
-    """total += sign x contribution in units; `first`: whatever the total was before.
+    """Each sum += sign x its contribution in units: at most MOST of one type, each of a slot of its own.
 
     `offsets`: by slot, 1.5 x 2^52 units, in fp64. `peaks`: by slot, the largest |x| so far, as the bits of an
     fp32.
     """
-    triton, add, *_ = _compiled()
-    count = contribution.numel()
-    grid = (triton.cdiv(count, BLOCK),)
-    add[grid](
-        total, contribution, offsets, peaks, index, count, SIGN=sign, FIRST=first, BLOCK=BLOCK, num_warps=4
+    add, _, kinds = _compiled()
+    xs = [one.x if one.x.data_ptr() % _ALIGNED == 0 else one.x.clone() for one in addends]
+    counts = [x.numel() for x in xs]
+    first_blocks = list(accumulate((-(-count // BLOCK) for count in counts), initial=0))
+    num_blocks = first_blocks.pop()
+    table = torch.tensor(
+        [
+            [x.data_ptr() for x in xs],
+            first_blocks,
+            [one.start for one in addends],
+            counts,
+            [one.slot for one in addends],
+            [one.is_first for one in addends],
+        ],
+        dtype=torch.int64,
     )
+    there = host_memory.to_device(table, totals.device)
+    settings = {"SIGN": sign, "KIND": kinds[xs[0].dtype], "EVEN": all(count % 16 == 0 for count in counts)}
+    add[(num_blocks,)](totals, there, offsets, peaks, len(xs), **settings, BLOCK=BLOCK, num_warps=4)
 
 
 def mean_of(
@@ -134,7 +166,7 @@ def mean_of(
     `tables`: by block its slot and first element; by slot the end of its numbers, and of its padding.
     `scales`: by slot its unit, and last what all are multiplied with.
     """
-    _, _, mean, kinds = _compiled()
+    _, mean, kinds = _compiled()
     first, *others = parts
     places = torch.tensor([other.data_ptr() for other in others] or [0], dtype=torch.int64)
     there = host_memory.to_device(places, out.device)
@@ -159,7 +191,7 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def agree(device: torch.device, dtype: torch.dtype) -> bool:
-    """On a sample with ties and zeros: added twice, taken back once, and the mean taken."""
+    """On a sample with ties and zeros: two tensors added twice, one taken back, and the mean taken."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(_SAMPLE, device=device, generator=generator)
     x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
@@ -167,16 +199,22 @@ def agree(device: torch.device, dtype: torch.dtype) -> bool:
     unit = -20
     wide = torch.float64 if dtype == torch.int64 else torch.float32
     expected = torch.mul(x.to(wide), 2.0**-unit).round_().to(dtype)
-    total = torch.full((_SAMPLE,), 77, dtype=dtype, device=device)
-    offsets = torch.tensor([0.0, OFFSET * 2.0**unit], dtype=torch.float64, device=device)
-    peaks = torch.zeros(2, dtype=torch.int32, device=device)
-    add_units(total, x, offsets, peaks, 1, first=True)
-    once = torch.equal(total, expected)
-    add_units(total, x, offsets, peaks, 1)
-    twice = torch.equal(total, 2 * expected)
-    add_units(total, x, offsets, peaks, 1, sign=-1)
-    found = bool(peaks.view(torch.float32)[1] == x.abs().max())
-    return once and twice and torch.equal(total, expected) and found and _means_agree(total, unit)
+    room = -(-_SAMPLE // 16) * 16
+    totals = torch.full((2 * room,), 77, dtype=dtype, device=device)
+    one, other = totals[:_SAMPLE], totals[room:][:_SAMPLE]
+    offsets = torch.tensor([0.0, OFFSET * 2.0**unit, OFFSET * 2.0**unit], dtype=torch.float64, device=device)
+    peaks = torch.zeros(3, dtype=torch.int32, device=device)
+    half = x[: 16 * (_SAMPLE // 32)]
+    add_units(totals, [Addend(x, 1, 0, True), Addend(half, 2, room, True)], offsets, peaks)
+    once = torch.equal(one, expected) and torch.equal(other[: len(half)], expected[: len(half)])
+    for addend in (Addend(half, 2, room), Addend(x, 1, 0)):
+        add_units(totals, [addend], offsets, peaks)
+    twice = torch.equal(one, 2 * expected) and torch.equal(other[: len(half)], 2 * expected[: len(half)])
+    add_units(totals, [Addend(x, 1, 0)], offsets, peaks, sign=-1)
+    left = torch.equal(one, expected) and bool((other[len(half) :] == 77).all())
+    largest = torch.stack([torch.zeros_like(x[0]), x.abs().max(), half.abs().max()])
+    found = torch.equal(peaks.view(torch.float32), largest)
+    return once and twice and left and found and _means_agree(one, unit)
 
 
 def _means_agree(total: Tensor, unit: int) -> bool:

@@ -9,7 +9,7 @@
 How a strict sum is kept is in `sum_units`.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
-added; contributions are added in groups, because for most tensors the calls would cost more than the sums. A
+added. Contributions are added in groups, because for most tensors the calls would cost more than the sums. A
 GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next ones
 have been added, says so. Integers allow it: what was added is subtracted, whatever it was.
 """
@@ -39,7 +39,7 @@ Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _RESTORED = 1 << 25  # elements
-_GROUP = 1 << 18  # elements of contributions that are held until they are added: they are in a cache
+_GROUP = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements that are held until they are added: in a cache
 
 
 class _Late(NamedTuple):
@@ -137,16 +137,22 @@ class GradientSums:
             return
         if self._is_late:
             self._adding.append((index, product, self._add_late(index, contribution)))
-            return
+        else:
+            self._hold(index, contribution)
+
+    def _hold(self, index: int, contribution: Tensor) -> None:
         self._group.append((index, contribution))
         self._group_size += contribution.numel()
-        if self._group_size >= _GROUP:
+        if self._group_size >= _GROUP[self.device.type]:
             self.flush()
 
     def flush(self) -> None:
-        """On a CPU: add the contributions that are held."""
+        """Add the contributions that are held."""
         group, self._group, self._group_size = self._group, [], 0
         if not group or self._units is None:
+            return
+        if self._device_sums is not None:
+            self._device_sums.add(self.flat, group)
             return
         ends = [end for _, contribution in group for end in contribution.aminmax()]
         found = torch.stack(ends).tolist()
@@ -161,10 +167,10 @@ class GradientSums:
         self._units.add(fitting, 1)
 
     def _add_late(self, index: int, contribution: Tensor) -> Tensor | None:
-        """To the sum of level 0, whatever it is; its peak, on the device, where no kernel keeps it."""
+        """To the sum of level 0, whatever it is; its peak, on the device, where no kernel takes it."""
         assert self._units is not None
         if self._device_sums is not None:
-            self._device_sums.add(self.flat, index, contribution)
+            self._hold(index, contribution)
             return None
         self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
         largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
