@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FEATURES = (
     "bf16",
+    "fp16",
+    "fp8",
     "recompute",
     "compile",
     "evaluation",
@@ -44,7 +46,8 @@ FEATURES = (
     "reshape",
     "experts",
 )
-APART = [{"sharded", "tied"}, {"shards", "lora"}]  # refused, so never among others
+APART = [{"sharded", "tied"}, {"shards", "lora"}, {"shards", "fp8"}]  # refused, so never among others
+NEVER = [{"bf16", "fp16"}, {"bf16", "fp8"}, {"fp16", "fp8"}]  # no pairs
 LIMIT_S = 600.0  # of one run: compiled shards are twelve processes
 
 
@@ -57,7 +60,9 @@ def groups(pairs: list[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
         group = set(left[0])
         while len(group) < most:
             fits = [
-                f for f in FEATURES if f not in group and not any(apart <= {f, *group} for apart in APART)
+                f
+                for f in FEATURES
+                if f not in group and not any(apart <= {f, *group} for apart in [*APART, *NEVER])
             ]
             gains = {f: sum({f, other} in left for other in group) for f in fits}
             best = max(gains, key=lambda f: gains[f], default="")
@@ -140,7 +145,8 @@ def main() -> int:
     one = tuple(options.set.split(",")) if options.set else ()
     if unknown := only.union(one) - set(FEATURES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(FEATURES)}")
-    pairs: list[tuple[str, ...]] = [pair for pair in itertools.combinations(FEATURES, 2) if only & set(pair)]
+    every = [pair for pair in itertools.combinations(FEATURES, 2) if set(pair) not in NEVER]
+    pairs: list[tuple[str, ...]] = [pair for pair in every if only & set(pair)]
     if one:
         pairs = [one]
     elif options.together > 2:

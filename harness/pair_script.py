@@ -82,7 +82,8 @@ def main(words: list[str]) -> None:
     features = {word for word in words if "=" not in word}
     options = dict(word.split("=", 1) for word in words if "=" in word)
     replicas, stages = map(int, options.get("shape", "2x2").split("x"))
-    sizes = {"vocab": VOCAB, "width": 32, "heads": 2, "hidden": 64, "depth": 2, "context": LENGTH}
+    width = 64 if "fp8" in features else 32  # smaller Linears stay in bf16
+    sizes = {"vocab": VOCAB, "width": width, "heads": 2, "hidden": 64, "depth": 2, "context": LENGTH}
     model = gpt(**sizes, tied="tied" in features, experts=4 if "experts" in features else 0)
     layers = dict(model.layers)
     names = list(layers)
@@ -93,7 +94,10 @@ def main(words: list[str]) -> None:
     made = masked if "weighted" in features else batch
     settings: dict[str, Any] = {"lr": 1e-2, "seed": 3}
     settings |= {"device": options["device"]} if "device" in options else {}
-    settings |= {"precision": "bf16"} if "bf16" in features else {}
+    for precision in features & {"bf16", "fp16", "fp8"}:
+        settings["precision"] = precision
+    if "fp16" in features:  # every other step overflows; sums over tokens sooner than means
+        settings |= {"loss_scale_interval": 1, "loss_scale": 2.0 ** (10 if "weighted" in features else 16)}
     settings |= {"recompute": True} if "recompute" in features else {}
     settings |= {"compile": True} if "compile" in features else {}
     settings |= {"ema": 0.9} if "ema" in features else {}
