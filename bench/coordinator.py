@@ -5,7 +5,8 @@
     python -m bench.coordinator agents --number 2000    heartbeats of that many agents on one process
     python -m bench.coordinator recovery --number 200   one task on that many agents, with etcd: seconds from
                                                         a death until all agents have their orders to resume;
-                                                        then the same while the leader is killed
+                                                        then the same while the leader is killed.
+                                                        --processes 8 are the agents, --etcd PATH the program
     python -m bench.coordinator checkpoint --gib 16     a checkpoint of 64 parts of that size, sparse files:
                                                         committed, found and restored after a restart
 
@@ -21,7 +22,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import signal
 import statistics
 import sys
@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from everstep.store.stored import Held
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
+from harness.crowds import Crowds, allow_many_lines, parts
 from harness.etcd import ABSENT, BINARY, Etcd
 from harness.fake_agents import Crowd, FakeAgent
 
@@ -207,8 +209,7 @@ async def _crowd(address: str, first: int, number: int, seconds: float) -> None:
 
 def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     """The coordinator on one core, the crowd on the other."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_many_lines()
     with Cluster(folder, poll_s=MEASURED_POLL_S) as cluster:
         address = cluster.start_coordinator()
         pid = cluster.coordinators["first"].pid
@@ -243,56 +244,76 @@ def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
     }
 
 
-def recovery(number: int, times: int, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySettings:
+    number: int
+    times: int
+    processes: int
+    silence_s: float
+    etcd: str | None  # the program
+
+
+def recovery(given: RecoverySettings, folder: Path) -> dict[str, Any]:
     """Every agent has one worker of a task of two stages; none of them is a process."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with Etcd(folder) as etcd, Cluster(folder, etcd=etcd.endpoints, poll_s=MEASURED_POLL_S) as cluster:
+    allow_many_lines()
+    job = small_job(folder, steps=1000, replicas=given.number // 2, stages=2)
+    options = ["--silence", str(given.silence_s)]
+    with (
+        Etcd(folder, binary=given.etcd) as etcd,
+        Cluster(folder, etcd=etcd.endpoints, options=options, poll_s=MEASURED_POLL_S) as cluster,
+    ):
         cluster.start_coordinator("first")
         cluster.start_coordinator("second", wait=False)
-        return asyncio.run(_recoveries(cluster, number, times, folder))
-
-
-async def _recoveries(cluster: Cluster, number: int, times: int, folder: Path) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {cluster.token}"}
-    crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers, beat_s=2.0)
-    for agent in range(number):
-        crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd)
-    living = asyncio.create_task(crowd.live())
-    try:
-        while len((await asyncio.to_thread(cluster.client.get, "/v1/status"))["nodes"]) < number:
-            await asyncio.sleep(0.2)
-        job = small_job(folder, steps=1000, replicas=number // 2, stages=2)
-        crowd.microbatches = number // 2 * job["microbatches"]
-        await asyncio.to_thread(cluster.submit, job)
-        if await crowd.all_resumed(0, within_s=120.0) is None:
-            raise SystemExit("the task did not begin within 120 s")
-        healed = [await _one_recovery(cluster, crowd, turn, leader_dies=False) for turn in range(times)]
-        taken_over = await _one_recovery(cluster, crowd, times, leader_dies=True)
-    finally:
-        living.cancel()
+        lines = parts(
+            given.number,
+            given.processes,
+            addresses=tuple(cluster.addresses.values()),
+            token=cluster.token,
+            microbatches=given.number // 2 * job["microbatches"],
+            beat_s=min(2.0, given.silence_s / 4),
+        )
+        with Crowds(lines) as crowds:
+            cluster.until(
+                lambda: len(cluster.client.get("/v1/status")["nodes"]) >= given.number, "all joined"
+            )
+            cluster.submit(job)
+            if crowds.all_resumed(0, within_s=120.0) is None:
+                raise SystemExit(f"the task did not begin within 120 s\n{cluster.logs()[-4000:]}")
+            healed = [_one_recovery(cluster, crowds, given, turn) for turn in range(given.times)]
+            taken_over = _one_recovery(cluster, crowds, given, given.times, leader_dies=True)
+        said = "".join(log.read_text() for log in folder.glob("coordinator-*.log"))
     found = [seconds for seconds in healed if seconds is not None]
     return {
-        "agents": number,
-        "deaths": times,
+        "agents": given.number,
+        "processes": given.processes,
+        "deaths": given.times,
         "all_have_orders": len(found),
         "death_to_orders_s": _spread(found) if found else None,
         "with_leader_killed_s": taken_over,
+        "nodes_silent": said.count(" is silent: "),
+        "nodes_given_up": said.count(" is gone: "),
     }
 
 
-async def _one_recovery(cluster: Cluster, crowd: Crowd, turn: int, *, leader_dies: bool) -> float | None:
-    """Seconds from a death until all agents have orders of a later epoch; then the worker is back."""
-    await asyncio.sleep(1.0)  # the worker of the time before has joined
-    crowd.seal()
-    await asyncio.sleep(0.5)
-    leader = await asyncio.to_thread(_leader, cluster) if leader_dies else None
-    epoch = crowd.epoch()
-    died_at = await crowd.kill(Worker(1 + turn % (len(crowd.agents) // 2 - 1), turn % 2))
+def _one_recovery(
+    cluster: Cluster, crowds: Crowds, given: RecoverySettings, turn: int, *, leader_dies: bool = False
+) -> float | None:
+    """Seconds from a death until all agents have orders of a later epoch. Before it, the worker that died the
+    time before is back, and a step is sealed.
+    """
+    if not crowds.hear(lambda: crowds.is_settled(given.number), 60.0):
+        raise SystemExit(f"{crowds.num_members} of {given.number} workers take part after 60 s")
+    crowds.seal()
+    crowds.hear(lambda: False, 0.5)
+    leader = _leader(cluster) if leader_dies else None
+    epoch = crowds.epoch()
+    died_at = crowds.kill(Worker(1 + turn % (given.number // 2 - 1), turn % 2))
     if leader is not None:
         cluster.kill_coordinator(leader)
-    resumed_at = await crowd.all_resumed(epoch, within_s=60.0)
-    return None if resumed_at is None else round(resumed_at - died_at, 3)
+    resumed_at = crowds.all_resumed(epoch, within_s=60.0)
+    took_s = None if resumed_at is None else round(resumed_at - died_at, 3)
+    print(f"death {turn + 1}{', leader killed' if leader else ''}: {took_s} s", file=sys.stderr)
+    return took_s
 
 
 # ------------------------------------------------------------------ a large checkpoint
@@ -442,19 +463,38 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=2000)
     parser.add_argument("--gib", type=float, default=16.0, help="of each of 64 parts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="that play the agents of recovery")
+    parser.add_argument("--silence", type=float, default=1.0, help="seconds, of the coordinator in recovery")
+    parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs and states")
+    parser.add_argument("--etcd", metavar="PATH", help="the program for recovery, where none is installed")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    if given.what in ("takeover", "recovery") and BINARY is None:
+    if (
+        given.what in ("takeover", "recovery")
+        and BINARY is None
+        and not (given.what == "recovery" and given.etcd)
+    ):
         raise SystemExit(ABSENT)
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
-        folder = Path(name)
+    if not 1 <= given.processes <= given.number // 2:
+        parser.error(f"--processes: {given.processes} is not from 1 to {given.number // 2}.")
+    with contextlib.ExitStack() as undo:
+        made = given.logs or undo.enter_context(tempfile.TemporaryDirectory(prefix="everstep-bench-"))
+        folder = Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
         match given.what:
             case "kills":
                 told = kills(given.times, given.seed, folder, given.steps)
             case "takeover":
                 told = takeover(given.times, given.seed, folder, given.steps)
             case "recovery":
-                told = recovery(given.number, min(given.times, 20), folder)
+                settings = RecoverySettings(
+                    number=given.number,
+                    times=min(given.times, 20),
+                    processes=given.processes,
+                    silence_s=given.silence,
+                    etcd=given.etcd and str(Path(given.etcd).resolve()),
+                )
+                told = recovery(settings, folder)
             case "checkpoint":
                 told = checkpoint(given.gib, folder)
             case _:

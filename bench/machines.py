@@ -2,11 +2,14 @@
 
     python -m bench.machines                      every fault once
     python -m bench.machines off cut --tries 5    some of them, several times
+    python -m bench.machines --results FILE       each try is written there, and is not made again
 
 Needs root; elsewhere it says why and ends with 0 if `--skip` is given. One task of 2 x 2 workers on three
 machines of two slots, a coordinator on a fourth; `coordinator-lost` has three coordinators and an etcd of
-three members. For each fault: are the losses those of a failure-free run, was every microbatch counted once,
-which machines were blamed, and how long was the longest time without a step from the fault on.
+three members. Faults that begin with `data-` are those of a second network, which tensors use; `hang-` are
+starts that hang. For each fault: are the losses those of a failure-free run, was every microbatch counted
+once, which machines were blamed, how long was the longest time without a step from the fault on, and how long
+until the machine was named in an incident.
 """
 
 from __future__ import annotations
@@ -35,12 +38,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 
 from harness.cluster import EVERSTEP, small_job
 from harness.machines import Machines, absent, inside
+from harness.switch import UserSwitch
 
 TOKEN = "machines"
 STEPS, FAULT_AT = 24, 5
-LONGER = {"coordinator-lost": 90}  # training goes on meanwhile, and must not be over when the worker dies
+# Training goes on meanwhile, and must not be over when the worker dies, or when a hung start is noticed.
+LONGER = {"coordinator-lost": 90, "hang-import": 400, "hang-build": 400}
 NODES = ("n1", "n2", "n3")
 WHOLE_RATE = 12.5e6  # bytes/s of every cable, where bandwidth is the fault
+HUNG_START = """
+import os
+import time
+
+from harness.slow_data import SlowSynthetic
+
+
+def hang(where):
+    folder = os.path.dirname(__file__)
+    try:
+        os.rename(os.path.join(folder, where), os.path.join(folder, "hung"))
+    except FileNotFoundError:
+        return
+    while True:
+        time.sleep(1)
+
+
+def build(**options):
+    hang("build")
+    return SlowSynthetic(**options)
+
+
+hang("import")
+"""
 _SKEW = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -78,6 +107,7 @@ class Scene:
     coordinators: list[str]
     victim: str = ""
     more: dict[str, dict[str, str]] = field(default_factory=dict)  # environment of a machine's processes
+    began: float = 0.0  # the wall time of the fault
 
     @property
     def client(self) -> Client:
@@ -102,10 +132,16 @@ class Scene:
     def task(self) -> Any:
         return self.client.get("/v1/tasks/job")
 
+    @property
+    def data(self) -> UserSwitch:
+        assert self.machines.data is not None
+        return self.machines.data
+
     def start_agent(self, name: str, slots: int = 2) -> None:
         machine = self.machines[name]
         through = ",".join(f"http://{c}:7077" for c in self.coordinators)
-        command = [*EVERSTEP, "agent", "--node", name, "--slots", str(slots), "--host", machine.address]
+        command = [*EVERSTEP, "agent", "--node", name, "--slots", str(slots)]
+        command += ["--host", machine.address if self.machines.data is None else machine.data_address]
         token = {"EVERSTEP_TOKEN": TOKEN, **self.more.get(name, {})}
         machine.start([*command, "--coordinator", through], "agent.log", token)
 
@@ -117,10 +153,12 @@ class Scene:
         machine.start(command, "coordinator.log", {"EVERSTEP_TOKEN": TOKEN})
 
     def kill_worker(self) -> None:
-        """One worker process on the victim."""
+        self.machines[self.victim].run("kill", "-9", str(self.worker_pid()))
+
+    def worker_pid(self) -> int:
+        """Of one worker process on the victim, as that machine counts them."""
         rows = self.client.get("/v1/tasks/job/readings")["workers"]
-        pid = next(row["pid"] for row in rows if row["node"] == self.victim)
-        self.machines[self.victim].run("kill", "-9", str(pid))
+        return int(next(row["pid"] for row in rows if row["node"] == self.victim))
 
 
 def off(scene: Scene) -> None:
@@ -204,6 +242,46 @@ def coordinator_lost(scene: Scene) -> None:
     scene.kill_worker()
 
 
+def data_cut(scene: Scene, *, into: bool = True) -> None:
+    """For good."""
+    data = scene.data
+    data.out[scene.victim].is_cut, data.into[scene.victim].is_cut = True, into
+
+
+def data_one_way(scene: Scene) -> None:
+    data_cut(scene, into=False)
+
+
+def data_slow(scene: Scene) -> None:
+    """To a tenth, for good."""
+    data = scene.data
+    data.out[scene.victim].bytes_per_s = data.into[scene.victim].bytes_per_s = 0.1 * WHOLE_RATE
+
+
+def hang_import(scene: Scene) -> None:
+    """A fork server dies, then a worker; the next fork server hangs while it imports the job's code."""
+    (scene.machines.shared / "import").touch()
+    pid = scene.worker_pid()
+    scene.machines[scene.victim].run("sh", "-c", f"kill -9 $(cut -d' ' -f4 /proc/{pid}/stat)")
+    scene.kill_worker()
+
+
+def hang_build(scene: Scene) -> None:
+    """A worker dies; the next one hangs while it builds its data."""
+    (scene.machines.shared / "build").touch()
+    scene.kill_worker()
+
+
+def hang_connect(scene: Scene) -> None:
+    """Workers move to a machine whose data network is dead."""
+    seats = {seat["node"] for seat in scene.task()["seats"]}
+    spare = next(iter(set(NODES) - seats))
+    leaves, scene.victim = scene.victim, spare
+    data_cut(scene)
+    scene.began = time.time()
+    scene.client.post(f"/v1/nodes/{leaves}/drain", {"force": False})
+
+
 FAULTS: dict[str, Callable[[Scene], None]] = {
     "off": off,
     "cut": cut,
@@ -216,7 +294,14 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "no-names": no_names,
     "skew": skew,
     "coordinator-lost": coordinator_lost,
+    "data-cut": data_cut,
+    "data-one-way": data_one_way,
+    "data-slow": data_slow,
+    "hang-import": hang_import,
+    "hang-build": hang_build,
+    "hang-connect": hang_connect,
 }
+TWO_NETWORKS = ("data-cut", "data-one-way", "data-slow", "hang-connect")
 
 
 def etcd(machines: Machines, names: list[str]) -> str:
@@ -243,13 +328,14 @@ def etcd(machines: Machines, names: list[str]) -> str:
 def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dict[str, Any]:
     """One try: a fresh set of machines."""
     coordinators = ["c1", "c2", "c3"] if fault == "coordinator-lost" else ["c1"]
-    with Machines(folder, [*coordinators, *NODES], seed) as machines:
+    with Machines(folder, [*coordinators, *NODES], seed, data=fault in TWO_NETWORKS) as machines:
         scene = Scene(machines, list(coordinators))
         if fault == "skew":
             scene.more["n2"] = {"LD_PRELOAD": str(_skewed(folder))}
-        if fault == "bandwidth":
+        if fault in ("bandwidth", "data-slow"):
+            switch = machines.switch if machines.data is None else machines.data
             for name in NODES:
-                machines.switch.out[name].bytes_per_s = machines.switch.into[name].bytes_per_s = WHOLE_RATE
+                switch.out[name].bytes_per_s = switch.into[name].bytes_per_s = WHOLE_RATE
         endpoints = etcd(machines, coordinators) if fault == "coordinator-lost" else ""
         for name in coordinators:
             scene.start_coordinator(name, endpoints)
@@ -257,12 +343,14 @@ def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dic
         for name in NODES:
             scene.start_agent(name)
         scene.until(lambda: len(scene.client.get("/v1/status")["nodes"]) == len(NODES), "all agents joined")
-        job = small_job(machines.shared, steps=len(clean), microbatches=2, memory_interval=1)
+        job = small_job(
+            machines.shared, steps=len(clean), memory_interval=1, **variant(fault, machines.shared)
+        )
         scene.client.post("/v1/tasks", {"name": "job", "job": job})
         scene.until(lambda: scene.task()["step"] >= FAULT_AT, "training has begun")
         seats = {seat["node"] for seat in scene.task()["seats"]}
         scene.victim = "n2" if "n2" in seats else sorted(seats)[0]
-        began = time.time()
+        scene.began = time.time()
         FAULTS[fault](scene)
 
         def over() -> Any:
@@ -270,10 +358,21 @@ def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dic
             return task if task["state"] in ("finished", "failed", "cancelled") else None
 
         task = scene.until(over, "the task is over", within_s=300)
-        return _judged(scene, task, clean, began)
+        return _judged(scene, task, clean)
 
 
-def _judged(scene: Scene, task: Any, clean: dict[int, float], began: float) -> dict[str, Any]:
+def variant(fault: str, folder: Path) -> dict[str, Any]:
+    """Of the small job: where a start is to hang, code of the job's own, which can."""
+    if not fault.startswith("hang-"):
+        return {"microbatches": 2}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hung_start.py").write_text(HUNG_START)
+    data = {"build": "hung_start:build", "preset": "gpt-tiny", "rows": 2, "rest_s": 0.1, "sequence": 32}
+    return {"microbatches": 2, "data": data}
+
+
+def _judged(scene: Scene, task: Any, clean: dict[int, float]) -> dict[str, Any]:
+    began = scene.began
     rows = {row["step"]: row for row in task["rows"]}
     times = [began, *sorted(row["at"] for row in rows.values() if row["at"] > began)]
     gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -281,6 +380,7 @@ def _judged(scene: Scene, task: Any, clean: dict[int, float], began: float) -> d
     nodes = scene.client.get("/v1/status")["nodes"]
     blamed = {i["node"] for i in incidents if i.get("node") and i.get("stopped_training")}
     blamed |= {n["node"] for n in nodes if n["state"] in ("isolated", "lemon", "gone")}
+    named = [i["opened_at"] - began for i in incidents if i.get("node") == scene.victim]
     return {
         "state": task["state"],
         "because": task["because"],
@@ -291,13 +391,15 @@ def _judged(scene: Scene, task: Any, clean: dict[int, float], began: float) -> d
         "wrongly": sorted(blamed - {scene.victim}),
         "longest_s": max(gaps, default=0.0),
         "usual_s": sorted(gaps)[len(gaps) // 2] if gaps else 0.0,
+        "noticed_s": min((after for after in named if after > 0), default=None),
         "incidents": len(incidents),
         "open": sum(i["closed_at"] is None for i in incidents),
     }
 
 
-def clean_losses(folder: Path, steps: int) -> dict[int, float]:
-    outcome = run_job(Job.from_dict(small_job(folder, steps=steps, microbatches=2)))
+def clean_losses(folder: Path, fault: str) -> dict[int, float]:
+    steps = LONGER.get(fault, STEPS)
+    outcome = run_job(Job.from_dict(small_job(folder, steps=steps, **variant(fault, folder))))
     return {step: row.loss for step, row in outcome.by_step().items()}
 
 
@@ -309,6 +411,31 @@ def _skewed(folder: Path) -> Path:
     return made
 
 
+class Results:
+    """Tries that were made, in a file of one line each: a command that is cut off goes on where it was."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self._clean: dict[tuple[int, bool], dict[int, float]] = {}
+
+    def of(self, fault: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows if row["fault"] == fault]
+
+    def add(self, fault: str, found: dict[str, Any]) -> None:
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps({"fault": fault, **found}) + "\n")
+
+    def losses(self, fault: str, folder: Path) -> dict[int, float]:
+        """Of a run without failures."""
+        key = LONGER.get(fault, STEPS), fault.startswith("hang-")
+        if key not in self._clean:
+            self._clean[key] = clean_losses(folder, fault)
+        return self._clean[key]
+
+
 def line(fault: str, tries: list[dict[str, Any]]) -> str:
     done = [t for t in tries if "error" not in t]
     good = sum(t["losses_equal"] and t["state"] == "finished" for t in done)
@@ -316,8 +443,10 @@ def line(fault: str, tries: list[dict[str, Any]]) -> str:
     right = sum(not t["wrongly"] for t in done)
     longest = sorted(t["longest_s"] for t in done)
     seconds = f"{longest[len(longest) // 2]:.1f} ({longest[-1]:.1f})" if longest else "-"
+    noticed = sorted(t["noticed_s"] for t in done if t.get("noticed_s") is not None)
+    named = f"{noticed[len(noticed) // 2]:.1f} ({noticed[-1]:.1f})" if noticed else "-"
     n = len(tries)
-    return f"| {fault} | {n} | {good}/{n} | {once}/{n} | {right}/{n} | {seconds} |"
+    return f"| {fault} | {n} | {good}/{n} | {once}/{n} | {right}/{n} | {seconds} | {named} |"
 
 
 def main() -> int:
@@ -327,6 +456,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    parser.add_argument("--results", type=Path, help="a file of the tries that were made, and are not again")
     parser.add_argument("--skip", action="store_true", help="end with 0 where there can be no machines")
     given = parser.parse_args()
     if unknown := set(given.faults) - set(FAULTS):
@@ -339,22 +469,26 @@ def main() -> int:
         Path(tempfile.mkdtemp(prefix="everstep-machines-", dir="/var/tmp")),
         given.faults or FAULTS,
     )
-    clean = {steps: clean_losses(folder, steps) for steps in {LONGER.get(f, STEPS) for f in chosen}}
     table = [
-        "| fault | tries | same losses | counted once | right machine | longest without a step, s (worst) |",
-        "|---|---|---|---|---|---|",
+        "| fault | tries | same losses | counted once | right machine | longest without a step, s (worst) "
+        "| named after, s (worst) |",
+        "|---|---|---|---|---|---|---|",
     ]
+    made = Results(given.results)
     bad = 0
     for fault in chosen:
-        tries, losses = [], clean[LONGER.get(fault, STEPS)]
-        for number in range(given.tries):
+        tries = made.of(fault)[: given.tries]
+        for number in range(len(tries), given.tries):
             try:
+                losses = made.losses(fault, folder)
                 found = attempt(fault, folder / f"{fault}-{number}", losses, given.seed + number)
             except Exception as error:  # a try that fails is a row of the table
                 traceback.print_exc()
                 found = {"error": str(error)}
             tries.append(found)
+            made.add(fault, found)
             print(json.dumps({"fault": fault, **found}), file=sys.stderr, flush=True)
+        for found in tries:
             bad += "error" in found or not found["losses_equal"] or bool(found["wrongly"])
         table.append(line(fault, tries))
         print(table[-1], flush=True)

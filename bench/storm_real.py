@@ -5,7 +5,8 @@
 
 One machine: a coordinator, three agents with three slots each, fork servers, and one task of each of three
 kinds at a time, of different weights and shapes. From the seed are drawn: kills and stops of workers, agents,
-whole nodes, fork servers and the coordinator; drains, pauses, resizes, cancels, a new token, a full disk.
+whole nodes, fork servers and the coordinator; SIGTERM of agents, starts that hang; drains, pauses, resizes,
+cancels, a new token; full disks of checkpoints and of logs, storage that hangs, an older journal put back.
 Before its first fault it measures, for its forecast, what steps and starts take on these cores (about a
 minute). After the given minutes everything is undone and the tasks have time to finish. Then it is checked:
 
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 
 from everstep_lab.forecast.storm_forecast import NODES, forecast, weighed
 from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
-from harness.real_storm import SLOTS, STRIKES, Storm, small_disk
+from harness.real_storm import GRACE_S, LOG_BYTES, SLOTS, STRIKES, Storm, hung_storage, small_disk
 from harness.storm_measures import JobKind, StormMeasures
 
 MARK = "EVERSTEP_STORM_MARK"
@@ -119,19 +120,22 @@ def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -
         try:
             told = storm.cluster.client.get(f"/v1/tasks/{name}")
         except Exception as error:
-            wrong["finished"].append(f"{name}: not known any more: {error}")
+            if name not in storm.cancelled:
+                wrong["finished"].append(f"{name}: not known any more: {error}")
             continue
         losses = {row["step"]: row["loss"] for row in told["rows"]}
         if name not in storm.cancelled and told["state"] != "finished":
             wrong["finished"].append(f"{name}: {told['state']}: {told['because']}")
-        if name not in storm.cancelled and set(losses) != set(clean[kind]):
+        is_whole = name not in storm.cancelled | storm.put_back
+        if is_whole and set(losses) != set(clean[kind]):
             wrong["rows"].append(f"{name}: rows of {len(losses)} of {len(clean[kind])} steps")
         apart = [step for step, loss in losses.items() if loss != clean[kind][step]]
         if apart:
             wrong["losses"].append(f"{name}: losses of steps {apart[:5]} are not those of the clean run")
         if told["microbatches"]["issued"] != told["microbatches"]["committed"]:
             wrong["microbatches"].append(f"{name}: microbatches {told['microbatches']}")
-        wrong["rows"] += check_rows(name, state / "tasks" / f"{name}.jsonl", losses)
+        restored = name in storm.put_back
+        wrong["rows"] += check_rows(name, state / "tasks" / f"{name}.jsonl", losses, restored=restored)
     return wrong
 
 
@@ -146,11 +150,13 @@ def steps_done(storm: Storm, state: Path, seconds: float) -> dict[str, int]:
     return found
 
 
-def check_rows(name: str, path: Path, losses: dict[int, float]) -> list[str]:
+def check_rows(name: str, path: Path, losses: dict[int, float], *, restored: bool) -> list[str]:
+    """`restored`: to an older journal, so that the log has rows of which it does not know."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     logged = {row["step"]: row["loss"] for row in lines}  # of a step done again the last line counts
     keys = [(row["step"], row["attempt"]) for row in lines]
-    wrong = [] if logged == losses else [f"{name}: the step log lacks rows, or has others"]
+    same = losses.items() <= logged.items() if restored else logged == losses
+    wrong = [] if same else [f"{name}: the step log lacks rows, or has others"]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     return wrong + ([f"{name}: rows of (step, attempt) {twice[:5]} are there twice"] if twice else [])
 
@@ -183,17 +189,19 @@ def run(
     wrong: dict[str, list[str]] = {}
     with (
         small_disk(folder / "disk") as may_fill,
+        small_disk(folder / "logs", LOG_BYTES) as may_fill_logs,
         Cluster(folder, eager=True, token_file=True, poll_s=MEASURED_POLL_S) as cluster,
     ):
         if OWN_MOUNTS not in os.environ:
             say("/dev/shm is shared with other programs: what is left there is not checked")
         say(f"seed {seed}; the disk of checkpoints can {'' if may_fill else 'not '}be filled")
         storm = Storm(cluster, seed, folder / "disk", jobs, say)
-        if not may_fill:
-            storm._taken.add("disk")
+        cluster.log_folder, cluster.preload = folder / "logs", hung_storage(folder)
+        possible = {"disk": may_fill, "log disk": may_fill_logs, "storage": bool(cluster.preload)}
+        storm._taken |= {what for what, is_possible in possible.items() if not is_possible}
         cluster.start_coordinator()
         for node in NODES:
-            cluster.start_agent(node, slots=SLOTS)
+            cluster.start_agent(node, slots=SLOTS, grace=GRACE_S)
         cluster.nodes_up(len(NODES))
         measured = measured_before(storm, arguments.measured, say)
         seconds = storm_s(arguments)

@@ -48,6 +48,8 @@ class Cluster:
         two questions; each takes milliseconds of the cores that training needs.
         """
         self.folder, self.etcd, self.token, self.eager = folder, etcd, token, eager
+        self.log_folder = folder
+        self.preload = ""  # a library that agents and their workers load before all others
         self.program, self.options, self.poll_s = program, options, poll_s
         self.token_file = folder / "token" if token_file else None
         self.set_token(token)
@@ -106,7 +108,7 @@ class Cluster:
         command += ["--state", str(self.folder / f"state-{'shared' if self.etcd else name}")]
         if self.etcd:
             command += ["--etcd", ",".join(self.etcd)]
-        log = (self.folder / f"coordinator-{name}.log").open("ab")
+        log = (self.log_folder / f"coordinator-{name}.log").open("ab")
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, env=self._environment(), start_new_session=True
         )
@@ -117,7 +119,7 @@ class Cluster:
         while not told.rstrip().endswith(b"}"):
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError((self.folder / f"coordinator-{name}.log").read_text()[-2000:])
+                raise RuntimeError((self.log_folder / f"coordinator-{name}.log").read_text()[-2000:])
             told += line
         self.addresses[name] = json.loads(told)["address"]
         if wait:
@@ -131,9 +133,10 @@ class Cluster:
         command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
         command += ["--grace", f"{grace:g}", *(["--host", host] if host else [])]
         command += self._token_option()
-        log = (self.folder / f"agent-{node}.log").open("ab")
+        log = (self.log_folder / f"agent-{node}.log").open("ab")
+        environment = self._environment() | ({"LD_PRELOAD": self.preload} if self.preload else {})
         self.agents[node] = subprocess.Popen(
-            command, stdout=log, stderr=log, env=self._environment(), start_new_session=True
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         self._tell_guard(self.agents[node].pid)
 
@@ -242,7 +245,7 @@ class Cluster:
 
     def _logs(self) -> str:
         return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))
+            f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.log_folder.glob("*.log"))
         )
 
 

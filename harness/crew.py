@@ -7,6 +7,7 @@ The one crew of every world without processes: `tests.core.fake_cluster` (script
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class Crew:
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         # What a node measures of the network to another one.
         self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
+        # Joiners of another crew: a copy by its task, the order and the step of its source.
+        self.elsewhere: Callable[[str, act.CopyState, int], None] = lambda task, words, step: None
 
     def obey(self, node: str, order: msg.Order) -> None:
         match order:
@@ -117,7 +120,7 @@ class Crew:
     def _start(self, node: str, order: msg.StartProcess) -> None:
         self.actors[order.task, order.worker] = Actor(node, order.incarnation)
         if order.worker not in self.hang_at_start:
-            address = (self._host or node, 1000 + order.slot)
+            address = (self._host or node, _port(node, order.slot))
             started = ev.WorkerStarted(worker=order.worker, incarnation=order.incarnation, address=address)
             self.says(order.task, order.worker, started)
 
@@ -136,13 +139,26 @@ class Crew:
             self.says(task, worker, ev.WorkerResumed(worker=worker, epoch=epoch, at=self._clock()))
 
     def _copy(self, task: str, worker: Worker, words: act.CopyState) -> None:
-        source, joiner = self.actors.get((task, worker)), self.actors.get((task, words.joiner))
-        if source is not None and joiner is not None:
-            joiner.step = source.step
-            copied = ev.StateCopied(
-                worker=words.joiner,
-                incarnation=joiner.incarnation,
-                transfer=words.transfer,
-                state_step=source.step - 1,
-            )
-            self.says(task, words.joiner, copied)
+        source = self.actors.get((task, worker))
+        if source is not None and not self.copied(task, words, source.step):
+            self.elsewhere(task, words, source.step)
+
+    def copied(self, task: str, words: act.CopyState, step: int) -> bool:
+        """A joiner has the state of a worker that is in this step; False: it is not of this crew."""
+        joiner = self.actors.get((task, words.joiner))
+        if joiner is None:
+            return False
+        joiner.step = step
+        copied = ev.StateCopied(
+            worker=words.joiner,
+            incarnation=joiner.incarnation,
+            transfer=words.transfer,
+            state_step=step - 1,
+        )
+        self.says(task, words.joiner, copied)
+        return True
+
+
+def _port(node: str, slot: int) -> int:
+    """As a kernel gives them out: no pattern that would make an address shorter than it is."""
+    return 32768 + zlib.crc32(f"{node}/{slot}".encode()) % 28000

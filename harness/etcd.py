@@ -35,15 +35,16 @@ class Member:
     name: str
     client: str
     peer: str
+    binary: str | None = BINARY
     process: subprocess.Popen[bytes] | None = field(default=None)
 
     def start(self, cluster: str) -> None:
-        assert BINARY is not None
+        assert self.binary is not None, ABSENT
         arch = _UNSUPPORTED.get(platform.machine())
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [BINARY, *self._options(cluster)],
+                [self.binary, *self._options(cluster)],
                 stdout=log,
                 stderr=log,
                 env=os.environ | ({"ETCD_UNSUPPORTED_ARCH": arch} if arch else {}),
@@ -71,13 +72,14 @@ class Member:
 
 
 class Etcd:
-    """One member or several; `with` starts and ends them."""
+    """One member or several; `with` starts and ends them. `binary`: the program, where none is installed."""
 
-    def __init__(self, folder: Path, members: int = 1) -> None:
+    def __init__(self, folder: Path, members: int = 1, binary: str | None = None) -> None:
         ports = free_ports(2 * members)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         self.members = [
-            Member(folder / f"m{k}", f"m{k}", urls[2 * k], urls[2 * k + 1]) for k in range(members)
+            Member(folder / f"m{k}", f"m{k}", urls[2 * k], urls[2 * k + 1], binary or BINARY)
+            for k in range(members)
         ]
         self._cluster = ",".join(f"{member.name}={member.peer}" for member in self.members)
 

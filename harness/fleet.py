@@ -83,7 +83,7 @@ class Fleet:
         self.record.begin(self.machine, Heartbeats(patience_s=1.0), 0, None)
         self.record.listeners.add(Outlook(self.record).hear)  # as a daemon's page, opened or not
         self.now = 1000.0
-        self.crew = Crew(self._says, clock=self.time, host="10.0.0.1", half_done=True)
+        self.crew = Crew(self._says, clock=self.time, half_done=True)
         self.cut: set[str] = set()  # nodes that neither hear nor say anything
         self.entries: list[bytes] = []  # the journal
         self.busy = Busy()
@@ -233,7 +233,7 @@ class Fleet:
         busy = self.busy
         began = time.process_time()
         for action in orders:
-            line = self._lines.setdefault(action.node, OrderLine({}))
+            line = self._lines.setdefault(action.node, OrderLine({}, packs=True))
             size = len(line.text(action, self._facts, term=0))
             busy.order_bytes += size
             busy.largest_order = max(busy.largest_order, size)

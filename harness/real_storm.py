@@ -26,7 +26,28 @@ from harness.cluster import Cluster, descendants
 from harness.storm_measures import JobKind
 
 SLOTS = 3
-DISK_BYTES = 48 << 20
+GRACE_S = 8.0  # of an agent that is asked to end
+DISK_BYTES, LOG_BYTES = 48 << 20, 16 << 20
+STORAGE_FLAG = "storage-hangs"
+HANG_S = 150.0  # at most: a start that hangs is given up after 120 s
+_HUNG_STORAGE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+static void wait_for_storage(void) { while (access(FLAG, F_OK) == 0) usleep(20000); }
+int fsync(int fd) {
+  static int (*real)(int);
+  if (!real) real = dlsym(RTLD_NEXT, "fsync");
+  wait_for_storage();
+  return real(fd);
+}
+int rename(const char *from, const char *to) {
+  static int (*real)(const char *, const char *);
+  if (!real) real = dlsym(RTLD_NEXT, "rename");
+  if (__builtin_strstr(from, FOLDER)) wait_for_storage();
+  return real(from, to);
+}
+"""
 Undo = Callable[[], None]
 
 
@@ -61,6 +82,9 @@ class Storm:
     _began: float = field(default_factory=time.monotonic)
     _taken: set[str] = field(default_factory=set)  # what something is done to at the moment
     _starting: set[str] = field(default_factory=set)  # agents that were started and have not joined yet
+    put_back: set[str] = field(
+        default_factory=set
+    )  # tasks of an older journal: rows in between are not in it
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -128,6 +152,8 @@ class Storm:
 
     def _remove_finished(self) -> None:
         """The checkpoints of tasks that are over, as an operator would: they would fill the small disk."""
+        if "journal" in self._taken:
+            return  # the older one that is to come may know them as running
         alive = {task["task"] for task in self._alive()}
         for name in set(self.submitted) - alive:
             shutil.rmtree(self.disk / name, ignore_errors=True)
@@ -145,8 +171,7 @@ class Storm:
 
     def _fork_servers(self, node: str) -> list[int]:
         """The direct children of an agent: it starts nothing else."""
-        pid = self.cluster.agents[node].pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return _children(self.cluster.agents[node].pid)
 
     def _free_node(self) -> str:
         """One that nothing is being done to; and never the last two at once."""
@@ -263,6 +288,76 @@ class Storm:
         go_on = lambda: process.send_signal(signal.SIGCONT)  # noqa: E731
         self._later(self.random.uniform(0.5, 6.0), "continue coordinator", go_on, "coordinator")
 
+    def end_agent(self) -> None:
+        """SIGTERM: `systemctl stop`, an eviction, a reboot."""
+        node = self._free_node()
+        process = self.cluster.agents[node]
+        self._note("end agent", node=node)
+        process.terminate()
+
+        def start_again() -> None:
+            process.wait(60.0)  # it has its grace, and some seconds to end workers
+            self._start(node)
+
+        after_s = GRACE_S + self.random.uniform(0.0, 6.0)
+        self._later(after_s, "start agent", start_again, node, node=node)
+
+    def hang_start(self) -> None:
+        """A worker dies, and the next one stops before it has reported."""
+        task, worker, pid = self._worker()
+        servers = {node: self._fork_servers(node) for node in NODES if node not in self._taken}
+        node, server = next(
+            (node, server)
+            for node, all_here in servers.items()
+            for server in all_here
+            if pid in _children(server)
+        )
+        before = set(_children(server))
+        self._note("hang a start", node=node, task=task, worker=worker)
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while not (started := set(_children(server)) - before):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.002)
+        hung = started.pop()
+        os.kill(hung, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(hung, signal.SIGCONT)
+
+        self._later(self.random.uniform(2.0, HANG_S), "let a start go on", go_on, number=hung)
+
+    def restore_journal(self) -> None:
+        """The coordinator's journal of some seconds ago is put back, as from a backup."""
+        if "coordinator" in self._taken:
+            return
+        state = self.cluster.folder / "state-first"
+        backup = self.cluster.folder / "journal-backup"
+        self._taken |= {"coordinator", "journal"}
+        self._note("back up the journal")
+        self.cluster.kill_coordinator()
+        shutil.rmtree(backup, ignore_errors=True)
+        backup.mkdir()
+        for file in state.glob("journal.sqlite*"):
+            shutil.copy2(file, backup)
+        known = set(self.submitted)
+        self._start_coordinator()
+
+        def put_back() -> None:
+            self.cluster.kill_coordinator()
+            for file in state.glob("journal.sqlite*"):
+                file.unlink()
+            for file in backup.iterdir():
+                shutil.copy2(file, state)
+            self.put_back |= known
+            self.cancelled |= set(self.submitted) - known  # it has never heard of them
+            self._taken.discard("journal")
+            self._start_coordinator()
+
+        self._later(self.random.uniform(2.0, 15.0), "put the older journal back", put_back, "coordinator")
+
     # -------------------------------------------------------------- what operators do
 
     def drain(self) -> None:
@@ -315,16 +410,35 @@ class Storm:
         self._taken.add("disk")
         self._note("fill the disk of checkpoints")
         filler = self.disk / "filler"
-        room = os.statvfs(self.disk)
-        with contextlib.suppress(OSError), filler.open("wb") as file:
-            file.write(bytes(room.f_bavail * room.f_bsize))
+        _fill(filler)
         empty = lambda: filler.unlink(missing_ok=True)  # noqa: E731
         self._later(self.random.uniform(1.0, 10.0), "empty the disk", empty, "disk")
+
+    def fill_log_disk(self) -> None:
+        if "log disk" in self._taken:
+            return
+        self._taken.add("log disk")
+        self._note("fill the disk of logs")
+        filler = self.cluster.log_folder / "filler"
+        _fill(filler)
+        empty = lambda: filler.unlink(missing_ok=True)  # noqa: E731
+        self._later(self.random.uniform(2.0, 20.0), "empty the disk of logs", empty, "log disk")
+
+    def hang_storage(self) -> None:
+        """Whoever flushes or renames a file of a checkpoint waits."""
+        if "storage" in self._taken:
+            return
+        self._taken.add("storage")
+        self._note("hang the storage")
+        flag = self.cluster.folder / STORAGE_FLAG
+        flag.touch()
+        mend = lambda: flag.unlink(missing_ok=True)  # noqa: E731
+        self._later(self.random.uniform(1.0, 30.0), "mend the storage", mend, "storage")
 
     # -------------------------------------------------------------- how things come back
 
     def _start(self, node: str) -> None:
-        self.cluster.start_agent(node, slots=SLOTS)
+        self.cluster.start_agent(node, slots=SLOTS, grace=GRACE_S)
         self._starting.add(node)
 
     def _start_coordinator(self) -> None:
@@ -348,6 +462,16 @@ class Storm:
                     return
             self._undo_due(time.monotonic() - self._began)
             time.sleep(0.2)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _fill(filler: Path) -> None:
+    room = os.statvfs(filler.parent)
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        file.write(bytes(room.f_bavail * room.f_bsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +498,11 @@ FAULTS = (
     FaultKind("cancel", 0.5, Storm.cancel),
     FaultKind("rotate token", 1, Storm.rotate_token),
     FaultKind("fill disk", 2, Storm.fill_disk),
+    FaultKind("end agent", 2, Storm.end_agent),
+    FaultKind("hang a start", 1, Storm.hang_start),
+    FaultKind("fill log disk", 1, Storm.fill_log_disk),
+    FaultKind("hang storage", 1, Storm.hang_storage),
+    FaultKind("restore journal", 1, Storm.restore_journal),
 )
 
 
@@ -382,14 +511,28 @@ STRIKES = {
     "drain at once",
     "rotate the token",
     "fill the disk of checkpoints",
+    "fill the disk of logs",
+    "hang the storage",
+    "put the older journal back",
 }
 
 
+def hung_storage(folder: Path) -> str:
+    """A library for agents and workers: flushes wait while the flag is there; empty: no compiler."""
+    if shutil.which("cc") is None:
+        return ""
+    source, made = folder / "storage.c", folder / "storage.so"
+    source.write_text(_HUNG_STORAGE)
+    defined = [f'-DFLAG="{folder / STORAGE_FLAG}"', f'-DFOLDER="{folder / "disk"}"']
+    subprocess.run(["cc", "-shared", "-fPIC", *defined, "-o", str(made), str(source), "-ldl"], check=True)
+    return str(made)
+
+
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Any:
+def small_disk(folder: Path, size: int = DISK_BYTES) -> Any:
     """A file system of its own where root may mount one; else a plain folder, which is never full."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield mounted

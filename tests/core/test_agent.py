@@ -361,6 +361,31 @@ def test_a_worker_that_takes_the_order_to_go_on_and_stays_paused_is_reported(nod
     assert look(2, 60.0) == look(2, 60.0) == [], "it was told to pause"
 
 
+def test_a_worker_that_stays_paused_is_reported_sooner_where_others_of_its_task_began_at_once(
+    node: Node,
+) -> None:
+    node.up(A)
+    node.up(B, slot=1)
+    facts = EpochFacts(epoch=2, attempts=((0, 0),), members=(), steady_hosts={})
+    own = tuple((worker, OwnOrders(step=1), None) for worker in (A, B))
+    node.give(msg.ResumeTask(task="t", facts=facts, news=None, workers=own))
+
+    def look(worker: Worker, moment: int, age_s: float, doing: str = "Paused") -> list[ag.AgentAction]:
+        glance = Glance(moment=moment, step=1, busy=False, doing=doing, age_s=age_s)
+        return node.happens(ag.Glanced(sender(worker), glance))
+
+    for worker in (A, B):
+        node.happens(ag.ProcessSpoke(sender(worker), OrderTaken()))
+        look(worker, 1, 0.0)
+    for looks in range(1, 43):
+        node.now += 0.5
+        assert look(B, 1 + looks, 0.0, doing="A[1]") == []
+        reported = look(A, 1, 0.5 * looks)
+        assert (reported != []) == (looks == 42), "20 s, and two looks"
+    node.give(msg.CloseTask(task="t", gently=False))
+    assert node.machine.longest_begin_s == {}
+
+
 def test_the_kernel_is_asked_only_about_beacons_that_stand_still(node: Node) -> None:
     node.up(A)
     first = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=0.2)

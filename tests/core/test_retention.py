@@ -93,6 +93,28 @@ def test_a_drained_node_that_is_gone_is_forgotten_last() -> None:
     assert "spot-0" not in cluster.coordinator.nodes
 
 
+def test_nodes_that_were_forgotten_come_back_without_an_incident_and_are_sent_orders_that_count() -> None:
+    """A mass loss: each agent that came back was one that disagreed with the journal."""
+    cluster = FakeCluster(nodes={"a": 1})
+    cluster.hear(msg.JournalBegun(journal="j", version="1", because="it is new"))
+    names = [f"n{number}" for number in range(3 * BOUND)]
+    for name in names:
+        cluster.join(name, 1)
+    done = cluster.coordinator.nodes["n0"].sent
+    assert done > 0
+    for name in names:
+        cluster.hear(msg.NodeLeft(node=name))
+    for _ in range(8):
+        cluster.hear(msg.TimePassed())
+    assert "n0" not in cluster.coordinator.nodes
+    back = msg.NodeJoined(node="n0", boot="n0-1", slots=1, host="h", journal="j", done=done)
+    found = cluster.coordinator.handle(back, cluster.now + 1.0)
+    orders = [one for one in found if isinstance(one, msg.Dispatch)]
+    assert [order.number for order in orders] == list(range(done + 1, done + 1 + len(orders)))
+    assert orders
+    assert cluster.coordinator.log.incidents == []
+
+
 def test_open_incidents_stay_and_counts_only_rise() -> None:
     log = IncidentLog()
     for number in range(40):

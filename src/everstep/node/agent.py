@@ -46,6 +46,7 @@ from everstep.core.agent.agent import (
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.severity import ErrorKind, judge
 from everstep.core.faults.xids import place_of_xid
+from everstep.drive.order_lines import unpacked
 from everstep.errors import PeerError, UserError
 from everstep.log import say, warn
 from everstep.net.sockets import watch_path
@@ -603,7 +604,8 @@ class Agent:
         self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
         done, term = self.state.done, self.state.term
-        await line.send_str(json.dumps({"hello": hello, "done": done, "facts": facts, "term": term}))
+        said = {"hello": hello, "done": done, "facts": facts, "term": term, "unpacks": True}
+        await line.send_str(json.dumps(said))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise PeerError(welcome["refused"])
@@ -643,7 +645,7 @@ class Agent:
         if "heard" in message:
             self._hear(ReportsKept(message["heard"], term))
         if "order" in message:
-            order = decode(msg.Order, older.order_of_protocol_3(message["order"]))
+            order = decode(msg.Order, older.order_of_protocol_3(unpacked(message["order"])))
             self._hear(OrderHeard(message["number"], order, term))
         if "routes" in message and self.settings.fabric is not None:
             self.settings.fabric.take(self.workers.settings.folder, message["routes"])

@@ -103,6 +103,7 @@ class AgentConnections:
         try:
             first = await line.receive_json(timeout=10.0)
             hello, term = _hello(first)
+            orders = OrderLine(hello.epochs, packs=bool(first.get("unpacks")))
         except (
             PeerError,
             KeyError,
@@ -131,7 +132,7 @@ class AgentConnections:
         try:
             if term > self._term.number and hello.journal == self._term.machine.policy.journal:
                 await self._term.begin_journal("it was put back: an agent has heard a later term of it")
-            await self._converse(line, hello)
+            await self._converse(line, hello, orders)
         except LostLeadership:
             await line.close()
         return line
@@ -142,9 +143,9 @@ class AgentConnections:
         other = self._boots.get(hello.node, hello.boot) != hello.boot
         return hello.node in self._queues and other and age is not None and age < 1.0
 
-    async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined) -> None:
+    async def _converse(self, line: web.WebSocketResponse, hello: msg.NodeJoined, orders: OrderLine) -> None:
         node, journal = hello.node, self._term.machine.policy.journal
-        known, orders = self._term.machine.nodes.get(node), OrderLine(hello.epochs)
+        known = self._term.machine.nodes.get(node)
         if known is not None and known.boot == hello.boot and hello.journal in ("", journal):
             self._term.machine.acknowledged(node, hello.done)
         old = self._queues.pop(node, None)

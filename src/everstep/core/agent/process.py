@@ -60,6 +60,7 @@ class Process:
         default_factory=list
     )  # when the orders were sent that it has not taken yet
     resumed_at: float | None = None  # when it was last told to work; None: it was told to pause since
+    has_begun: bool = False  # it has done something since
     raised: str = ""  # why it will end, in its own words
     carriers: dict[str, str] = field(default_factory=dict)  # by peer: the transport of tensors to it
     doing: str = ""  # what its beacon showed last

@@ -99,6 +99,8 @@ class NodeProcesses:
     tasks: set[str] = field(default_factory=set)
     facts: dict[str, EpochFacts] = field(default_factory=dict)  # by task: of its last epoch
     unattended: dict[str, Unattended] = field(default_factory=dict)  # by task
+    # By task: from an order to work until a worker here did something.
+    longest_begin_s: dict[str, float] = field(default_factory=dict)
     dead_servers: set[str] = field(default_factory=set)  # tasks whose fork server is known to be dead
     progress: ProgressWatch = field(init=False)
 
@@ -310,7 +312,7 @@ class NodeProcesses:
                 process.unanswered.append(now)
                 match orders[worker]:
                     case msg.ResumeWorker():
-                        process.resumed_at = now
+                        process.resumed_at, process.has_begun = now, False
                     case msg.NotifyWorker(words=InterruptWorkers()):
                         process.resumed_at = None
                 actions.append(PassOn(process.sender, orders[worker]))
@@ -331,6 +333,7 @@ class NodeProcesses:
     @on_order
     def _close(self, order: msg.CloseTask, now: float) -> Actions:
         self.facts.pop(order.task, None)
+        self.longest_begin_s.pop(order.task, None)
         if order.task in self.unattended and self.unattended[order.task].look_at is None:
             del self.unattended[order.task]
         actions = self._drop([w for w in self.waiting.values() if w.task == order.task])
@@ -514,12 +517,14 @@ class NodeProcesses:
         process.doing = event.glance.doing
         if process.moment != event.glance.moment:
             process.moment, process.moved_at = event.glance.moment, now
+            self._begun(process, now)
         if process.state is _S.ENDING:
             return []  # no order waits for it any more, and its deadline is set
         sent = process.unanswered[:1]
-        resumed_at, patience = process.resumed_at, self.progress.limits.first_op_s
-        if event.glance.doing == PAUSED and resumed_at is not None and now - resumed_at > patience:
-            sent.append(resumed_at)  # it took that order, and has done nothing since
+        resumed_at = process.resumed_at
+        if event.glance.doing == PAUSED and resumed_at is not None:
+            if now - resumed_at > self._begin_limit_s(process.order.task):
+                sent.append(resumed_at)  # it took that order, and has done nothing since
         found = self.progress.look(
             event.sender.task,
             event.sender.worker,
@@ -532,6 +537,20 @@ class NodeProcesses:
             unanswered_s=now - min(sent) if sent else 0.0,
         )
         return [] if found is None else [SendToCoordinator(found, event.sender)]
+
+    def _begun(self, process: Process, now: float) -> None:
+        """Does it work for the first time since it was told to? How long that takes is learned by task."""
+        if process.resumed_at is not None and not process.has_begun and process.doing != PAUSED:
+            process.has_begun = True
+            task, took_s = process.order.task, now - process.resumed_at
+            self.longest_begin_s[task] = max(self.longest_begin_s.get(task, 0.0), took_s)
+
+    def _begin_limit_s(self, task: str) -> float:
+        """From an order to work until something is done: usually milliseconds. Loading a state is shown."""
+        limits, longest_s = self.progress.limits, self.longest_begin_s.get(task)
+        if longest_s is None:
+            return limits.first_op_s
+        return min(limits.first_op_s, max(limits.begin_floor_s, limits.begin_factor * longest_s))
 
 
 def _alive(process: Process) -> bool:

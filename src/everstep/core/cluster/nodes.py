@@ -87,6 +87,8 @@ class Nodes:
             )
             self._roster.add_node(node)
             is_new = True
+            if event.journal and event.journal == self._policy.journal:
+                node.sent = event.done  # a node that was gone, and was forgotten with many others
         node.protocol, node.pair_port, node.memory_port = event.protocol, event.pair_port, event.memory_port
         node.alone_s = event.alone_s
         strange = self._strange_tasks(event)
@@ -95,7 +97,7 @@ class Nodes:
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
             actions += self._set_liveness(node, NodeLiveness.HEARD, "it is back", now)
-        elif node.heard == 0 and node.sent == 0:
+        elif is_new or (node.heard == 0 and node.sent == 0):
             actions += self._changed(node, node.because, now)
         keep = tuple(
             (task.name, worker, task.seats[worker].incarnation)
@@ -231,8 +233,8 @@ class Nodes:
         ]
 
     def _why_records_disagree(self, node: Node, event: msg.NodeJoined) -> str:
-        """An agent ignores orders of a number that it has carried out already. So a journal that is new, that
-        was put back from a copy, or that has forgotten the node must not go on counting where it is.
+        """An agent ignores orders of a number that it has carried out already. So a journal that is new, or
+        that was put back from a copy, must not go on counting where it is.
         """
         if event.journal and self._policy.journal and event.journal != self._policy.journal:
             return f"its agent followed journal {event.journal[:8]}, this is {self._policy.journal[:8]}"

@@ -103,6 +103,8 @@ class DetectorLimits:
     stall_factor: float = 5.0  # of a usual step: everybody waits
     stall_floor_s: float = 3.0
     first_op_s: float = 120.0  # before an op's usual time is known
+    begin_factor: float = 20.0  # of the longest time from an order to work to the first sign of it
+    begin_floor_s: float = 20.0
     deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
     look_gap_s: float = 0.5  # between two looks; in a longer pause the observer itself did not run
     gray_hour_s: float = 3600.0  # the hour in which rates of gray failures are counted
