@@ -521,10 +521,9 @@ class NodeProcesses:
         if process.state is _S.ENDING:
             return []  # no order waits for it any more, and its deadline is set
         sent = process.unanswered[:1]
-        resumed_at = process.resumed_at
-        if event.glance.doing == PAUSED and resumed_at is not None:
-            if now - resumed_at > self._begin_limit_s(process.order.task):
-                sent.append(resumed_at)  # it took that order, and has done nothing since
+        resumed_at, limit_s = process.resumed_at, self._begin_limit_s(process.order.task)
+        if event.glance.doing == PAUSED and resumed_at is not None and now - resumed_at > limit_s:
+            sent.append(resumed_at)  # it took that order, and has done nothing since
         found = self.progress.look(
             event.sender.task,
             event.sender.worker,
