@@ -122,6 +122,63 @@ def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_is
     assert states(cluster)[pair[0]] == states(cluster)[third] == "up"
 
 
+def all_wait(cluster: FakeCluster) -> None:
+    """Every worker waits for what the other replica of its stage would send."""
+    for worker in cluster.coordinator.tasks["t"].seats:
+        peer = 1 - worker.replica
+        overdue = msg.OpOverdue(
+            task="t",
+            worker=worker,
+            incarnation=1,
+            doing=f"P[2 stage {worker.stage} {peer}>{worker.replica}]",
+            busy=False,
+            stopped=False,
+            elapsed_s=6.0,
+            expected_s=0.5,
+            step=2,
+        )
+        cluster.report("t", worker, overdue)
+
+
+def test_where_all_wait_the_nodes_try_each_other_and_the_one_that_is_cut_off_is_isolated() -> None:
+    """On two real networks: connections over the dead one were opened again before they ended, all workers
+    were restarted after 16 s, and the first node whose worker ended was named.
+    """
+    cluster = trains("abc", slots=2)
+    pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})
+    (third,) = set("abc") - set(pair)
+    cut, healthy = pair
+    all_wait(cluster)
+    assert {node: sorted(order.addresses) for node, order in probes(cluster).items()} == {
+        cut: [healthy],
+        healthy: [cut],
+        third: pair,
+    }
+    for node, unreached in ((healthy, (cut,)), (third, (cut,)), (cut, (healthy,))):
+        assert set(states(cluster).values()) == {NodeState.UP}
+        cluster.says(node, msg.LinksProbed(task="t", reached=(), unreached=unreached), None)
+    cluster.wait(0.1)
+    assert states(cluster) == {cut: "isolated", healthy: "up", third: "up"}
+    (incident,) = [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
+    assert incident.node == cut
+    assert f"node {third} cannot connect to {cut}" in [evidence.text for evidence in incident.evidence]
+    bad = cluster.coordinator.tasks["t"].failures.links
+    assert (bad.probed, bad.awaited, bad.concerned) == ({}, set(), ())
+
+
+def test_where_all_wait_and_all_nodes_reach_each_other_no_node_is_named() -> None:
+    cluster = trains("abc", slots=2)
+    for _ in range(3):  # then all workers are restarted
+        all_wait(cluster)
+        for node in "abc":
+            cluster.says(node, msg.LinksProbed(task="t", reached=(), unreached=()), None)
+        cluster.wait(2.1)
+    assert set(states(cluster).values()) == {NodeState.UP}
+    stalls = [i for i in cluster.coordinator.log.incidents if i.what == "all workers wait"]
+    assert [i.remedies[-1].what for i in stalls][-1] == "restart all workers of the task"
+    assert {i.node for i in stalls} == {""}
+
+
 def test_a_pair_that_others_reach_is_left_alone_and_probed_once() -> None:
     cluster = trains("abc", slots=2)
     pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})

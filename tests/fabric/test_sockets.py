@@ -5,6 +5,7 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -129,6 +130,38 @@ def test_a_link_takes_the_source_port_it_is_given_and_another_one_after_a_move()
             pass
         assert seen.acked_bytes > 4000
     finally:
+        sender.stop()
+        receiver.stop()
+
+
+def test_a_path_that_is_probed_for_long_does_not_hold_up_the_thread_that_sends() -> None:
+    """Up to two seconds for each peer, in the thread that trains, after every death."""
+    here, there = queue.Queue(), queue.Queue()
+    probed = threading.Event()
+
+    def probe(host: str, port: int) -> int | None:
+        assert probed.wait(30)
+        return None
+
+    sender, receiver = links(here, source_port=probe), links(there)
+    try:
+        for step in (1, 2):
+            send(sender, receiver.address, step)
+        assert sender.queued(receiver.address) > 8000
+        assert there.empty()
+        probed.set()
+        assert [there.get(timeout=5) for _ in (1, 2)] == [("frame", 1), ("frame", 2)]
+        probed.clear()
+        sender.move(receiver.address)
+        assert here.get(timeout=5) == ("broken", receiver.address)
+        send(sender, receiver.address, 3)
+        sender.move(receiver.address)  # while it is probed
+        assert here.get(timeout=5) == ("broken", receiver.address)
+        probed.set()
+        send(sender, receiver.address, 4)
+        assert there.get(timeout=5) == ("frame", 4)
+    finally:
+        probed.set()
         sender.stop()
         receiver.stop()
 

@@ -1,6 +1,7 @@
 """`everstep check`: a healthy machine passes; each planted defect is found, and nothing else is."""
 
 import json
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.node import checks
+from everstep.node.agent import KernelLog
 from everstep.node.checks import CheckFinding, Probe, at_slots, checked_apart, run_checks
 from everstep.node.foreign_checks import command, health_socket, taints
 from everstep.node.slot_devices import SlotDevice
@@ -310,3 +312,14 @@ def test_taints_are_not_known_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> 
     found = taints("n", (), 1.0)
     assert found.state == "warning"
     assert "KUBERNETES_SERVICE_HOST" in found.says
+
+
+def test_a_kernel_log_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """`User=everstep` and pods without capabilities heard no Xid, and no one was told."""
+    closed = KernelLog(path=str(tmp_path / "kmsg"))
+    assert (closed.fd, closed.error) == (None, f"{tmp_path / 'kmsg'}: No such file or directory")
+    (tmp_path / "kmsg").touch()
+    there = KernelLog(path=str(tmp_path / "kmsg"))
+    assert there.fd is not None
+    os.close(there.fd)
+    assert there.error == ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import selectors
 import socket
 import struct
@@ -65,6 +66,7 @@ class _Outgoing:
     error: str = ""  # why it is
     registered: int = 0
     forgotten: bool = False  # closed for good, or reported already: not to be reopened
+    dialled: bool = False  # connect was called: until then there is nothing to watch
 
 
 @dataclass(slots=True)
@@ -89,7 +91,8 @@ class LinkEvents:
 class Links:
     """All connections of one worker. `empty`: memory to receive into. `identity`: what a peer hears of this
     worker. `source_port` is asked with the peer's host and port when a connection is opened, for fabrics on
-    which the source port decides the path. `bind`: where it listens, if that is not `host`, where peers reach
+    which the source port decides the path; in a thread of its own, because it may probe paths for seconds.
+    `bind`: where it listens, if that is not `host`, where peers reach
     it. `accepts`: how a connection with this host may be protected.
     """
 
@@ -123,14 +126,18 @@ class Links:
         self._reserve = os.open(os.devnull, os.O_RDONLY)  # closed for a moment when no descriptor is left
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
+        self._to_dial: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
 
     def start(self) -> None:
+        if self._source_port is not None:
+            threading.Thread(target=self._dial_planned, name="paths", daemon=True).start()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped = True
+        self._to_dial.put(None)
         self._wake()
         self._thread.join(timeout=2)
 
@@ -220,16 +227,34 @@ class Links:
         sock = socket.socket(family_of(to.host))
         sock.setblocking(False)
         watch_path(sock)
-        port = self._source_port(*to) if self._source_port is not None else None
-        if port is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):  # taken since: any path is better than none
-                sock.bind((self._here, port))
-        with contextlib.suppress(BlockingIOError):
-            sock.connect(to)
-        link = _Outgoing(to, sock)
-        self._out[to] = link
+        link = self._out[to] = _Outgoing(to, sock)
+        if self._source_port is None:
+            self._dial(link)
+        else:
+            self._to_dial.put(link)
         return link
+
+    @staticmethod
+    def _dial(link: _Outgoing) -> None:
+        with contextlib.suppress(BlockingIOError):
+            link.socket.connect(link.address)
+        link.dialled = True
+
+    def _dial_planned(self) -> None:
+        """In a thread: which source port takes the connection onto its path is probed."""
+        assert self._source_port is not None
+        while (link := self._to_dial.get()) is not None:
+            port = self._source_port(*link.address)
+            try:
+                if port is not None:
+                    link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    with contextlib.suppress(OSError):  # taken since: any path is better than none
+                        link.socket.bind((self._here, port))
+                self._dial(link)
+            except OSError as error:  # no way there, or the link was closed meanwhile
+                link.broken, link.error = True, str(error)
+            self._ask.append(link)
+            self._wake()
 
     def _queues(self, link: _Outgoing, memory: range) -> bool:
         with link.lock:
@@ -338,6 +363,8 @@ class Links:
         """Registers interest: in writing while something is queued, always in the peer's closing."""
         if link.broken:
             self._drop(link)
+            return
+        if not link.dialled:
             return
         writes = (link.queue or link.ready or not link.connected) and link.handshake is None
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)

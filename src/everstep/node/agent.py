@@ -267,6 +267,11 @@ class Agent:
         kernel = KernelLog()
         if kernel.fd is not None:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
+        else:
+            self.warn(
+                f"node {self.settings.node}: the kernel's log cannot be read ({kernel.error}), so that errors "
+                "of GPUs and memory in it go unheard; give the agent CAP_SYSLOG, or read access to it"
+            )
         if self._warm is not None:
             self._started((1, (), self._warm))
         self._look()
@@ -822,8 +827,13 @@ class KernelLog:
 
     def __init__(self, *, path: str = KERNEL_LOG) -> None:
         self.fd: int | None = None
-        with contextlib.suppress(OSError):
+        self.error = ""  # why there is none
+        try:
             self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            self.error = f"{path}: {error.strerror}"
+            return
+        with contextlib.suppress(OSError):
             os.lseek(self.fd, 0, os.SEEK_END)
 
     def read(self, found: Callable[[str], None]) -> None:

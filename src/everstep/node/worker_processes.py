@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ from everstep.store.memory_server import MemoryStore
 from everstep.store.owned_folders import remove_left
 
 UNKNOWN_END = "ended while no agent ran here; how is unknown"
-PROBE_S = 3.0  # for one connection to another node
+PROBE_S, MOST_AT_ONCE = 3.0, 8  # for one connection to another node, and such connections
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself
 Decide = Callable[[ag.ProcessEvent, float], Sequence[Any]]  # AgentActions
@@ -752,11 +753,17 @@ def _log_name(worker: Worker) -> str:
 
 def probed(order: msg.ProbeLinks) -> msg.LinksProbed:
     """Which of these nodes this one can reach. It only connects: what listens there closes it again."""
-    reached, unreached = [], []
-    for node, address in order.addresses.items():
+
+    def is_reached(address: tuple[str, int]) -> bool:
         try:
             socket.create_connection(address, timeout=PROBE_S).close()
-            reached.append(node)
         except OSError:
-            unreached.append(node)
-    return msg.LinksProbed(task=order.task, reached=tuple(reached), unreached=tuple(unreached))
+            return False
+        return True
+
+    with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
+        found = dict(zip(order.addresses, threads.map(is_reached, order.addresses.values()), strict=True))
+    reached = tuple(node for node, is_there in found.items() if is_there)
+    return msg.LinksProbed(
+        task=order.task, reached=reached, unreached=tuple(node for node in found if node not in reached)
+    )

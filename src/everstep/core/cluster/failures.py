@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from everstep.protocol.work import QUIET_STEPS, mean_loss
 SHOWN_WITNESSES = 8
 MOST_BAD_LINKS = 4096  # of a task; what is beyond says nothing new
 MOST_PROBES = 3  # nodes that try a broken link from outside
+MOST_STALLED = 8  # nodes that try each other, where all workers of a task wait
 ALL_WORKERS = "all workers"  # what is retried when they all wait
 SUSPECTED = "the numbers of step {}"  # an incident's name
 AFTER_REPLAY = {  # what is done after a step that was the same again, and its outcome
@@ -83,12 +85,13 @@ class Failures:
             return self._staffing.gone(task, [(worker, seat, seat.leaving or event.reason)], now)
         said = task.failures.raised.get(worker, (0, ""))[0] == event.incarnation
         incident, judgement = self._judge_exit(task, event, now)
-        incident.node = seat.node
+        # Where all were ended, no place is known to be at fault: it says nothing about this one's node.
+        is_its_own = task.failures.ended.pop(worker, 0) != event.incarnation
+        if is_its_own:
+            incident.node = seat.node
         only_words = said and not self._is_confirmed(task, self._roster.nodes[seat.node], judgement, now)
         times, patience = task.failures.times, self._policy.patience
         times[worker] = remedies.recent(times.get(worker, []), now.at, patience)
-        # Where all were ended, no place is known to be at fault: it says nothing about this one's node.
-        is_its_own = task.failures.ended.pop(worker, 0) != event.incarnation
         if is_its_own:
             times[worker].append(now.at)
         noted = is_its_own and judgement.kind in DEATHS_OF_NODES
@@ -252,6 +255,10 @@ class Failures:
         return self._treat(task, worker, incident, situation, now)
 
     def _stalled(self, task: Task, because: str, now: Moment) -> Actions:
+        """What may be lost is sent again, and meanwhile nodes try to reach each other: a connection over a
+        dead network ends after 10 s only, and not at all if it is opened again before that.
+        """
+        actions = self._probe_stalled(task, now)
         task.failures.overdue.clear()
         incident = self._incidents.new(task=task, what="all workers wait", now=now, step=task.next_step)
         self._incidents.tell(incident, "progress", (because,), now)
@@ -259,7 +266,23 @@ class Failures:
         self._incidents.judge(incident, judgement, now)
         retries = self._count_retry(task, ALL_WORKERS, now)
         situation = remedies.Situation(judgement=judgement, is_alive=True, retries=retries)
-        return self._treat(task, None, incident, situation, now)
+        return actions + self._treat(task, None, incident, situation, now)
+
+    def _probe_stalled(self, task: Task, now: Moment) -> Actions:
+        """The nodes of those that have waited longest, and of those that they wait for: who reaches whom?"""
+        bad, seats, overdue = task.failures.links, task.seats, task.failures.overdue
+        nodes: dict[str, None] = {}
+        for report in sorted(overdue.values(), key=lambda one: (-one.elapsed_s, one.worker)):
+            for worker in (report.worker, usual_sender(report.doing)):
+                seat = None if worker is None else seats.get(worker)
+                if seat is not None and self._roster.is_heard(seat.node):
+                    nodes[seat.node] = None
+        concerned = tuple(nodes)[:MOST_STALLED]
+        if len(concerned) < 2:
+            return []
+        bad.concerned = concerned
+        because = "all workers wait: can these nodes reach each other?"
+        return self._ask_probes(task, concerned, [*concerned, *self._others(concerned)], because, now)
 
     # -------------------------------------------------------------- wrong numbers
 
@@ -680,7 +703,9 @@ class Failures:
         bad = task.failures.links
         if node.name in bad.probed:
             bad.probed[node.name] = report.unreached
-            bad.judge_at = bad.judge_at or now.at + self._policy.patience.links_settle_s
+            bad.awaited.discard(node.name)
+            settle_s = self._policy.patience.links_settle_s if bad.awaited else 0.0
+            bad.judge_at = min(bad.judge_at or now.at + settle_s, now.at + settle_s)
         return []
 
     def links_due(self, task: Task, now: Moment) -> Actions:
@@ -691,14 +716,16 @@ class Failures:
         bad.judge_at = None
         bad.links = [one for one in bad.links if self._still_counts(task, one)]
         pairs = self._bad_pairs(task)
-        if not bad.links or not pairs:
-            bad.probed.clear()
+        if not pairs:
+            bad.forget_probes()
             bad.told.clear()
             return []
         actions: Actions = []
         for name in cut_off(pairs):
             actions += self._cut_off(task, name, pairs, now)
-        if len(pairs) == 1 and not bad.probed:
+        if not bad.links and not bad.awaited:
+            bad.forget_probes()
+        elif len(pairs) == 1 and not bad.probed:
             actions += self._probe(task, pairs[0], now)
         return actions
 
@@ -714,7 +741,7 @@ class Failures:
     def _bad_pairs(self, task: Task) -> list[Pair]:
         bad, seats = task.failures.links, task.seats
         found = {pair_of(seats[one.worker].node, seats[one.peer].node) for one in bad.links}
-        concerned = {node for pair in found for node in pair}
+        concerned = {node for pair in found for node in pair} | set(bad.concerned)
         found |= {pair_of(node, other) for node, not_reached in bad.probed.items() for other in not_reached}
         return sorted(
             pair
@@ -738,6 +765,9 @@ class Failures:
                 error = f": {one.error}" if one.error else ""
                 text = f"worker {one.worker} on {ends[0]} cannot reach {one.peer} on {ends[1]}{error}"
                 self._incidents.tell(incident, "link", (text,), now)
+        asked = [node for node, unreached in bad.probed.items() if name in unreached]
+        for node_name in asked[:SHOWN_WITNESSES]:
+            self._incidents.tell(incident, "link", (f"node {node_name} cannot connect to {name}",), now)
         judgement = known(ErrorKind.NIC, because)
         self._incidents.judge(incident, judgement, now)
         situation = remedies.Situation(
@@ -755,18 +785,29 @@ class Failures:
 
     def _probe(self, task: Task, pair: Pair, now: Moment) -> Actions:
         """Other nodes try the addresses of both ends; without others it stays open which end it is."""
+        because = f"{pair[0]} and {pair[1]} cannot reach each other: which of them is it?"
+        return self._ask_probes(task, pair, self._others(pair), because, now)
+
+    def _others(self, concerned: Sequence[str]) -> list[str]:
+        nodes = self._roster.nodes.values()
+        return [n.name for n in nodes if n.name not in concerned and n.state is NodeState.UP][:MOST_PROBES]
+
+    def _ask_probes(
+        self, task: Task, concerned: Sequence[str], probers: Sequence[str], because: str, now: Moment
+    ) -> Actions:
+        """These nodes try to connect to workers on those that are concerned."""
         addresses = {
             seat.node: seat.address
             for seat in task.seats.values()
-            if seat.node in pair and seat.address is not None
+            if seat.node in concerned and seat.address is not None
         }
-        nodes = self._roster.nodes.values()
-        third = [n.name for n in nodes if n.name not in pair and n.state is NodeState.UP][:MOST_PROBES]
+        bad = task.failures.links
         actions: Actions = []
-        for name in third:
-            task.failures.links.probed[name] = ()
-            because = f"{pair[0]} and {pair[1]} cannot reach each other: which of them is it?"
-            order = msg.ProbeLinks(task=task.name, addresses=addresses)
+        for name in probers:
+            bad.probed[name] = ()
+            bad.awaited.add(name)
+            there = {node: address for node, address in addresses.items() if node != name}
+            order = msg.ProbeLinks(task=task.name, addresses=there)
             actions += self._orders.send(name, order, because, now)
         return actions
 

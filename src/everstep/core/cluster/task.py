@@ -207,7 +207,14 @@ class BadLinks:
     links: list[BadLink] = field(default_factory=list)
     judge_at: float | None = None  # when it is decided what they have in common
     probed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node that was asked: not reached
+    awaited: set[str] = field(default_factory=set)  # those of them that have not answered
+    concerned: tuple[str, ...] = ()  # nodes that were probed because all workers wait
     told: set[str] = field(default_factory=set)  # nodes that could not be left: said once
+
+    def forget_probes(self) -> None:
+        self.probed.clear()
+        self.awaited.clear()
+        self.concerned = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
