@@ -50,11 +50,12 @@ HUNG_START = """
 import os
 import time
 
-from harness.slow_data import SlowSynthetic
+from everstep.engine.datasets.data import Synthetic
+from everstep.job.presets import shape
 
 
 def hang(where):
-    folder = os.path.dirname(__file__)
+    folder = os.path.dirname(os.path.abspath(__file__))
     try:
         os.rename(os.path.join(folder, where), os.path.join(folder, "hung"))
     except FileNotFoundError:
@@ -63,9 +64,15 @@ def hang(where):
         time.sleep(1)
 
 
-def build(**options):
+class Slow(Synthetic):
+    def batch(self, step, microbatch):
+        time.sleep(0.1)
+        return super().batch(step, microbatch)
+
+
+def build():
     hang("build")
-    return SlowSynthetic(**options)
+    return Slow(vocab=shape("gpt-tiny").vocab, sequence=32, rows=2)
 
 
 hang("import")
@@ -367,8 +374,7 @@ def variant(fault: str, folder: Path) -> dict[str, Any]:
         return {"microbatches": 2}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hung_start.py").write_text(HUNG_START)
-    data = {"build": "hung_start:build", "preset": "gpt-tiny", "rows": 2, "rest_s": 0.1, "sequence": 32}
-    return {"microbatches": 2, "data": data}
+    return {"microbatches": 2, "data": {"build": "hung_start:build"}}
 
 
 def _judged(scene: Scene, task: Any, clean: dict[int, float]) -> dict[str, Any]:
@@ -400,7 +406,9 @@ def _judged(scene: Scene, task: Any, clean: dict[int, float]) -> dict[str, Any]:
 def clean_losses(folder: Path, fault: str) -> dict[int, float]:
     steps = LONGER.get(fault, STEPS)
     outcome = run_job(Job.from_dict(small_job(folder, steps=steps, **variant(fault, folder))))
-    return {step: row.loss for step, row in outcome.by_step().items()}
+    losses = {step: row.loss for step, row in outcome.by_step().items()}
+    assert len(losses) == steps, f"the run without failures has {len(losses)} of {steps} steps"
+    return losses
 
 
 def _skewed(folder: Path) -> Path:

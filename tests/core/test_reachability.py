@@ -4,6 +4,7 @@ Before, workers said nothing of peers that they could not reach: all waited, all
 places, and in the end healthy nodes were isolated, whichever came first.
 """
 
+import contextlib
 import socket
 from itertools import combinations
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.faults.reachability import cut_off, pair_of
+from everstep.node import worker_processes
 from everstep.node.worker_processes import probed
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
@@ -255,9 +257,16 @@ def test_a_node_that_cannot_be_done_without_is_named_once() -> None:
 # ------------------------------------------------------------------ what an agent does
 
 
-def test_a_probe_says_which_nodes_answer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as open_one, socket.create_server(("127.0.0.1", 0)) as other:
-        closed = other.getsockname()
-        other.close()
-        order = msg.ProbeLinks(task="t", addresses={"a": open_one.getsockname(), "b": closed})
-        assert probed(order) == msg.LinksProbed(task="t", reached=("a",), unreached=("b",))
+def test_a_probe_says_which_nodes_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is refused is an answer: the process is gone, its machine is reached."""
+    monkeypatch.setattr(worker_processes, "PROBE_S", 0.3)
+    with contextlib.ExitStack() as undo:
+        listening = [undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)) for _ in "abc"]
+        there, gone, deaf = (each.getsockname() for each in listening)
+        listening[1].close()
+        for _ in range(2):  # the kernel drops what comes after these: as a dead network does
+            waiting = undo.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(deaf)
+        order = msg.ProbeLinks(task="t", addresses={"a": there, "b": gone, "c": deaf})
+        assert probed(order) == msg.LinksProbed(task="t", reached=("a", "b"), unreached=("c",))

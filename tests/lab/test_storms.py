@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.core.cluster import fences
+from everstep.core.cluster.roster import Roster
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.events import ChunksFilled, PlanComputed
@@ -402,6 +404,31 @@ def test_twelve_storms_in_which_an_operator_cancels_leave_nothing_behind() -> No
         assert report.violation is None, f"everstep sim storm --plans --seeds {spec.seed}: {report.violation}"
         cancelled += any("TaskEnded" in line and "cancelled" in line for line in report.transcript)
     assert cancelled >= 6
+
+
+def test_fifteen_storms_beside_other_tasks_break_nothing() -> None:
+    """They compete for slots with the task that is simulated in full, and die and are cancelled meanwhile."""
+    seen = Counter[str]()
+    for seed in range(15):
+        report = run_storm(draw_storm(seed, "tasks"), cluster=True, record=True)
+        assert report.violation is None, f"everstep sim storm --tasks --seeds {seed}: {report.violation}"
+        ended = [line for line in report.transcript if "TaskEnded(task='other-" in line]
+        seen.update(state for state in ("finished", "cancelled") for line in ended if state in line)
+        seen["died"] += any("the worker of other-" in line for line in report.transcript)
+    assert seen["finished"] >= 15
+    assert seen["cancelled"] >= 2
+    assert seen["died"] >= 5
+
+
+def test_a_lost_node_of_which_only_one_task_hears_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Roster.on_node
+
+    def of_one_task(self: Roster, node: str) -> Any:
+        return [(task, worker) for task, worker in right(self, node) if not task.name.startswith("other-")]
+
+    monkeypatch.setattr(Roster, "on_node", of_one_task)
+    found = (run_storm(draw_storm(seed, "tasks"), cluster=True).violation for seed in range(40))
+    assert any(violation is not None for violation in found)
 
 
 def test_a_snapshot_that_forgets_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,8 +269,8 @@ class Agent:
             asyncio.get_running_loop().add_reader(kernel.fd, kernel.read, self._kernel_spoke)
         else:
             self.warn(
-                f"node {self.settings.node}: the kernel's log cannot be read ({kernel.error}), so that errors "
-                "of GPUs and memory in it go unheard; give the agent CAP_SYSLOG, or read access to it"
+                f"node {self.settings.node}: the kernel's log cannot be read ({kernel.error}): errors "
+                "of GPUs and memory go unheard; give the agent CAP_SYSLOG, or read access to it"
             )
         if self._warm is not None:
             self._started((1, (), self._warm))

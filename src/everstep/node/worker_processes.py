@@ -757,6 +757,8 @@ def probed(order: msg.ProbeLinks) -> msg.LinksProbed:
     def is_reached(address: tuple[str, int]) -> bool:
         try:
             socket.create_connection(address, timeout=PROBE_S).close()
+        except ConnectionRefusedError:
+            return True  # its machine has answered: the process is gone
         except OSError:
             return False
         return True

@@ -78,6 +78,9 @@ def storm_command(
         bool,
         typer.Option("--agents", help="As --cluster, with agents that are replaced under their workers."),
     ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="As --cluster, beside other tasks; half of them with --plans.")
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -113,6 +116,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --agents
 
+        everstep sim storm --seeds 0:500 --tasks
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -121,7 +126,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents]
+    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks]
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -226,6 +231,7 @@ def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> St
     if any(alone):
         kinds: tuple[StormKind, ...] = (
             *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans", "agents"),
+            "tasks",
         )
         chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:

@@ -31,8 +31,9 @@ from everstep.schedule.recovery_answer import answer
 from everstep_lab.draw import Draw
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.lines import Lines
+from everstep_lab.storm.others import SHAPE, OtherTasks
 from everstep_lab.storm.processes import Processes, part_written
-from everstep_lab.storm.scene import Scene
+from everstep_lab.storm.scene import Scene, plans_of
 from everstep_lab.storm.shard_group import LOCAL_US
 from everstep_lab.storm.spec import Spec
 from everstep_lab.storm.truth import VirtualState
@@ -64,7 +65,8 @@ class ClusterWorld:
         self._num_moves = 0
         self.processes = Processes(self, self.scene)
         rules = spec.rules
-        count = -(-rules.replicas * rules.stages // spec.workers_per_node) + SPARE_NODES
+        count = -(-(rules.replicas * rules.stages + len(spec.others)) // spec.workers_per_node) + SPARE_NODES
+        self.others = OtherTasks(self)
         self.nodes = [
             VirtualAgent(n, spec.workers_per_node * spec.shards, self, self.scene, self.processes)
             for n in range(count)
@@ -119,6 +121,7 @@ class ClusterWorld:
             votes_on_all=rules.vote_every == 1,
         )
         self.head.hear(submitted)
+        self.others.begin()
         for at_us, span_us in self.spec.pauses:
             self.scene.agenda.at(at_us, self.hear, msg.PauseRequested(task=TASK))
             self.scene.agenda.at(at_us + span_us, self.hear, msg.UnpauseRequested(task=TASK))
@@ -154,6 +157,7 @@ class ClusterWorld:
         waiting = [order for agent in up for order in agent.state.processes.waiting.values()]
         return ", ".join(
             [f"{process.me} lives on n{process.node}" for process in self.processes.living.values()]
+            + [f"the worker of {one.sender.task} lives" for one in self.others.living()]
             + [f"{order.worker} waits" for order in waiting]
             + [incident.what for incident in self.coordinator.log.open_ones()]
         )
@@ -164,7 +168,8 @@ class ClusterWorld:
         for incident in coordinator.log.open_ones():
             raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
         alarms = [incident.what for incident in coordinator.log.incidents]
-        if not self.spec.faults and alarms and self.spec.flip is None and not self.spec.rules.replays:
+        is_calm = not self.spec.faults and not any(task.killed_us for task in self.spec.others)
+        if is_calm and alarms and self.spec.flip is None and not self.spec.rules.replays:
             raise Violation(f"no false alarm: {alarms[0]} in a calm run")
         isolated = [f"slot {s} of {n.name}" for n in coordinator.nodes.values() for s in n.isolated_slots]
         if self.spec.flip is None and self.spec.spike is None and isolated:
@@ -213,7 +218,7 @@ class ClusterWorld:
         if one.number <= self._shown:
             return
         self._shown = one.number
-        if isinstance(one.event, msg.CancelRequested):
+        if isinstance(one.event, msg.CancelRequested) and one.event.task == TASK:
             self._check_cancel()
         if isinstance(one.event, msg.FromNode) and one.actions:
             self._check_sender(one.event)
@@ -222,6 +227,8 @@ class ClusterWorld:
             if self.scene.trace.lines is not None:
                 self.scene.trace.tell(self.scene.agenda.now_us, f"  action {action}")
             match action:
+                case msg.RecordRow(task=task) | msg.TaskEnded(task=task) if task != TASK:
+                    self.others.handled(action)
                 case msg.RecordRow():
                     self.scene.checkers.step_recorded(action.record)
                     self.scene.checkers.voters_counted(self.recovery)
@@ -247,7 +254,9 @@ class ClusterWorld:
     def _check_exit(self, event: msg.FromNode) -> None:
         """A worker that ended because one of its shards did: the report names the shard."""
         match event.report:
-            case msg.TaskEvent(event=ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)):
+            case msg.TaskEvent(
+                task=task, event=ev.WorkerExited(worker=worker, incarnation=incarnation, reason=reason)
+            ) if task == TASK:
                 process = self.workers.get(worker)
                 lost = 0 if process is None or process.incarnation != incarnation else process.lost_shard
                 if lost and f"shard {lost}" not in reason:
@@ -257,7 +266,7 @@ class ClusterWorld:
         """What a process did counts only while the coordinator believes in it."""
         report, sender = event.report, event.sender
         is_seal = isinstance(report, msg.TaskEvent) and isinstance(report.event, ev.StepSealed)
-        if sender is None or not (is_seal or isinstance(report, msg.PartWritten)):
+        if sender is None or sender.task != TASK or not (is_seal or isinstance(report, msg.PartWritten)):
             return
         seat = self.coordinator.tasks[TASK].seats.get(sender.worker)
         if seat is not None and (seat.node, seat.incarnation) != (event.node, sender.incarnation):
@@ -308,14 +317,20 @@ class ClusterWorld:
             again_s = self._planner.between(5, 100) / 1e3
         because = "the storm's planner"
         self.hear(
-            msg.AssignmentChosen(version=version, workers={TASK: workers}, because=because, review_s=again_s)
+            msg.AssignmentChosen(
+                version=version,
+                workers={TASK: workers, **dict.fromkeys(self.others.open, 1)},
+                because=because,
+                review_s=again_s,
+            )
         )
 
     def _thought(self, action: msg.Think, life: int) -> None:
         if self.head.up and life == self.head.life:
             self.asked.discard((action.task, action.question.epoch))
-            found = answer(action.question, self.scene.plans, self.spec.mode)
-            self.hear(msg.PlanAnswered(task=TASK, event=found))
+            plans = self.scene.plans if action.task == TASK else plans_of(SHAPE)
+            found = answer(action.question, plans, self.spec.mode)
+            self.hear(msg.PlanAnswered(task=action.task, event=found))
 
     def _node_changed(self, action: msg.NodeChanged) -> None:
         kept_out = action.state in ("isolated", "lemon", "silent", "gone")

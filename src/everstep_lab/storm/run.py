@@ -85,7 +85,8 @@ def _run(world: World | ClusterWorld, strikes: Strikes) -> None:
     agenda.at(heal_at, strikes.heal)
     world.begin()
     step = agenda.step
-    while scene.outcome is None:
+    others = world.others.open if isinstance(world, ClusterWorld) else ()
+    while scene.outcome is None or others:
         if not step():
             may_lose = any(fault.what in LOSING for fault in strikes.struck)
             if scene.num_stalls == (MOST_STALLS if may_lose else 0):

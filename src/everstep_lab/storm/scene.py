@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, uniform
 from everstep.schedule.cache import PlanCache
 from everstep_lab.agenda import Agenda
@@ -35,7 +36,7 @@ class Scene:
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()
         self.stuck_disks: set[int] = set()  # nodes on which nothing that is begun on a disk ends
-        self.plans = _plans(rules.replicas, rules.stages, rules.microbatches)
+        self.plans = plans_of(Shape(rules.replicas, rules.stages, rules.microbatches))
         self.outcome: str | None = None
         self.num_deaths = 0
         self.num_stalls = 0
@@ -65,14 +66,14 @@ class Scene:
 
 
 @lru_cache(maxsize=64)
-def _plans(replicas: int, stages: int, microbatches: int) -> PlanCache:
+def plans_of(shape: Shape) -> PlanCache:
     """A pure function of the shape, so storms may share it."""
-    grid = uniform(replicas=replicas, stages=stages, value=1.0)
+    grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
     return PlanCache(
         Instance(
-            replicas=replicas,
-            stages=stages,
-            microbatches=microbatches,
+            replicas=shape.replicas,
+            stages=shape.stages,
+            microbatches=shape.microbatches,
             forward=grid,
             input_grad=grid,
             weight_grad=grid,

@@ -42,6 +42,7 @@ StormKind = Literal[
     "cuts",
     "plans",
     "agents",
+    "tasks",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -51,6 +52,23 @@ OF_TASKS = tuple(
     for kind in FaultKind
     if kind not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, *OF_AGENTS, FaultKind.SHARD, FaultKind.UNREAD)
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTask:
+    """A task of one worker beside the one that is simulated in full. Times in us."""
+
+    name: str
+    steps: int
+    submitted_us: int
+    killed_us: tuple[int, ...] = ()  # when its worker dies, if it has one then
+    cancelled_us: int | None = None
+
+    def __str__(self) -> str:
+        words = [f"{self.name}: {self.steps} steps, at {self.submitted_us / 1e3:g} ms"]
+        words += [f"its worker dies at {at / 1e3:g} ms" for at in self.killed_us]
+        words += [] if self.cancelled_us is None else [f"cancelled at {self.cancelled_us / 1e3:g} ms"]
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +140,7 @@ class Spec:
     planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
     pauses: tuple[tuple[int, int], ...] = ()  # when an operator pauses the task, and for how long, in us
     cancel_us: int | None = None  # when an operator cancels it
+    others: tuple[OtherTask, ...] = ()
 
     def keep(self, which: tuple[int, ...]) -> Spec:
         return replace(self, faults=tuple(self.faults[i] for i in which))
@@ -149,6 +168,7 @@ class Spec:
             *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
             *([f"cancelled at {self.cancel_us / 1e3:g} ms"] if self.cancel_us is not None else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
+            *(str(task) for task in self.others),
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
 
@@ -431,6 +451,23 @@ def with_replaced_agents(spec: Spec) -> Spec:
     return replace(spec, rules=rules, faults=(*spec.faults, *more))
 
 
+def with_other_tasks(spec: Spec) -> Spec:
+    """The same storm beside other tasks, which come, die and are cancelled; half of them with plans."""
+    draw, duration = Draw(spec.seed, "tasks"), run_time_us(spec)
+    others = [
+        OtherTask(
+            name=f"other-{number}",
+            steps=draw.between(2, 12),
+            submitted_us=draw.choice((1, draw.below(duration))),
+            killed_us=tuple(draw.below(2 * duration) for _ in range(draw.choice((0, 1, 1, 3)))),
+            cancelled_us=draw.between(duration, 2 * duration) if draw.chance(0.2) else None,
+        )
+        for number in range(draw.between(1, 4))
+    ]
+    around = with_plans(spec) if draw.chance(0.5) else spec
+    return replace(around, others=tuple(others))
+
+
 AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "moves": with_moves,
     "groups": with_groups,
@@ -442,4 +479,5 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "cuts": with_cuts,
     "plans": with_plans,
     "agents": with_replaced_agents,
+    "tasks": with_other_tasks,
 }

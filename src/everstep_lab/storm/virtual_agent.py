@@ -35,6 +35,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.messages import Sender, ShardEnded
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import VirtualLink
+from everstep_lab.storm.others import OtherTasks, OtherWorker
 from everstep_lab.storm.processes import Processes, short
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.virtual_worker import VirtualWorker
@@ -65,6 +66,9 @@ class AgentWorld(Protocol):
     def acknowledged(self, agent: VirtualAgent) -> None: ...
 
     def started(self, agent: VirtualAgent, process: VirtualWorker) -> None: ...
+
+    @property
+    def others(self) -> OtherTasks: ...
 
 
 class VirtualLine:
@@ -113,11 +117,16 @@ class VirtualAgent:
         self.newest_term = 0  # of the coordinators heard
         self.line: VirtualLine | None = None
         self.workers: dict[Sender, VirtualWorker] = {}
+        self.others: dict[Sender, OtherWorker] = {}  # of other tasks
         self._backlog: list[AgentEvent] = []
         self._alarm_us: int | None = None
         self.has_server = True
         self.misses_server = False  # the agent has heard that it is dead
         self.stuck_starts = 0  # so many processes from now on hang before they report
+
+    @property
+    def tasks(self) -> OtherTasks:
+        return self.world.others
 
     @property
     def boot_name(self) -> str:
@@ -133,6 +142,8 @@ class VirtualAgent:
         for process in list(self.workers.values()):
             if process.alive:
                 self._bury(process, "its node lost power", silently=True)
+        for other in self.others.values():
+            other.alive = False
         if self.line is not None:
             self.line.close()
 
@@ -269,6 +280,11 @@ class VirtualAgent:
                 self._check_slot(action.order)
                 self._check_server(action)
                 self.scene.soon(self.scene.spec.weather.start_us, self._made, action, self.boot)
+            case ag.Kill(sender=sender) if sender in self.others:
+                self.tasks.ends(self.others[sender], "killed by SIGKILL")
+            case ag.PassOn(sender=sender, order=order) if sender in self.others:
+                if (other := self.others[sender]).alive:
+                    self.tasks.take(other, order)
             case ag.Kill(sender=sender):
                 self.kill(self.workers[sender], "killed by SIGKILL")
             case ag.PassOn(sender=sender, order=order):
@@ -329,10 +345,8 @@ class VirtualAgent:
     def _probed(self, order: msg.ProbeLinks, boot: int) -> None:
         connections = self.processes.connections
         unreached = tuple(
-            node
-            for node, address in order.addresses.items()
-            if address not in connections.living or connections.is_cut(self.number, int(node[1:]))
-        )
+            node for node in order.addresses if connections.is_cut(self.number, int(node[1:]))
+        )  # where the process is gone, its machine says so
         reached = tuple(node for node in order.addresses if node not in unreached)
         said = msg.LinksProbed(task=order.task, reached=reached, unreached=unreached)
         self.happens(AgentSaid(said), boot)
@@ -341,8 +355,8 @@ class VirtualAgent:
 
     def _check_slot(self, order: msg.StartProcess) -> None:
         """The worker that held the slot is gone, and its memory is free."""
-        for process in self.workers.values():
-            if process.slots & slots_of(order) or process.me == order.worker:
+        for process in (*self.workers.values(), *self.others.values()):
+            if process.slots & slots_of(order) or process.sender[:2] == (order.task, order.worker):
                 state = "lives" if process.alive else "holds its memory"
                 where = f"{self.name}:{order.slot}"
                 raise Violation(
@@ -364,6 +378,9 @@ class VirtualAgent:
         if not self.has_server:
             failed = ag.SpawnFailed(sender, "the fork server was killed by SIGKILL", server_died=True)
             self.happens(failed)
+            return
+        if order.task in self.tasks.open:
+            self.tasks.start(self, sender, slots_of(order))
             return
         process = self.workers[sender] = self.processes.start(sender, self.number)
         process.slots = slots_of(order)
@@ -406,7 +423,7 @@ class VirtualAgent:
             process.lost_shard = 0 if process.asleep else shard
             self.kill(process, "killed by SIGKILL")
 
-    def died(self, process: VirtualWorker, reason: str) -> None:
+    def died(self, process: VirtualWorker | OtherWorker, reason: str) -> None:
         """It is dead; its agent notices, and later there is nothing left of it."""
         delay = self.scene.weather.spread(self.scene.spec.weather.exit_us)
         noticed = ag.ProcessDied(process.sender, reason)
@@ -414,9 +431,10 @@ class VirtualAgent:
         cleared = delay + self.scene.weather.spread(self.scene.spec.weather.clear_us)
         self.scene.agenda.after(cleared, self._gone, process, self.boot)
 
-    def _gone(self, process: VirtualWorker, boot: int) -> None:
+    def _gone(self, process: VirtualWorker | OtherWorker, boot: int) -> None:
         if boot == self.boot:
             self.workers.pop(process.sender, None)
+            self.others.pop(process.sender, None)
             self.happens(ag.ProcessGone(process.sender))
 
     def _bury(self, process: VirtualWorker, reason: str, *, silently: bool = False) -> None:

@@ -232,7 +232,6 @@ class Waits:
                     yield f"{worker} counts as a member, and its process is gone"
 
     def _lives(self, task: Task, worker: object, incarnation: int) -> bool:
-        return any(
-            process.alive and process.me == worker and process.incarnation == incarnation
-            for process in self._world.processes.living.values()
-        )
+        others = (one.sender for one in self._world.others.living())
+        ours = (one.sender for one in self._world.processes.living.values() if one.alive)
+        return any(sender == (task.name, worker, incarnation) for sender in (*ours, *others))
