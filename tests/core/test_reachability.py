@@ -168,6 +168,18 @@ def test_where_all_wait_the_nodes_try_each_other_and_the_one_that_is_cut_off_is_
     assert (bad.probed, bad.awaited, bad.concerned) == ({}, set(), ())
 
 
+def test_what_a_probe_found_is_forgotten_where_not_all_answer() -> None:
+    """Else it would speak against a node long after."""
+    cluster = trains("abc", slots=2)
+    pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})
+    all_wait(cluster)
+    cluster.says(pair[0], msg.LinksProbed(task="t", reached=(), unreached=(pair[1],)), None)
+    cluster.wait(6.1)
+    bad = cluster.coordinator.tasks["t"].failures.links
+    assert (bad.probed, bad.awaited, bad.concerned, bad.judge_at) == ({}, set(), (), None)
+    assert set(states(cluster).values()) == {NodeState.UP}
+
+
 def test_where_all_wait_and_all_nodes_reach_each_other_no_node_is_named() -> None:
     cluster = trains("abc", slots=2)
     for _ in range(3):  # then all workers are restarted

@@ -355,7 +355,8 @@ class VirtualAgent:
 
     def _check_slot(self, order: msg.StartProcess) -> None:
         """The worker that held the slot is gone, and its memory is free."""
-        for process in (*self.workers.values(), *self.others.values()):
+        here: list[VirtualWorker | OtherWorker] = [*self.workers.values(), *self.others.values()]
+        for process in here:
             if process.slots & slots_of(order) or process.sender[:2] == (order.task, order.worker):
                 state = "lives" if process.alive else "holds its memory"
                 where = f"{self.name}:{order.slot}"

@@ -35,6 +35,7 @@ from everstep.protocol.work import QUIET_STEPS, mean_loss
 SHOWN_WITNESSES = 8
 MOST_BAD_LINKS = 4096  # of a task; what is beyond says nothing new
 MOST_PROBES = 3  # nodes that try a broken link from outside
+PROBE_SETTLES = 3  # times as long as links have to settle, for nodes that try each other
 MOST_STALLED = 8  # nodes that try each other, where all workers of a task wait
 ALL_WORKERS = "all workers"  # what is retried when they all wait
 SUSPECTED = "the numbers of step {}"  # an incident's name
@@ -280,7 +281,9 @@ class Failures:
         concerned = tuple(nodes)[:MOST_STALLED]
         if len(concerned) < 2:
             return []
+        bad.forget_probes()
         bad.concerned = concerned
+        bad.probed_until = bad.judge_at = now.at + PROBE_SETTLES * self._policy.patience.links_settle_s
         because = "all workers wait: can these nodes reach each other?"
         return self._ask_probes(task, concerned, [*concerned, *self._others(concerned)], because, now)
 
@@ -723,7 +726,9 @@ class Failures:
         actions: Actions = []
         for name in cut_off(pairs):
             actions += self._cut_off(task, name, pairs, now)
-        if not bad.links and not bad.awaited:
+        if bad.concerned and bad.awaited and now.at < bad.probed_until:
+            bad.judge_at = bad.probed_until
+        elif bad.concerned:
             bad.forget_probes()
         elif len(pairs) == 1 and not bad.probed:
             actions += self._probe(task, pairs[0], now)

@@ -209,6 +209,7 @@ class BadLinks:
     probed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node that was asked: not reached
     awaited: set[str] = field(default_factory=set)  # those of them that have not answered
     concerned: tuple[str, ...] = ()  # nodes that were probed because all workers wait
+    probed_until: float = 0.0  # what is not answered by then is not waited for
     told: set[str] = field(default_factory=set)  # nodes that could not be left: said once
 
     def forget_probes(self) -> None:
