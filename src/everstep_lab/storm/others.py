@@ -108,7 +108,7 @@ class OtherTasks:
             one.alive = False
             one.agent.died(one, reason)
 
-    def take(self, one: OtherWorker, order: msg.WorkerOrder) -> None:
+    def take(self, one: OtherWorker, order: object) -> None:
         """An order, which is there at once."""
         one.agent.happens(ag.ProcessSpoke(one.sender, msg.OrderTaken()))
         match order:
