@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -192,3 +194,20 @@ def test_trace_stacks_and_collect_of_a_cluster(tmp_path: Path, capfd: pytest.Cap
     assert "everstep-collect/tasks/job-stacks.json" in names
     assert "everstep-collect/metrics.txt" in names
     assert cluster.token.encode() not in whole
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
+def test_py_spy_is_asked_where_it_is_installed_also_for_a_process_that_is_stopped(tmp_path: Path) -> None:
+    code = "import time\ndef here():\n    print('ready', flush=True)\n    time.sleep(600)\nhere()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in ("running", "stopped"):
+            found = stacks_of(process.pid, tmp_path / "beacon")
+            assert found["how"] == "py-spy"
+            assert "here (<string>:4)" in main_thread(found["text"])
+            process.send_signal(signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,12 +1,17 @@
 """`everstep run --nproc`: its mistakes, its one document, and a real DDP script that loses a rank."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from everstep.log import MOST_LOG
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "torchrun_style.py"
 Everstep = Callable[..., Any]
@@ -63,6 +68,47 @@ def test_json_is_one_document_and_the_code_is_the_failing_ranks(
     assert incident["rank"] == 1
     assert "[1] out" in ran.err
     assert told["because"] in ran.err
+
+
+def test_a_script_that_raises_at_import_is_tried_once_more_and_told_with_its_line(
+    tmp_path: Path, idle_everstep: Everstep
+) -> None:
+    (tmp_path / "script.py").write_text("import os\nimport no_such_module_anywhere\n")
+    ran = idle_everstep("run", "--nproc", 2, "--log-dir", tmp_path, "--json", tmp_path / "script.py")
+    told = ran.document()
+    assert (ran.code, told["restarts"]) == (1, 1), ran.err
+    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in told["incidents"][0]["what"]
+    assert 'script.py", line 2, in <module>' in told["incidents"][0]["traceback"]
+    assert "rank_main" not in ran.err
+
+
+@pytest.mark.slow
+def test_a_gibibyte_without_a_newline_fills_neither_memory_nor_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os\nfor _ in range(1024): os.write(1, b'x' * (1 << 20))\nprint('the end')"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "everstep.cli.main",
+        "run",
+        "--nproc",
+        "1",
+        "--log-dir",
+        "logs",
+        "script.py",
+    ]
+    with (tmp_path / "shown").open("wb") as shown:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=shown, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss < 300 << 10, "KiB"
+    kept = [path for path in (tmp_path / "logs").rglob("stdout.log*") if path.is_file()]
+    assert sum(path.stat().st_size for path in kept) < 3 * MOST_LOG
+    assert max(kept, key=lambda path: path.stat().st_mtime).read_bytes().endswith(b"the end\n")
+    with (tmp_path / "shown").open("rb") as file:
+        assert file.seek(0, os.SEEK_END) >= 1 << 30, "all of it went to the terminal"
 
 
 def test_a_module_runs_as_python_m_does(tmp_path: Path, idle_everstep: Everstep) -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import queue
 import select
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,3 +325,28 @@ def test_a_folder_that_others_use_is_refused_and_left_as_it_is(tmp_path: Path) -
     for _ in range(2):  # its own folder, made and then found
         with held(tmp_path / "own", replace=False):
             pass
+
+
+def place(thread: threading.Thread) -> str:
+    assert thread.ident is not None
+    return traceback.extract_stack(sys._current_frames()[thread.ident])[-1].line or ""
+
+
+@pytest.mark.parametrize("how", ["close", "let_go"])
+def test_a_fork_server_that_does_not_answer_yet_does_not_hold_up_the_end_of_its_agent(
+    how: str, tmp_path: Path
+) -> None:
+    """An agent that had taken over waited two minutes in this thread, and systemd killed it after 30 s."""
+    path = tmp_path / "server"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        inherited, answers = InheritedServer(path), list[bool]()
+        assert inherited.ask()
+        waiting = threading.Thread(target=lambda: answers.append(inherited.answers(60.0)), daemon=True)
+        waiting.start()
+        until(lambda: "recv" in place(waiting), "it waits")
+        getattr(inherited, how)()
+        waiting.join(5.0)
+        assert not waiting.is_alive()
+    assert len(answers) == 1

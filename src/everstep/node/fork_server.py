@@ -142,7 +142,7 @@ class InheritedServer:
         """It ends its children and itself."""
         with contextlib.suppress(OSError):
             self._socket.send(b'{"end": true}')
-        self._socket.close()
+        self.let_go()
         self.path.unlink(missing_ok=True)
 
     @property
@@ -150,6 +150,8 @@ class InheritedServer:
         return self._socket.fileno() >= 0
 
     def let_go(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # a thread may wait in `answers`, and the process for it
         self._socket.close()
 
 

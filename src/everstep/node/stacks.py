@@ -41,7 +41,8 @@ def stacks_of(pid: int, beacon: Path) -> dict[str, Any]:
     """How they were read, and the text; or why there is none."""
     if (tool := shutil.which("py-spy")) is not None:
         try:
-            command = [tool, "dump", "--native", "--pid", str(pid)]
+            how = "--nonblocking" if _is_stopped(pid) else "--native"  # it cannot suspend what is stopped
+            command = [tool, "dump", how, "--pid", str(pid)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
         except (OSError, subprocess.TimeoutExpired):
             pass  # then the worker is asked itself
@@ -49,6 +50,10 @@ def stacks_of(pid: int, beacon: Path) -> dict[str, Any]:
             if done.returncode == 0:
                 return {"how": "py-spy", "text": done.stdout[:MOST_BYTES]}
     return _asked(pid, place_of(beacon))
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 def _asked(pid: int, path: Path) -> dict[str, Any]:

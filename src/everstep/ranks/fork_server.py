@@ -39,7 +39,11 @@ AUTO, NONE = "auto", "none"  # in `preload`: what the script imports; nothing
 WARM_S = 120.0  # to load it, from a slow disk on a busy machine
 _ORPHANS_S = 2.0  # to end them; one that waits for a broken disk does not hold the next life up
 _PR_SET_CHILD_SUBREAPER = 36
-_LATER = {"torch": ("torch._dynamo",)}  # its optimizers load this at their first use; as slow as torch itself
+# Loaded at the first use, and as slow as torch itself: by an optimizer, by `deepspeed.initialize`.
+_LATER = {
+    "torch": ("torch._dynamo",),
+    "deepspeed": ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
