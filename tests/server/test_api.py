@@ -10,8 +10,10 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -24,7 +26,11 @@ from everstep.errors import UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.server.agent_connections import AgentConnections
 from everstep.server.serve import ServerSettings
+from everstep.server.term import Term
+from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
 
 JOB = {
@@ -385,6 +391,29 @@ def test_a_report_of_a_later_version_is_acknowledged_and_counted(address: str) -
             ]
 
     asyncio.run(play())
+
+
+def test_an_older_journal_is_known_by_orders_that_it_does_not_have_whatever_was_sent_since() -> None:
+    """A real storm, seed 41: after the first agent's hello a task was ended, with orders to another node. Its
+    agent came with as many orders done as had been sent by then, took those for done, and kept its workers.
+    """
+    cluster = FakeCluster(nodes={"c": 2})
+    cluster.hear(msg.JournalBegun(journal="j", version="1", because="it is new"))
+    machine = cluster.coordinator
+    before = machine.nodes["c"].sent
+    term = SimpleNamespace(machine=machine, number=0, sent_before={"c": before})
+    lines = AgentConnections(cast(Term, term))
+    hello = msg.NodeJoined(
+        node="c", boot=machine.nodes["c"].boot, slots=2, host="h", journal="j", done=before + 1
+    )
+    cluster.submit(shape=Shape(1, 2, 1))
+    assert machine.nodes["c"].sent > hello.done
+    assert f"has carried out {before + 1} orders, and it has {before}" in lines.put_back(hello, 0)
+    assert lines.put_back(hello, 0) == "", "its second hello in this term"
+    term.sent_before = {"c": before}
+    assert lines.put_back(replace(hello, done=before), 0) == ""
+    term.sent_before = {"c": before}
+    assert lines.put_back(replace(hello, boot="another"), 0) == ""
 
 
 def test_a_journal_that_was_put_back_gets_an_id_of_its_own(address: str) -> None:

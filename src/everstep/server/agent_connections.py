@@ -130,12 +130,31 @@ class AgentConnections:
             await line.close()
             return line
         try:
-            if term > self._term.number and hello.journal == self._term.machine.policy.journal:
-                await self._term.begin_journal("it was put back: an agent has heard a later term of it")
+            if because := self.put_back(hello, term):
+                await self._term.begin_journal(f"it was put back: {because}")
+                self.close()  # the others are told its new id, and say what they have done
             await self._converse(line, hello, orders)
         except LostLeadership:
             await line.close()
         return line
+
+    def put_back(self, hello: msg.NodeJoined, term: int) -> str:
+        """Why this journal must be an older copy of the one that the agent followed; empty: it is not.
+
+        An agent has never carried out an order that was not in the journal before. Orders of this term do not
+        count when it says its first hello: it could not hear them yet.
+        """
+        machine = self._term.machine
+        node, before = machine.nodes.get(hello.node), self._term.sent_before.pop(hello.node, None)
+        if not hello.journal or hello.journal != machine.policy.journal:
+            return ""
+        if term > self._term.number:
+            return "an agent has heard a later term of it"
+        if node is not None and node.boot == hello.boot and before is not None and hello.done > before:
+            return (
+                f"the agent of {hello.node} has carried out {hello.done} orders, and it has {before} of them"
+            )
+        return ""
 
     def _busy(self, hello: msg.NodeJoined) -> bool:
         """Another agent of the same name is connected, and alive."""

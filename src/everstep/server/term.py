@@ -126,6 +126,7 @@ class Term:
         self.number = journal.term  # agents refuse orders of an older one
         self.machine = Coordinator()
         self.hearts = Heartbeats(patience_s=silence_s)
+        self.sent_before: dict[str, int] = {}  # by node not heard yet in this term: orders sent before it
         self.closed: set[str] = set()  # nodes whose last connection was closed, and not opened again
         self.thinking = Thinking()
         self.traffic = None if fabric is None else TrafficPlan(fabric)
@@ -174,6 +175,7 @@ class Term:
         self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
         if any(number > self._unsaved.after for number in self._aside):
             await self._take_snapshot()  # another version of Everstep must not handle it after all
+        self.sent_before = {node.name: node.sent for node in self.machine.nodes.values()}
         self.returns.expect([n.name for n in self.machine.nodes.values() if n.reachable], time.monotonic())
         self.record.lead()
         self.record.say(
