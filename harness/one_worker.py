@@ -81,7 +81,7 @@ class OneWorker:
             clip = self.job.optimizer.clip
             scale = 1.0 if clip is None else min(1.0, clip / max(squares, 1e-30) ** 0.5)
             self.updater.apply(step, mean, scale)
-        self.tensors.updated(step)
+        self.tensors.updated(step, skipped=False)
         self.tensors.release_sum(step)
         return squares
 

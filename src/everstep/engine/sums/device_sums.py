@@ -39,17 +39,15 @@ class DeviceSums:
     def add(self, flat: Tensor, contributions: Sequence[tuple[int, Tensor]]) -> None:
         """As few launches as can be: the host needs longer for each than the device for a small tensor."""
         held: dict[int, Tensor] = {}
+        kind = contributions[0][1].dtype
         for index, contribution in contributions:
-            is_other = any(contribution.dtype != one.dtype for one in held.values())
-            if is_other or index in held or len(held) == kernels.MOST:
+            if contribution.dtype != kind or index in held or len(held) == kernels.MOST:
                 self._add_at_once(flat, held)
-                held = {}
+                held, kind = {}, contribution.dtype
             held[index] = contribution
         self._add_at_once(flat, held)
 
     def _add_at_once(self, flat: Tensor, held: Mapping[int, Tensor]) -> None:
-        if not held:
-            return
         addends = [
             kernels.Addend(x.contiguous(), index, self._slots[index].offset, index in self._untouched)
             for index, x in held.items()
