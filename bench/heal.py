@@ -2,12 +2,14 @@
 
     python bench/heal.py                       4 workers, 30 kills
     python bench/heal.py --growth              the same for 4, 8 and 16 workers
+    python bench/heal.py --shapes 4x2,4x4,8x4,8x8 --rest 20 --kills 20     8 to 64 workers, on 16 cores
     python bench/heal.py --kills 50 --json
 
 first op        from SIGKILL to the first op that any survivor runs in the new epoch
 next step       from SIGKILL to the next step that is sealed at every stage, in healthy steps of the same run;
                 a run without faults would show 0.5 on average
-Every killed worker is brought back and has rejoined before the next one is killed.
+Every killed worker is brought back and has rejoined before the next one is killed. With `--rest` ops rest so
+many milliseconds instead of computing (`harness.slow_workers`): then a core serves several workers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from everstep.core.task.states import Member
 from everstep.job.job import DataSpec, Job, ModelSpec
@@ -30,6 +35,7 @@ from everstep.node.fork_server import ForkServer
 from everstep.protocol.incidents import Incident
 from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
+from harness import slow_workers
 
 EAGER = Patience(restarts_per_place=10_000, restarts_per_node=10_000, backoff_s=0.0)  # chaos kills on and on
 
@@ -80,15 +86,18 @@ class Chaos:
 def measure(
     replicas: int, stages: int, kills: int, preset: str, fork_server: ForkServer, seed: int, **more: Any
 ) -> dict[str, Any]:
-    job = Job(
-        **more,
-        model=ModelSpec(preset=preset),
-        data=DataSpec(kind="synthetic", rows=4),
-        replicas=replicas,
-        stages=stages,
-        microbatches=4,
-        steps=1_000_000,
-    )
+    rest_ms = more.pop("rest")
+    shape = {"replicas": replicas, "stages": stages, "microbatches": 4, "steps": 1_000_000}
+    if rest_ms:
+        rests = {"rest_ms": [rest_ms] * stages, "weight_ms": rest_ms}
+        job = Job.from_dict(slow_workers.job_of(**rests, **shape, **more))
+    else:
+        job = Job(
+            **more,
+            **shape,
+            model=ModelSpec(preset=preset),
+            data=DataSpec(kind="synthetic", rows=4),
+        )
     chaos = Chaos(kills, seed)
     outcome = LocalTask(job, fork_server=fork_server, watch=chaos, patience=EAGER).run()
     return evaluate(chaos, outcome)
@@ -136,13 +145,16 @@ def main() -> int:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe")
     parser.add_argument("--growth", action="store_true", help="4, 8 and 16 workers")
+    parser.add_argument("--shapes", default="2x2", help="replicas x stages, several with commas")
+    parser.add_argument("--rest", type=float, default=0.0, help="milliseconds of an op instead of computing")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    shapes = [(2, 2), (4, 2), (4, 4)] if given.growth else [(2, 2)]
+    names = ["2x2", "4x2", "4x4"] if given.growth else given.shapes.split(",")
+    shapes = [tuple(map(int, name.split("x"))) for name in names]
     fork_server = ForkServer().start()
     results = {}
     for replicas, stages in shapes:
-        job = {name: getattr(given, name) for name in ("device", "precision", "transport")}
+        job = {name: getattr(given, name) for name in ("device", "precision", "transport", "rest")}
         result = measure(replicas, stages, given.kills, given.preset, fork_server, given.seed, **job)
         results[f"{replicas}x{stages}"] = result
         if not given.json:
@@ -154,7 +166,7 @@ def main() -> int:
             print(f"  microbatches {result['microbatches']}", flush=True)
     fork_server.close()
     if given.json:
-        print(json.dumps(results["2x2"] | ({"growth": results} if given.growth else {})))
+        print(json.dumps(results[names[0]] | ({"growth": results} if len(names) > 1 else {})))
     return 0
 
 

@@ -2,6 +2,8 @@
 
     python -m harness.steered_training                 cable dead in mid-run (root)
     python -m harness.steered_training --harm cut
+    python -m harness.steered_training --seeds 20 --rate 40            healthy: one run per seed of the hashes
+    python -m harness.steered_training --seeds 20 --rate 40 --unsteered
 
 Two hosts, an agent in each, a coordinator in the first; every step's reduce crosses the spines. Everything is
 the real program: coordinator, agents, workers, their links. The cable is the busiest one of leaf 1.
@@ -34,7 +36,7 @@ from harness.fabric_testbed import Testbed
 JOB = """
 steps = {steps}
 replicas = 2
-stages = 2
+stages = {stages}
 microbatches = 2
 seed = 1
 transport = "tcp"
@@ -66,6 +68,8 @@ def main() -> int:
     parser.add_argument("--dead", type=int, default=0, help="a spine whose cable to leaf 2 is dead all along")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--at", type=int, default=40, help="the step at which it happens")
+    parser.add_argument("--seeds", type=int, default=0, help="a run of --steps for each, nothing harmed")
+    parser.add_argument("--stages", type=int, default=2, choices=(1, 2, 4))
     parser.add_argument("--unsteered", action="store_true", help="workers that know nothing of the fabric")
     parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of a cable")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for the run")
@@ -92,7 +96,7 @@ def main() -> int:
 
 def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     (folder / "fabric.json").write_text(json.dumps(topology_document(testbed.topology())))
-    (folder / "job.toml").write_text(JOB.format(steps=args.steps, folder=folder))
+    (folder / "job.toml").write_text(JOB.format(steps=args.steps, stages=args.stages, folder=folder))
     control_network()
     everstep = [sys.executable, "-m", "everstep.cli.main"]
     state = ["--state", str(folder / "state")]
@@ -108,13 +112,14 @@ def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str,
                 "--node",
                 f"h{number}",
                 "--slots",
-                "2",
+                str(args.stages),
             ]
             words += ["--host", testbed.host(number)]
             if not args.unsteered:
                 words += ["--fabric-ports", "24000-27999"]
             running.append(start(f"h{number}", [*everstep, *words]))
-        return testbed.inside("h1", lambda: follow(testbed, folder, everstep, args))
+        work = each_seed if args.seeds else follow
+        return testbed.inside("h1", lambda: work(testbed, folder, everstep, args))
     finally:
         for process in reversed(running):
             process.send_signal(signal.SIGINT)
@@ -162,6 +167,32 @@ def follow(testbed: Testbed, folder: Path, everstep: list[str], args: argparse.N
         time.sleep(0.02)
     spines = sorted(planned_spines(routes_from(routes)))
     return {"planned_spines": spines, **summary(folder, seen, harmed, client.get("/v1/status"), args)}
+
+
+def each_seed(
+    testbed: Testbed, folder: Path, everstep: list[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """One task after the other on the healthy fabric, each with other hashes; the median step of each."""
+    client = Client(address=ADDRESS, token=TOKEN)
+    wait_for(lambda: sum(node["connected"] for node in client.get("/v1/status")["nodes"]) == 2, 120.0)
+    medians = []
+    for seed in range(1, args.seeds + 1):
+        testbed.seed(seed)
+        name = f"seed-{seed}"
+        words = ["submit", str(folder / "job.toml"), "--name", name, "--address", ADDRESS, "--token", TOKEN]
+        start("h1", [*everstep, *words]).wait()
+        wait_for(lambda name=name: client.get(f"/v1/tasks/{name}")["state"] == "finished", args.limit)
+        rows = client.get(f"/v1/tasks/{name}")["rows"]
+        medians.append(statistics.median(row["seconds"] for row in rows[len(rows) // 2 :]))
+        print(f"seed {seed}: {medians[-1]:.3f} s per step", file=sys.stderr, flush=True)
+    return {
+        "finished": True,
+        "steered": not args.unsteered,
+        "mean_step_s": statistics.fmean(medians),
+        "median_step_s": statistics.median(medians),
+        "worst_step_s": max(medians),
+        "steps_s": medians,
+    }
 
 
 def is_known_dead(routes: dict[str, Any] | None, link: str) -> bool:

@@ -217,8 +217,11 @@ class NetSpec:
     encrypt: bool = False  # on every TCP connection; needs the package cryptography
     # every chunk of a message carries a tag made with the task's secret; auto: except on loopback
     authenticate: Literal["auto", "always", "never"] = "auto"
+    sockets: int = 1  # more than one: large tensors between CPU workers go over so many at once
 
     def __post_init__(self) -> None:
+        at_least("net.sockets", self.sockets, 1)
+        at_most("net.sockets", self.sockets, 16)
         if self.encrypt and self.authenticate == "never":
             raise UserError(
                 'net.encrypt = true authenticates as well, and net.authenticate is "never"; leave one out.'
@@ -332,6 +335,11 @@ class Job:
         at_least("min_stages", self.min_stages, 0)
         at_least("min_shards", self.min_shards, 0)
         at_least("memory_interval", self.memory_interval, 0)
+        if self.net.sockets > 1 and self.device.startswith("cuda"):
+            raise UserError(
+                f"net.sockets is {self.net.sockets}, which is for CPU workers, but device is "
+                f"{self.device!r}; leave net.sockets out. NCCL has NCCL_NSOCKS_PERTHREAD for [environment]."
+            )
         if self.memory_gib is not None:
             positive("memory_gib", self.memory_gib)
         at_most("steps", self.steps, 10**9)

@@ -5,6 +5,7 @@ shared memory, and puts whatever arrives into one inbox. The transport is chosen
     shm    same machine, CPU: the same with memory files
     nccl   different GPUs: the message announces a transfer on a lane, the bytes go from GPU to GPU
     pipe   the same protocol between CPU workers of one machine: what tests use
+    bundle `net.sockets` between CPU workers: the same over several sockets
     tcp    all others, and until the peer is known or its lane is open: through the host and a socket
 
 Each worker says of itself which memory it can share and which lanes it can open; both ends of a pair compute
@@ -41,6 +42,7 @@ from everstep.job.job import NetSpec
 from everstep.log import say
 from everstep.net import frames, host_memory, nccl, seal
 from everstep.net.arena import Arena, CudaMemory, Mappings, SharedFiles, SharedMemory, UnmappableError
+from everstep.net.bundle import PIECE_BYTES, BundleWire
 from everstep.net.completions import Completions
 from everstep.net.envelope import (
     DTYPES,
@@ -61,8 +63,7 @@ from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
 
-# By transport: what carries the bytes of a lane. All others of `chosen` need no lane.
-WIRES: dict[str, Callable[[torch.device], Wire]] = {"nccl": nccl.NcclWire, "pipe": lambda device: PipeWire()}
+BUNDLE, LEAST_BUNDLED = "bundle", 2 * PIECE_BYTES  # smaller messages take the socket of the link
 MAX_COMPUTES = 300
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
 _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
@@ -112,10 +113,12 @@ def bits_differ(mine: Identity, theirs: Identity) -> str | None:
 
 
 def identity_of(
-    device: torch.device, transport: str, computes: str = "", *, encrypt: bool = False
+    device: torch.device, transport: str, computes: str = "", *, encrypt: bool = False, sockets: int = 1
 ) -> Identity:
     """Of a worker that computes on this device. NCCL does not encrypt: then its lanes stay on one machine."""
     kind, memory, lanes = _memory_and_lanes(device, transport)
+    if sockets > 1 and device.type == "cpu":
+        lanes = lanes or f"{BUNDLE} {sockets}"
     if encrypt and lanes.startswith("nccl"):
         lanes = f"{lanes} {_machine()}"
     return Identity(kind, memory, lanes, computes)
@@ -168,6 +171,20 @@ class PlaneSettings:
     source_port: Callable[[str, int], int | None] | None = None
 
 
+# By transport: what carries the bytes of a lane. All others of `chosen` need no lane.
+WIRES: dict[str, Callable[[PlaneSettings], Wire]] = {
+    "nccl": lambda settings: nccl.NcclWire(settings.device),
+    "pipe": lambda settings: PipeWire(),
+    BUNDLE: lambda settings: BundleWire(
+        settings.secret,
+        settings.host,
+        settings.net.sockets,
+        partial(seal.accepted, settings.net),
+        bind=settings.bind,
+    ),
+}
+
+
 class DataPlane:
     """Sends a worker's parcels, and opens those that arrive. `got` hears of tensors as soon as they are here:
     the worker itself may be busy for long.
@@ -182,7 +199,9 @@ class DataPlane:
         encrypt = settings.net.encrypt
         if encrypt:
             seal.require_encryption()
-        self.identity = identity_of(device, settings.transport, settings.computes, encrypt=encrypt)
+        self.identity = identity_of(
+            device, settings.transport, settings.computes, encrypt=encrypt, sockets=settings.net.sockets
+        )
         listener = settings.listener or (listening(settings.bind) if settings.bind else None)
         self.links = Links(
             LinkEvents(
@@ -210,7 +229,7 @@ class DataPlane:
         self._lanes: Lanes | None = None
         if self.identity.lanes:
             kind = self.identity.lanes.partition(" ")[0]
-            self._lanes = Lanes(self.links, partial(WIRES[kind], device), deliver=self._deliver, kind=kind)
+            self._lanes = Lanes(self.links, partial(WIRES[kind], settings), deliver=self._deliver, kind=kind)
         self._fills = ArrivingFills(device, self._deliver)
         self.reads = SharedReads(self.links.send)
         self.carriers: dict[Address, str] = {}  # what carried tensors to it last
@@ -416,6 +435,8 @@ class DataPlane:
         if not tensors or what in _LASTING:
             return "tcp", None
         pair = self._pair(to)
+        if pair == BUNDLE and sum(tensor.nbytes for tensor in tensors) < LEAST_BUNDLED:
+            return "tcp", None
         if pair in WIRES:
             lane = None if self._lanes is None else self._lanes.lane(to)
             use = lane is not None and (self.waits or lane.state is LaneState.READY)

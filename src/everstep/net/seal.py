@@ -138,6 +138,10 @@ class Sealer(_Tags):
     def next_chunk(self, data: memoryview) -> memoryview:
         return data if self.suite is Suite.PLAIN else data[:CHUNK_BYTES]
 
+    def other_end(self) -> Unsealer:
+        """For a connection on which only its acceptor sends: then this end receives."""
+        return Unsealer(self.suite, self._key)
+
 
 class Unsealer(_Tags):
     """The receiving end. `want` is where the next bytes of the message belong; it stays the same until a
@@ -149,6 +153,10 @@ class Unsealer(_Tags):
         self._got = 0  # of the chunk and its tag
         self._tag = memoryview(bytearray(TAG_BYTES))
         self._sealed = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES if suite is Suite.AES_GCM else 0))
+
+    def other_end(self) -> Sealer:
+        """For a connection on which only its acceptor sends."""
+        return Sealer(self.suite, self._key)
 
     def room(self, want: memoryview) -> Sequence[memoryview]:
         """Where the next bytes from the wire go."""
