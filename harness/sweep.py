@@ -244,6 +244,7 @@ class Sweep:
         carrying and of launching are compared.
         """
         self.transport, self.shard, self.graphs = transport, shard, graphs
+        self.sockets = 1  # of each pair of workers, in healed runs
         options = {key: value for key, value in (("depth", depth), ("experts", experts)) if value}
         self.job = Job(
             model=ModelSpec(preset=preset, options=options),
@@ -283,7 +284,8 @@ class Sweep:
         with tempfile.TemporaryDirectory() as folder:
             job = self._job(point)
             clean = self._clean_run(job)
-            job = replace(job, transport=self.transport, graphs=self.graphs)  # type: ignore[arg-type]
+            net = replace(job.net, sockets=self.sockets)
+            job = replace(job, transport=self.transport, graphs=self.graphs, net=net)  # type: ignore[arg-type]
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()

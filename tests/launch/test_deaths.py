@@ -205,6 +205,19 @@ def test_a_death_while_pieces_of_parts_are_sent_leaves_the_losses_of_a_clean_run
     assert result["incidents"] == len(point.faults)
 
 
+@pytest.mark.slow
+def test_a_death_with_several_sockets_per_pair_leaves_the_losses_of_a_clean_run(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Of a model whose sums are large enough to be cut over them."""
+    sweep = Sweep(preset="gpt-1m", steps=4, data=SHORT, transport="tcp", fork_server=fork_server)
+    sweep.sockets, sweep.job = 3, replace(sweep.job, log=str(tmp_path))
+    result = sweep.try_point(next(p for p in points() if "step=3,op=R,when=sending" in p.name))
+    assert result["ok"], result
+    assert result["max_relative_loss_difference"] == 0.0
+    assert any("go by bundle" in path.read_text() for path in tmp_path.glob("*.log"))
+
+
 SHARDED = [
     "shard owner in its update stage=0,replica=1,step=3,op=U,when=sending",
     "shard owner and guard 0 1, checkpoint",
