@@ -132,6 +132,35 @@ def test_a_rank_finds_every_variable_that_torchrun_sets() -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "7"), "the person's own stay"
 
 
+@pytest.mark.parametrize(
+    ("visible", "device"), [(None, "1"), ("4,5,6,7", "5"), ("GPU-a,GPU-b", "GPU-b"), ("3", None)]
+)
+def test_a_rank_with_a_device_of_its_own_is_local_rank_0_and_sees_no_other(
+    visible: str | None, device: str | None
+) -> None:
+    place = RankPlace(
+        rank=3,
+        first_rank=2,
+        ranks=4,
+        group=1,
+        num_groups=2,
+        life=1,
+        max_restarts=0,
+        run_id="x",
+        master_address="a",
+        master_port=5,
+        folder=Path("f"),
+        has_own_device=True,
+    )
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if device is None:
+        with pytest.raises(UserError, match=r"needs a GPU for each of the 2 ranks.* is '3'; give fewer"):
+            rank_environment(place, inherited)
+        return
+    found = rank_environment(place, inherited)
+    assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"], found["RANK"]) == ("0", device, "3")
+
+
 def test_a_script_runs_as_python_would_run_it(run: Run, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("word = 'beside'\n")
     told = run(
