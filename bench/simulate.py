@@ -107,12 +107,13 @@ def _range(seeds: str) -> tuple[int, int]:
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
     from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
-    from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS
+    from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS, VIRTUAL_MUTANTS
 
     kinds: dict[str, StormKind] = {
         **dict.fromkeys(MUTANTS, ""),
         **dict.fromkeys(SHARD_MUTANTS, "sharded"),
         **dict.fromkeys(GROUP_MUTANTS, "groups"),
+        **dict.fromkeys(VIRTUAL_MUTANTS, "virtual"),
         **dict.fromkeys(CLUSTER_MUTANTS, "cluster"),
         **dict.fromkeys(MEMORY_MUTANTS, "moves"),
         **dict.fromkeys(CANCEL_MUTANTS, "plans"),

@@ -8,6 +8,7 @@
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
     python bench/sweep.py --shards 2 --experts 4    80 points; the experts of a block are on two processes
     python bench/sweep.py --shards 2 --context      80 points; each of two processes has a part of every row
+    python bench/sweep.py --virtual 2     every point with workers that run two parts of the model
     python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -80,6 +81,10 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
         str(given.shards),
         "--experts",
         str(given.experts),
+        "--virtual",
+        str(given.virtual),
+        "--virtual-order",
+        given.virtual_order,
         *(["--context"] if given.context else []),
         *(["--shard"] if given.shard else []),
     ]
@@ -116,6 +121,8 @@ def main() -> int:
         "--experts", type=int, default=0, help="of every block; with --shards spread over them, a multiple"
     )
     parser.add_argument("--context", action="store_true", help="with --shards: each has a part of every row")
+    parser.add_argument("--virtual", type=int, default=1, help="parts of the model that each worker runs")
+    parser.add_argument("--virtual-order", default="v", help="v or interleaved")
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
@@ -171,6 +178,8 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         shard=given.shard,
         graphs=given.graphs,
         clean=clean_in(given.results),
+        virtual=given.virtual,
+        virtual_order=given.virtual_order,
     )
     known = set(sweep.clean)
     results: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from everstep.core.worker.updates import Updates
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol.events import LedgerReported
 from everstep.protocol.messages import ShardEnded
-from everstep.protocol.parcels import ParcelKind
+from everstep.protocol.parcels import ParcelKind, Part
 from everstep.protocol.work import AssembleSum, Ledger, ReleaseGradients, Resume, SumChunk, Update
 from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS, Patch
 
@@ -316,6 +316,47 @@ def end_of_a_shard_is_not_named() -> list[Patch]:
     return [(NodeProcesses, "_spoke", wrong)]
 
 
+def own_tensor_lost() -> list[Patch]:
+    """Parts: what a worker sends to itself is lost where it is interrupted."""
+    right = WorkerState.interrupt
+
+    def wrong(self: WorkerState, epoch: int) -> Ledger:
+        self.mail.own.clear()
+        return right(self, epoch)
+
+    return [(WorkerState, "interrupt", wrong)]
+
+
+def parts_weighed_twice() -> list[Patch]:
+    """Parts: a microbatch counts as often as its worker has parts."""
+    right = Reduction._check
+
+    def wrong(self: Reduction, parts: list[Part], step: int) -> Part:
+        found = right(self, parts, step)
+        return found._replace(weights=found.weights * self.rules.virtual)
+
+    return [(Reduction, "_check", wrong)]
+
+
+def one_part_of_the_dead_is_owed() -> list[Patch]:
+    """Parts: of a worker that holds its sum, only the first part counts as done."""
+    right = owed_module._StepView._done
+
+    def wrong(self: Any) -> Any:
+        later = {part for part in range(len(self.stage_of)) if part >= self.shape.stages}
+        return {place: by for place, by in right(self).items() if place[1] not in later or place in self.run}
+
+    return [(owed_module._StepView, "_done", wrong)]
+
+
+VIRTUAL_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make
+    for make in (
+        own_tensor_lost,
+        parts_weighed_twice,
+        one_part_of_the_dead_is_owed,
+    )
+}
 GROUP_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
@@ -367,7 +408,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
     of_clusters = CLUSTER_MUTANTS | MEMORY_MUTANTS | TIMER_MUTANTS | CANCEL_MUTANTS
-    all_of_them = MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | of_clusters
+    all_of_them = MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | VIRTUAL_MUTANTS | of_clusters
     patches = all_of_them[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:

@@ -238,6 +238,8 @@ class Sweep:
         data: DataSpec | None = None,
         depth: int | None = None,
         experts: int = 0,
+        virtual: int = 1,
+        virtual_order: str = "v",
         fork_server: ForkServer | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
@@ -245,6 +247,7 @@ class Sweep:
         """
         self.transport, self.shard, self.graphs = transport, shard, graphs
         self.sockets = 1  # of each pair of workers, in healed runs
+        depth = depth or (3 * virtual if virtual > 1 else None)  # a part of three stages has a layer
         options = {key: value for key, value in (("depth", depth), ("experts", experts)) if value}
         self.job = Job(
             model=ModelSpec(preset=preset, options=options),
@@ -258,6 +261,8 @@ class Sweep:
             graphs="never",
             shards=shards,
             context_parallel=context,
+            virtual=virtual,
+            virtual_order=virtual_order,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self._shared = fork_server is not None
@@ -339,6 +344,7 @@ class Sweep:
             f"{job.model.preset} on {job.device} in {job.precision}, {job.shards} shards"
             f"{' of rows' if job.context_parallel else ''}, "
             f"{job.replicas} x {job.stages}, {job.steps} steps, {job.optimizer}"
+            f"{f', {job.virtual} parts per worker, {job.virtual_order}' if job.virtual > 1 else ''}"
         )
         if key not in self.clean:
             outcome = self.run(job, ())

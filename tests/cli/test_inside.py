@@ -22,6 +22,7 @@ from everstep.node.recent_ops import recorded
 from everstep.node.stacks import place_of, stacks_of
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.shape import Fold
 from everstep.server import step_timeline
 from harness.cluster import Cluster
 
@@ -34,7 +35,7 @@ def traced(folder: Path) -> list[dict[str, Any]]:
     answers: dict[str, Any] = {}
     for node, me in (("a", SENDER), ("b", RECEIVER)):
         beacon = folder / f"beacon-{me.stage}"
-        recorder = WorkerRecorder.beside(str(beacon), me, replicas=1, stages=2)
+        recorder = WorkerRecorder.beside(str(beacon), me, replicas=1, fold=Fold(2))
         for step in (6, 7):
             begun = time.monotonic_ns()
             recorder.op(step, begun, begun + 5000, 5000)

@@ -201,7 +201,7 @@ class Scenario:
         state = self.workers[worker]
         match item:
             case work.Contribute():
-                return (), dict.fromkeys(state.now.accumulated(), 1.0)
+                return (), {m: 1.0 for m, _ in state.now.accumulated()}
             case work.SumChunk():
                 share = self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
                 return (share if worker.replica == item.members[0] else 0.0,)

@@ -9,6 +9,7 @@ from everstep.core.worker.step_state import StepState
 from everstep.protocol.events import StepSealed
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Part
+from everstep.protocol.shape import Fold
 from everstep.protocol.work import Members, Resume
 
 RULES = TaskRules(replicas=2, stages=1, microbatches=1, steps=900)
@@ -20,7 +21,7 @@ def order(epoch: int, live: tuple[int, ...], *, recorded: int = 0) -> Resume:
 
 
 def second_peer(steps: int) -> Announcements:
-    news = Announcements(Mailbox(Worker(1, 0), incarnation=1), RULES)
+    news = Announcements(Mailbox(Worker(1, 0), Fold(2), incarnation=1), RULES)
     news.mail.order = order(1, (0, 1))
     for step in range(1, steps + 1):
         losses = ((Microbatch(0, 0), float(step)), (Microbatch(1, 0), float(step)))

@@ -19,7 +19,7 @@ from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.shape import Shape
+from everstep.protocol.shape import Fold, Shape
 from everstep.protocol.work import Members, Resume, SuspectedStep, mean_loss
 from tests.core.fake_cluster import FakeCluster
 
@@ -129,7 +129,7 @@ def test_each_worker_checks_one_other_and_in_the_end_every_other(live: tuple[int
     for step in range(1, 60):
         found = {}
         for replica in live:
-            mail = Mailbox(Worker(replica, 0), incarnation=1)
+            mail = Mailbox(Worker(replica, 0), Fold(2), incarnation=1)
             mail.order = Resume(epoch=1, attempts=((0, 0),), step=1, members=(Members(1, (live,), (1,)),))
             found[replica] = Votes(mail, rules)._host(step).replica
         assert sorted(found.values()) == list(live)
@@ -151,7 +151,7 @@ def test_the_state_of_a_new_member_is_compared_in_its_first_step(
 ) -> None:
     """It was compared at the next vote or checkpoint, many steps later."""
     rules = TaskRules(replicas=3, stages=1, microbatches=4, steps=99, vote_every=vote_every)
-    mail = Mailbox(Worker(0, 0), incarnation=1)
+    mail = Mailbox(Worker(0, 0), Fold(2), incarnation=1)
     members = (Members(1, ((0, 1),), (1,)), Members(7, ((0, 1, 2),), (2,)))
     mail.order = Resume(epoch=2, attempts=((0, 0),), step=5, members=members)
     votes = Votes(mail, rules)

@@ -17,6 +17,7 @@ from everstep.diagnose.live_diagnosis import DiagnosisStream
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.shape import Fold
 
 MS = 1_000_000
 
@@ -83,8 +84,8 @@ def test_the_last_records_of_a_killed_process_can_be_read(tmp_path: Path) -> Non
 
 
 def test_both_ends_of_a_parcel_give_it_one_number(tmp_path: Path) -> None:
-    sender = WorkerRecorder(tmp_path / "a", Worker(1, 0), replicas=2, stages=2)
-    receiver = WorkerRecorder(tmp_path / "b", Worker(1, 1), replicas=2, stages=2)
+    sender = WorkerRecorder(tmp_path / "a", Worker(1, 0), replicas=2, fold=Fold(2))
+    receiver = WorkerRecorder(tmp_path / "b", Worker(1, 1), replicas=2, fold=Fold(2))
     parcel = Parcel(ParcelKind.ACTIVATION, 0, 12, 1, Microbatch(1, 3))
     sender.sent(parcel, 1, 1, 4096)
     receiver.got(parcel, 4096)
@@ -173,7 +174,7 @@ def test_a_slowed_worker_is_told_from_its_rings(tmp_path: Path) -> None:
     for replica in range(2):
         for stage in range(2):
             path = tmp_path / f"{replica}{stage}"
-            recorder = WorkerRecorder(path, Worker(replica, stage), replicas=2, stages=2)
+            recorder = WorkerRecorder(path, Worker(replica, stage), replicas=2, fold=Fold(2))
             length = int(10 * MS * (1.8 if (replica, stage) == (1, 0) else 1.0))
             for step in range(1, 21):
                 for op in range(6):

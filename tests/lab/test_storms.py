@@ -73,6 +73,7 @@ SEEN_IN_GROUPS = {
     "state_counts_without_every_slice": 6,
     "end_of_a_shard_is_not_named": 4,
 }
+SEEN_WITH_PARTS = {"own_tensor_lost": 10, "parts_weighed_twice": 0, "one_part_of_the_dead_is_owed": 23}
 SEEN_IN_MOVES = {"one_holder_is_asked": 41}
 SEEN_WITH_HANGS = {
     "no_timer_of_silent_node": 0,
@@ -249,6 +250,21 @@ def test_a_planted_bug_of_shards_is_seen(name: str) -> None:
     with planted(name):
         assert run_storm(spec, cluster=True).violation is not None
     assert run_storm(spec, cluster=True).violation is None
+
+
+@pytest.mark.parametrize("name", SEEN_WITH_PARTS)
+def test_a_planted_bug_of_workers_with_several_parts_is_seen(name: str) -> None:
+    with planted(name):
+        assert violation_of("virtual", SEEN_WITH_PARTS[name]) is not None
+    assert violation_of("virtual", SEEN_WITH_PARTS[name]) is None
+
+
+def test_fifteen_storms_with_several_parts_per_worker_break_nothing() -> None:
+    orders = set()
+    for seed in range(15):
+        orders.add(draw_storm(seed, "virtual").rules.fold[1:])
+        assert (found := violation_of("virtual", seed)) is None, found
+    assert orders >= {(2, True), (2, False), (3, True)}
 
 
 def test_fifteen_storms_with_shards_break_nothing() -> None:

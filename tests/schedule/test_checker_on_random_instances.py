@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.protocol.shape import Fold
 from everstep.schedule import MODES, Done, Instance, Microbatch, Schedule, Worker, plan
 from everstep.schedule.bounds import stash_of_mode
 from everstep.schedule.lockstep import lockstep
@@ -18,10 +19,12 @@ from everstep_lab.schedule.check import deadlocks, violations
 @st.composite
 def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     replicas, stages, count = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    fold = Fold(stages, draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()))
+    parts = fold.parts
     times = st.sampled_from([1.0, 1.0, 2.0, 0.5, 3.25])
     rows = draw(
         st.lists(
-            st.lists(st.tuples(times, times, times), min_size=stages, max_size=stages),
+            st.lists(st.tuples(times, times, times), min_size=parts, max_size=parts),
             min_size=1,
             max_size=replicas,
         )
@@ -32,17 +35,20 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     dead = frozenset(w for w in dead if spared[w.stage] != w.replica)
     workers = [Worker(k, s) for k in range(replicas) for s in range(stages)]
     per_stage = st.lists(times, min_size=stages, max_size=stages).map(tuple)
+    per_part = st.lists(times, min_size=parts, max_size=parts).map(tuple)
     limit = draw(st.sampled_from(["none", "count", "bytes", "both"]))
-    caps = {w: draw(st.integers(1, 6)) for w in workers} if limit in ("count", "both") else None
-    held = draw(per_stage), draw(per_stage)
+    least = fold.virtual
+    caps = {w: draw(st.integers(least, 6 * least)) for w in workers} if limit in ("count", "both") else None
+    held = draw(per_part), draw(per_part)
+    each = [sum(max(held[0][p], held[1][p]) for p in fold.parts_of(s)) for s in range(stages)]
     memory = (
-        {w: max(held[0][w.stage], held[1][w.stage]) * draw(st.sampled_from([1, 2.5, 4])) for w in workers}
+        {w: each[w.stage] * draw(st.sampled_from([1, 2.5, 4])) for w in workers}
         if limit in ("bytes", "both")
         else None
     )
     instance = Instance(
         replicas=replicas,
-        stages=stages,
+        stages=parts,
         microbatches=count,
         hop=draw(st.sampled_from([0.0, 0.25, 2.0])),
         forward=tuple(tuple(x[0] for x in row) for row in grid),
@@ -54,8 +60,10 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
         memory=memory,
         held_forward=held[0],
         held_weight=held[1],
-        boundary=(1.0,) * stages,
+        boundary=(1.0,) * parts,
         dead=dead,
+        virtual=fold.virtual,
+        turns=fold.turns,
     )
     return draw(breaks(instance)) if broken_step else instance
 
@@ -76,7 +84,7 @@ def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
     done = {
         place: Done(host, letters)
         for place, (host, letters) in kinds.items()
-        if Worker(host, place[1]) not in instance.dead
+        if Worker(host, instance.fold.stage(place[1])) not in instance.dead
     }
     return replace(instance, done=done, stash_cap=None, memory=None)
 
@@ -99,7 +107,7 @@ def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Insta
     in_step = lockstep(alike, mode, 0.0, 10_000, caps)
     assert in_step is not None
     assert violations(alike, answer_in_step(alike, mode, in_step, 0.0)) == []
-    assert len(in_step.moved) == len(alike.dead) * alike.microbatches
+    assert len(in_step.moved) == len(alike.dead) * alike.virtual * alike.microbatches
 
 
 @given(instances(broken_step=True), st.sampled_from(["reroute", "decoupled", "staggered"]))

@@ -11,7 +11,7 @@ from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.node.recent_ops import last_steps
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.ops import Worker
-from everstep.protocol.shape import Shape
+from everstep.protocol.shape import Fold, Shape
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import step_timeline
 from harness.cluster import Cluster, small_job
@@ -60,7 +60,7 @@ def test_the_newest_step_that_all_have_is_shown_and_a_broken_one_without_names()
 
 def test_the_last_whole_steps_come_from_a_workers_own_recorder(tmp_path: Path) -> None:
     beacon = tmp_path / "beacon-t-0-0-1"
-    recorder = WorkerRecorder.beside(str(beacon), Worker(0, 0), replicas=2, stages=2)
+    recorder = WorkerRecorder.beside(str(beacon), Worker(0, 0), replicas=2, fold=Fold(2))
     for step in range(1, 7):
         for op in range(4):
             begun = step * 10**9 + op * 10**6

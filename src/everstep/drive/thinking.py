@@ -131,7 +131,9 @@ class Thinking:
         for name, scheduler in self.schedulers.items():
             if (task := machine.tasks.get(name)) is not None:
                 known = self.measured.of(name)
-                known.instance, known.mode = scheduler.profile.measured(task.speeds.slow), scheduler.mode
+                measured = scheduler.profile.measured(task.speeds.slow)
+                known.instance = None if measured is None else measured.merged()
+                known.mode = scheduler.mode
                 known.slow = dict(task.speeds.slow)
 
     def outdated(self, task: Task, step: int, first: int) -> msg.PlanAnswered | None:

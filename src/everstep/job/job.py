@@ -24,6 +24,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
+MOST_VIRTUAL = 8  # parts per worker
 MOST_SHARDS = 64  # of a worker: they are on one node
 _NO_VOTES = {
     "replicas": "needs a second replica to compute microbatches again; give replicas = 2 or more.",
@@ -285,6 +286,8 @@ class Job:
     max_replicas: int = 0  # on a cluster, the most that the planner may give by itself; 0: `replicas`
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
+    virtual: int = 1  # parts of the model that each worker runs: the pipeline is so many times as long
+    virtual_order: Literal["v", "interleaved"] = "v"  # v: parts 0 1 2 | 5 4 3 on three stages; 0 1 2 | 3 4 5
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
     min_shards: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `shards`
     sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
@@ -330,6 +333,8 @@ class Job:
             )
         for name, value in self.environment.items():
             _refuse_variable(name, value)
+        at_least("virtual", self.virtual, 1)
+        at_most("virtual", self.virtual, MOST_VIRTUAL)
         at_least("seed", self.seed, 0)
         at_least("max_replicas", self.max_replicas, 0)
         at_least("min_stages", self.min_stages, 0)
@@ -363,7 +368,8 @@ class Job:
             if self.sequence_parallel:
                 presets.refuse_shards(self.shards, length)
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
-        at_most("replicas * stages * microbatches", self.replicas * self.stages * self.microbatches, MOST_OPS)
+        parts = self.stages * self.virtual
+        at_most("replicas * stages * microbatches", self.replicas * parts * self.microbatches, MOST_OPS)
 
     def refuse_contradictions(self) -> None:
         """In a job that a user gives: a later change of its shape can leave such settings behind."""
@@ -391,6 +397,7 @@ class Job:
                 )
         self._refuse_keeping()
         self._refuse_scaling()
+        self._refuse_virtual()
         if self.net.encrypt and self.transport == "nccl":
             raise UserError(
                 'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
@@ -455,10 +462,24 @@ class Job:
                     f'{name} is for precision = "fp16", and precision is "{self.precision}"; leave it out.'
                 )
 
+    def _refuse_virtual(self) -> None:
+        """What workers with several parts cannot do."""
+        if self.virtual == 1:
+            return
+        parts = f"virtual = {self.virtual}"
+        if self.stages == 1:
+            raise UserError(f"{parts} needs 2 stages or more, and stages is 1; leave virtual out.")
+        if self.shards > 1:
+            raise UserError(f"{parts} cannot be combined with shards = {self.shards}; leave one of them out.")
+        if self.graphs == "always":
+            raise UserError(f'{parts} cannot be recorded, and graphs is "always"; leave graphs out.')
+        if self.verify.votes == "every":
+            raise UserError(f'{parts} cannot be combined with verify.votes = "every"; leave one of them out.')
+
     @property
     def vote_period(self) -> tuple[int, int]:
         """As `VerifySpec.period`; (0, 0) where no two workers compute the same bits."""
-        if self.replicas == 1 or self.shards > 1 or self.accumulate == "fp32":
+        if self.replicas == 1 or self.shards > 1 or self.virtual > 1 or self.accumulate == "fp32":
             return 0, 0
         if self.verify.votes == "auto" and self.device != "cpu":
             return 0, 0
@@ -474,12 +495,24 @@ class Job:
         return self.replicas * self.microbatches
 
     @property
+    def turns(self) -> bool:
+        return self.virtual_order == "v"
+
+    @property
     def chunks(self) -> int:
         """Of each stage's optimizer state; 0: it is not sharded."""
         return CHUNKS_PER_REPLICA * self.replicas if self.optimizer.shard else 0
 
     def task_shape(self) -> Shape:
-        return Shape(self.replicas, self.stages, self.microbatches, chunks=self.chunks, shards=self.shards)
+        return Shape(
+            self.replicas,
+            self.stages,
+            self.microbatches,
+            chunks=self.chunks,
+            shards=self.shards,
+            virtual=self.virtual,
+            turns=self.turns,
+        )
 
     def reshaped(self, replicas: int, stages: int, shards: int | None = None) -> Self:
         """The same training, the same batch, cut otherwise. `shards`: as many as now, if not given."""
@@ -516,9 +549,9 @@ class Job:
             return 1
         form, config = self.model.shape(), self._hf_config()
         if form is not None:
-            return form.depth + 2
+            return (form.depth + 2) // self.virtual
         depth = config.get("num_hidden_layers", config.get("n_layer"))
-        return depth + 2 if isinstance(depth, int) else None
+        return (depth + 2) // self.virtual if isinstance(depth, int) else None
 
     def heads(self) -> dict[str, int | None]:
         """Of a Hugging Face model, where its config says: shards share them out."""

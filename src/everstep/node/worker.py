@@ -158,7 +158,9 @@ def _run(spec: WorkerSpec, job: Job, line: AgentLine | _Pipe, group: ShardGroup 
 def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
     sender, job = spec.sender, program.job
     loader = None
-    if sender.worker.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
+    fold = job.task_shape().fold
+    ends = (fold.stage(0), fold.stage(fold.parts - 1))
+    if sender.worker.stage in ends:  # forked, if at all, before there are threads and devices
         loader = Loader(program.data, ahead=job.load_ahead)
         program = replace(program, data=loader)
         if program.evaluation is not None:
@@ -173,7 +175,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     seen = spec.beacon_path if shard == 0 else None
     recorder = None
     if seen is not None:
-        recorder = WorkerRecorder.beside(str(seen), sender.worker, replicas=job.replicas, stages=job.stages)
+        recorder = WorkerRecorder.beside(str(seen), sender.worker, replicas=job.replicas, fold=fold)
     plane = DataPlane(
         PlaneSettings(
             secret=bytes.fromhex(spec.secret),

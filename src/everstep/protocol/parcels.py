@@ -19,8 +19,8 @@ from everstep.protocol.ops import Microbatch
 
 
 class ParcelKind(StrEnum):
-    ACTIVATION = "A"  # into `stage`, of `microbatch`
-    GRADIENT = "G"  # into `stage`, of `microbatch`
+    ACTIVATION = "A"  # into part `stage` of the model, of `microbatch`
+    GRADIENT = "G"  # into part `stage` of the model, of `microbatch`
     PART = "P"  # `sender`'s gradients for the chunk that `owner` sums
     SUM = "S"  # the chunk that `owner` has summed
     HELD = "H"  # `sender` holds the whole sum
@@ -51,7 +51,7 @@ class Parcel(NamedTuple):
 
     @property
     def maker(self) -> int:
-        """Of a boundary tensor, the stage it comes from: of an activation the one before, of a gradient the
+        """Of a boundary tensor, the part it comes from: of an activation the one before, of a gradient the
         one behind.
         """
         return self.stage - 1 if self.what is ParcelKind.ACTIVATION else self.stage + 1
@@ -74,6 +74,7 @@ class Part(NamedTuple):
     executed: int  # ops this worker ran for the step, to show that nothing was run twice
     weights: tuple[float, ...]  # of the microbatches, in their order
     scores: Scores = ()
+    parts: tuple[int, ...] = ()  # of the model, one per microbatch; empty: a worker has one part
 
 
 class StepHashes(NamedTuple):

@@ -21,7 +21,7 @@ from everstep.protocol.ops import Kind, Microbatch, Op, Replicas, Worker, parse_
 from everstep.protocol.parcels import Parcel, StateTransfer
 from everstep.protocol.table import Json
 
-Place = tuple[Microbatch, int]  # (microbatch, stage)
+Place = tuple[Microbatch, int]  # (microbatch, part of the model): with one part per worker, its stage
 # Opaque to decisions; which type each one has follows from what it goes with.
 Facts = Any  # with a parcel, by its kind
 Answer = Any  # of the shell to a work item, by the item
@@ -577,7 +577,7 @@ class DropStashes:
     """Let go of what F and I of these microbatches left for a W: their gradients are in the sum, here."""
 
     step: int
-    microbatches: tuple[Microbatch, ...]
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)

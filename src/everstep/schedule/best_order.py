@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from everstep.schedule.compact import Compact
 from everstep.schedule.dispatch import HABITS, dispatch
+from everstep.schedule.folded import FOLDED_HABITS, dispatch_folded
 from everstep.schedule.modes import MODES
 from everstep.schedule.timing import Timing, run, steady
 
@@ -16,10 +20,15 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
     """The best of a few habits; one at least, and no more once the bound is met."""
     best: tuple[float, list[list[int]], Timing] | None = None
     cost = max(1, problem.num_ops())
-    for tried, habit in enumerate(HABITS):
+    tries: list[Callable[[], list[list[int]]]] = (
+        [partial(dispatch_folded, problem, habit) for habit in FOLDED_HABITS]
+        if problem.is_folded
+        else [partial(dispatch, problem, habit, bound) for habit in HABITS]
+    )
+    for tried, make in enumerate(tries):
         if best is not None and (cost * (tried + 1) > effort or best[0] <= bound * (1 + GOOD_ENOUGH)):
             break
-        order = dispatch(problem, habit, bound)
+        order = make()
         timing = time_order(problem, order, mode)
         value = value_of(timing, mode)
         if best is None or value < best[0] - 1e-12:
@@ -29,7 +38,7 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
 
 
 def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
-    first = run(problem, order, [0.0] * problem.stages)
+    first = run(problem, order, [0.0] * len(problem.closing))
     return steady(problem, order, first) if MODES[mode].staggered else first
 
 

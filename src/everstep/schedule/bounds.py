@@ -130,6 +130,8 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     """No schedule of this mode is shorter. `caps` tightens the stash per stage, as 1F1B does."""
     if instance.done:
         return _bound_of_the_rest(instance)
+    if instance.virtual > 1:
+        return _folded_bound(instance, mode, caps)
     return _slowest(instance, _stages(instance, mode, caps), mode)
 
 
@@ -250,17 +252,80 @@ def _sorts(
 def _bound_of_the_rest(instance: Instance) -> float:
     """The rest of a broken step: what is left at a stage spread evenly, and what is pinned to one worker."""
     best = 0.0
-    for stage in range(instance.stages):
-        live = instance.live(stage)
+    for at in range(instance.fold.stages):
+        parts = instance.fold.parts_of(at)
+        live = instance.live(parts[0])
         pinned = dict.fromkeys(live, 0.0)
-        fastest = min(work_time(instance, Worker(k, stage)) for k in live)
         loose = 0.0
-        for microbatch in instance.homes():
-            done = instance.done.get((microbatch, stage))
-            if done is None:
-                loose += fastest
-            elif done.host in pinned:
-                pinned[done.host] += work_time(instance, Worker(done.host, stage), done.kinds)
+        for part in parts:
+            fastest = min(work_time(instance, Worker(k, part)) for k in live)
+            for microbatch in instance.homes():
+                done = instance.done.get((microbatch, part))
+                if done is None:
+                    loose += fastest
+                elif done.host in pinned:
+                    pinned[done.host] += work_time(instance, Worker(done.host, part), done.kinds)
         level = max((sum(pinned.values()) + loose) / len(live), max(pinned.values()))
-        best = max(best, level + instance.closing(stage))
+        best = max(best, level + instance.closing(at))
     return best
+
+
+def _folded_bound(instance: Instance, mode: str, caps: list[int] | None) -> float:
+    """Where workers run several parts. A stage's window opens with an F of its first part: every F of its
+    later ones is of a microbatch that has passed there. Until a gradient is back from the end of the pipeline
+    its workers run nothing but F, and no more of them than their stashes hold; the rest of that time they
+    are idle, whatever is hosted where. Beside that time all the work of the stage must fit:
+
+        window >= idle + the least that the busiest worker has of all (microbatch, part)
+    """
+    staggered, fused = MODES[mode].staggered, MODES[mode].fused
+    parts = range(instance.stages)
+    live = [instance.live(part) for part in parts]
+    least = [  # F and I of each part, by its fastest worker
+        (
+            min(instance.forward[k][p] for k in live[p]),
+            min(instance.input_grad[k][p] + (instance.weight_grad[k][p] if fused else 0.0) for k in live[p]),
+        )
+        for p in parts
+    ]
+    at = [instance.fold.stage(part) for part in parts]
+    hops = [instance.hop if at[p] != at[p + 1] else 0.0 for p in parts[:-1]]
+    best = 0.0
+    for stage in range(instance.fold.stages):
+        mine = instance.fold.parts_of(stage)
+        first, last = mine[0], mine[-1]
+        back = sum(f for f, _ in least[first:]) + sum(hops[first:])
+        back += sum(b for _, b in least[last + 1 :]) + sum(hops[last:])
+        idle = min(max(0.0, back - _forwards_before(instance, k, mine, caps)) for k in live[first])
+        window = idle + _folded_level(instance, mine, live[first]) + instance.closing(stage)
+        head = sum(f for f, _ in least[:first]) + sum(hops[:first])
+        tail = sum(b for _, b in least[:first]) + sum(hops[:first]) if fused else 0.0
+        best = max(best, window if staggered else head + window + tail)
+    if not staggered:  # the way of one microbatch
+        once = sum(f + b for f, b in least) + 2 * sum(hops)
+        weight = 0.0 if fused else min(instance.weight_grad[k][0] for k in live[0])
+        best = max(best, once + weight + instance.closing(at[0]))
+    return best
+
+
+def _forwards_before(instance: Instance, replica: int, parts: Sequence[int], caps: list[int] | None) -> float:
+    """The most F, in seconds, that a worker can run before its first I."""
+    jobs, held = instance.replicas * instance.microbatches, 0.0
+    for part in parts:
+        most = stash_limit(instance, Worker(replica, part))[0]
+        held += max(1.0, most if caps is None else min(most, caps[part]))
+    return min(held, jobs * len(parts)) * max(instance.forward[replica][part] for part in parts)
+
+
+def _folded_level(instance: Instance, parts: Sequence[int], live: Sequence[int]) -> float:
+    """The least time of the busiest worker, by work alone: linear programming's dual, with workers weighed by
+    their speed. Where all ops are alike it is rounded up to whole microbatches.
+    """
+    jobs = instance.replicas * instance.microbatches
+    work = {k: [work_time(instance, Worker(k, part)) for part in parts] for k in live}
+    kinds = {seconds for row in work.values() for seconds in row}
+    if len(kinds) == 1:
+        return -(-jobs * len(parts) // len(live)) * kinds.pop()
+    speeds = {k: 1.0 / max(sum(row), 1e-12) for k, row in work.items()}
+    total = sum(speeds.values())
+    return jobs * sum(min(speeds[k] / total * work[k][p] for k in live) for p in range(len(parts)))

@@ -111,13 +111,7 @@ class PlanCache:
         to_new = {old: new for new, old in to_old.items()}
 
         def workers() -> list[Worker]:
-            shape = self.healthy
-            return [
-                w
-                for k in range(shape.replicas)
-                for s in range(shape.stages)
-                if (w := Worker(k, s)) not in dead
-            ]
+            return [worker for worker in self.healthy.workers() if worker not in dead]
 
         def old(worker: Worker) -> Worker:
             return Worker(to_old[worker.replica], worker.stage)

@@ -8,7 +8,8 @@ replica of each sort.
     unit    u = (replica * microbatches + number) * stages + stage     of the folded replicas
     op      3 * u + kind, kind 0: F, 1: I (or B), 2: W
             a fused backward has a W of its own only where a split one was broken off between its I and W
-    worker  replica * stages + stage
+    cell    replica * stages + stage: one part of the model on one replica, with its times and its share of
+            the stash; `worker` says who runs it: with one part per worker, of the same number
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNLIMITED = float("inf")
 
 @dataclass(slots=True)
 class Compact:
-    """What the generators work on. Lists are indexed by folded worker or by unit."""
+    """What the generators work on. Lists are indexed by folded cell or by unit."""
 
     stages: int
     microbatches: int
@@ -36,17 +37,23 @@ class Compact:
     forward: list[float]
     backward: list[float]  # I, or B when fused
     weight: list[float]
-    closing: list[float]  # per stage: reduce and update
-    room: list[float]  # per worker: what its stash may hold
-    takes: list[float]  # per worker: what F takes of it
+    closing: list[float]  # per stage of workers: reduce and update
+    room: list[float]  # what its stash may hold
+    takes: list[float]  # what F takes of it
     frees_early: list[float]  # what the end of I gives back
     frees_late: list[float]  # what the end of W gives back
-    host: list[int]  # per unit: worker
+    host: list[int]  # per unit: cell
     key: list[int]  # per unit: smaller is more urgent; key % len(key) is the unit
     have_forward: bytearray  # per unit: done before we start
     have_input: bytearray
     have_weight: bytearray
     moved: dict[Place, int]
+    worker: list[int]  # per cell: folded replica * stages of workers + stage
+
+    @property
+    def is_folded(self) -> bool:
+        """Do workers run several parts?"""
+        return len(self.closing) < self.stages
 
     def num_ops(self) -> int:
         weights = sum(self.have_input) if self.fused else len(self.host)
@@ -83,8 +90,8 @@ def compact(
     """Choose hosts (unless given), fold clean replicas. `stash_cap` per stage tightens the instance's own."""
     moved = choose_hosts(instance) if moved is None else moved
     replicas, stands_for = _fold(instance, moved)
-    stages, count = instance.stages, instance.microbatches
-    workers = [Worker(k, s) for k in replicas for s in range(stages)]
+    stages, count, at = instance.stages, instance.microbatches, instance.fold
+    workers = [Worker(k, s) for k in replicas for s in range(stages)]  # cells
     folded = {k: i for i, k in enumerate(replicas)}
     host = [i * stages + s for i in range(len(replicas)) for _ in range(count) for s in range(stages)]
     size = len(host)
@@ -111,7 +118,7 @@ def compact(
         forward=[instance.forward[k][s] for k, s in workers],
         backward=backward,
         weight=weight,
-        closing=[instance.closing(s) for s in range(stages)],
+        closing=[instance.closing(s) for s in range(at.stages)],
         room=[x[0] for x in limits],
         takes=[x[1] for x in limits],
         frees_early=[x[1] - x[2] for x in limits],
@@ -122,19 +129,45 @@ def compact(
         have_input=have[1],
         have_weight=have[2],
         moved=moved,
+        worker=[i * at.stages + at.stage(s) for i in range(len(replicas)) for s in range(stages)],
     )
 
 
+def _capacity(instance: Instance, cell: Worker) -> tuple[float, float | None]:
+    """Of a worker's stash what one of its parts may use: microbatches, and bytes (None: no limit).
+
+    A part further from the end holds each microbatch for longer, so it gets more, in proportion to what lies
+    behind it. With one stash for all, and nothing reserved, the first part could fill it with many
+    microbatches, and the last part of the first of them, which alone makes room, would never run.
+    """
+    fold = instance.fold
+    worker = Worker(cell.replica, fold.stage(cell.stage))
+    count: float = UNLIMITED if instance.stash_cap is None else instance.stash_cap.get(worker, UNLIMITED)
+    size = None if instance.memory is None else instance.memory.get(worker)
+    if instance.virtual == 1:
+        return count, size
+    mine = fold.parts_of(worker.stage)
+    behind = {part: instance.stages - part for part in mine}
+    total = sum(behind.values())
+    if count < UNLIMITED:
+        counts = {part: 1 + int(count - len(mine)) * behind[part] // total for part in mine}
+        counts[mine[0]] += int(count) - sum(counts.values())
+        count = counts[cell.stage]
+    if size is not None:
+        spare = size - sum(map(instance.bytes_per_microbatch, mine))
+        size = instance.bytes_per_microbatch(cell.stage) + spare * behind[cell.stage] / total
+    return count, size
+
+
 def stash_limit(instance: Instance, worker: Worker) -> tuple[float, float]:
-    """Most microbatches a worker can hold between F and I, and between I and W, each taken alone."""
-    count: float = UNLIMITED
-    if instance.stash_cap is not None:
-        count = instance.stash_cap.get(worker, UNLIMITED)
-    if instance.memory is None or worker not in instance.memory:
+    """Most microbatches a worker can hold between F and I, and between I and W, each taken alone; of one that
+    runs several parts: at this one of them.
+    """
+    count, size = _capacity(instance, worker)
+    if size is None:
         return count, count
     early = instance.held_forward[worker.stage] if instance.held_forward else 0.0
     late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
-    size = instance.memory[worker]
     if instance.stash_cap is not None and max(early, late):
         early = late = max(early, late)
     return (min(count, size // early) if early else count), (min(count, size // late) if late else count)
@@ -142,18 +175,12 @@ def stash_limit(instance: Instance, worker: Worker) -> tuple[float, float]:
 
 def _stash(instance: Instance, worker: Worker, stash_cap: Sequence[int] | None) -> tuple[float, float, float]:
     """(room, what F takes, what is left from I to W), in bytes if only bytes limit, else in microbatches."""
-    in_bytes = (
-        stash_cap is None
-        and instance.stash_cap is None
-        and instance.memory is not None
-        and worker in instance.memory
-        and instance.bytes_per_microbatch(worker.stage) > 0
-    )
-    if in_bytes:
-        assert instance.memory is not None
+    _, size = _capacity(instance, worker)
+    each = instance.bytes_per_microbatch(worker.stage)
+    if stash_cap is None and instance.stash_cap is None and size is not None and each > 0:
         # F reserves the larger phase: an I that had to wait for memory might never get it.
         late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
-        return instance.memory[worker], instance.bytes_per_microbatch(worker.stage), late
+        return size, each, late
     count = min(stash_limit(instance, worker))
     if stash_cap is not None:
         count = min(count, stash_cap[worker.stage])

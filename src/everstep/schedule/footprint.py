@@ -116,6 +116,24 @@ class StageFigures:
         )
 
 
+def together(parts: Sequence[StageFigures]) -> StageFigures:
+    """A worker that runs several parts of the model. What it holds of a microbatch is counted per part, by
+    the largest of them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        parameters=sum(part.parameters for part in parts),
+        joined=sum(part.joined for part in parts),
+        sent=sum(part.sent for part in parts) / len(parts),
+        **{name: max(getattr(part, name) for part in parts) for name in _OF_THE_LARGEST},
+    )
+
+
+_OF_THE_LARGEST = ("largest", "held_forward", "held_weight", "host", "inside", "workspace")
+
+
 class When(StrEnum):
     ALWAYS = "always"
     OPS = "while microbatches are computed"

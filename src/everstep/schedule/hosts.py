@@ -35,10 +35,14 @@ def choose_hosts(instance: Instance, *, patience: float = 1.0) -> dict[Place, in
     few = 3 * instance.replicas * instance.stages * instance.microbatches > FEW_HELPERS_FROM_OPS
     broken = {worker.replica for worker in instance.dead}
     moved: dict[Place, int] = {}
+    guests: Counter[Worker] = Counter()  # what a worker hosts for others at its other parts
     for stage, (level, quota) in enumerate(quotas):
         if len(quota) < instance.replicas or min(quota.values()) < instance.microbatches:
-            keep_up_to = max(level, patience * busiest)
-            moved.update(_spread(instance, stage, quota, keep_up_to, broken, few=few))
+            keep_up_to, at = max(level, patience * busiest), instance.fold.stage(stage)
+            hosted = {k: guests[Worker(k, at)] for k in quota}
+            found = _spread(instance, stage, quota, keep_up_to, broken, hosted, few=few)
+            guests.update(Worker(k, at) for k in found.values())
+            moved.update(found)
     return moved
 
 
@@ -77,7 +81,14 @@ def work_time(instance: Instance, worker: Worker, done: str = "") -> float:
 
 
 def _spread(
-    instance: Instance, stage: int, quota: dict[int, int], busiest: float, broken: set[int], *, few: bool
+    instance: Instance,
+    stage: int,
+    quota: dict[int, int],
+    busiest: float,
+    broken: set[int],
+    hosted: dict[int, int],
+    *,
+    few: bool,
 ) -> dict[Place, int]:
     count = instance.microbatches
     keep = {
@@ -92,7 +103,8 @@ def _spread(
     given = dict.fromkeys(helpers, 0)
     moved: dict[Place, int] = {}
     for number, home in sorted(homeless):
-        helper = min((k for k in helpers if given[k] < room[k]), key=lambda k: given[k] / room[k])
+        free = (k for k in helpers if given[k] < room[k])
+        helper = min(free, key=lambda k: (given[k] / room[k], hosted[k]))
         given[helper] += 1
         moved[home, number, stage] = helper
     return moved
@@ -116,8 +128,9 @@ def _fewest(helpers: Sequence[int], room: dict[int, int], homeless: int) -> list
 def _hosts_of_the_rest(instance: Instance) -> dict[Place, int]:
     """The rest of a broken step: where the stash is, else at home if it lives, else with the least loaded."""
     moved: dict[Place, int] = {}
+    loads: dict[int, dict[int, float]] = {}  # by stage of workers
     for stage in range(instance.stages):
-        load = dict.fromkeys(instance.live(stage), 0.0)
+        load = loads.setdefault(instance.fold.stage(stage), dict.fromkeys(instance.live(stage), 0.0))
         homeless: list[Microbatch] = []
         for microbatch in instance.homes():
             done = instance.done.get((microbatch, stage))

@@ -38,33 +38,40 @@ class Lockstep:
     """One pipeline's order and clock, and who hosts what in each slot."""
 
     pipeline: Compact
-    order: list[list[int]]  # per stage
+    order: list[list[int]]  # per stage of workers
     timing: Timing
     slots: list[list[int]]  # per replica: the slot of each of its microbatches
     moved: dict[Place, int]
-    guests: dict[Worker, dict[int, Microbatch]]  # what a worker hosts for others, by slot
+    guests: dict[Worker, dict[int, Microbatch]]  # what a cell hosts for others, by slot
 
     def ops_of(self, worker: Worker) -> tuple[Op, ...]:
-        mine = self._hosted(worker)
         kinds = FUSED_KINDS if self.pipeline.fused else SPLIT_KINDS
+        codes = self.order[worker.stage]
         return tuple(
-            Op(kinds[code % 3], mine[slot], worker.stage)
-            for code in self.order[worker.stage]
-            if (slot := self._slot(code)) in mine
+            Op(kinds[code % 3], microbatch, code // 3 % self.pipeline.stages)
+            for code, microbatch in zip(codes, self._run_by(worker), strict=True)
+            if microbatch is not None
         )
 
     def starts_of(self, worker: Worker) -> list[float]:
-        mine = self._hosted(worker)
-        lists = self.order[worker.stage], self.timing.starts[worker.stage]
-        return [start for code, start in zip(*lists, strict=True) if self._slot(code) in mine]
+        starts = self.timing.starts[worker.stage]
+        return [
+            start
+            for start, microbatch in zip(starts, self._run_by(worker), strict=True)
+            if microbatch is not None
+        ]
 
-    def _slot(self, code: int) -> int:
-        return code // (3 * self.pipeline.stages)
-
-    def _hosted(self, worker: Worker) -> dict[int, Microbatch]:
-        guests = self.guests.get(worker, {})
+    def _run_by(self, worker: Worker) -> list[Microbatch | None]:
+        """What a worker runs of each op of the pipeline; None: nothing, it sits the slot out."""
         own = {slot: Microbatch(worker.replica, m) for m, slot in enumerate(self.slots[worker.replica])}
-        return own | guests
+        hosted: dict[int, dict[int, Microbatch]] = {}  # by part
+        found: list[Microbatch | None] = []
+        for code in self.order[worker.stage]:
+            slot, part = divmod(code // 3, self.pipeline.stages)
+            if part not in hosted:
+                hosted[part] = own | self.guests.get(Worker(worker.replica, part), {})
+            found.append(hosted[part].get(slot))
+        return found
 
 
 def lockstep(
@@ -76,7 +83,7 @@ def lockstep(
         return None
     worst = min(len(instance.live(s)) for s in range(instance.stages))
     num_slots = -(-instance.replicas * instance.microbatches // worst)
-    limits = [min(_limits(instance, s)) for s in range(instance.stages)]
+    limits = [min(_limits(instance, s)) for s in range(instance.stages)]  # per part
     one = replace(
         instance,
         replicas=1,
@@ -84,7 +91,7 @@ def lockstep(
         forward=(times[0],),
         input_grad=(times[1],),
         weight_grad=(times[2],),
-        stash_cap={Worker(0, s): int(limit) for s, limit in enumerate(limits) if limit < num_slots},
+        stash_cap=_caps(instance, limits, num_slots),
         memory=None,
         dead=frozenset(),
     )
@@ -119,6 +126,13 @@ def _limits(instance: Instance, stage: int) -> list[float]:
     return [max(1.0, min(stash_limit(instance, Worker(k, stage)))) for k in instance.live(stage)]
 
 
+def _caps(instance: Instance, limits: Sequence[float], num_slots: int) -> dict[Worker, int]:
+    """Of the one pipeline: of the workers of a stage the least, over all its parts."""
+    fold = instance.fold
+    each = {s: [limits[part] for part in fold.parts_of(s)] for s in range(fold.stages)}
+    return {Worker(0, s): int(sum(of)) for s, of in each.items() if sum(of) < num_slots * len(of)}
+
+
 def _slots(instance: Instance, num_slots: int) -> list[list[int]]:
     """Each replica sits out as many slots as it has too few microbatches, one replica after the other round
     the clock: so every slot is sat out by the same number of replicas, give or take one.
@@ -140,8 +154,8 @@ def _helpers(instance: Instance, slots: list[list[int]], num_slots: int) -> dict
     moved: dict[Place, int] = {}
     taken: set[tuple[int, int, int]] = set()  # slot, stage, helper
     for stage in range(instance.stages):
-        broken = sorted(w.replica for w in instance.dead if w.stage == stage)
         live = set(instance.live(stage))
+        broken = [k for k in range(instance.replicas) if k not in live]
         homeless = [(slot, home, number) for home in broken for number, slot in enumerate(slots[home])]
         # Those that are with a helper already stay with it: a microbatch crosses between replicas once.
         homeless.sort(key=lambda x: (x[0], (x[1], x[2], stage - 1) not in moved, x[1]))

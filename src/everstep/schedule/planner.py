@@ -70,7 +70,7 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
     def refined(found: Planned) -> Planned:
         """With other hosts, by trial, if that is worth it and affordable."""
         limit = WORTH_TRIALS_UNEVEN if is_uneven(instance) else WORTH_TRIALS
-        if instance.done or found.gap <= limit or num_ops > effort:
+        if instance.virtual > 1 or instance.done or found.gap <= limit or num_ops > effort:
             return found
         trials = MOST_TRIALS * (num_ops + TRIAL)
         trial = refine(instance, mode, bound, caps, min(REFINE_SHARE * effort, trials))
@@ -97,10 +97,10 @@ def answer(
     instance: Instance, mode: str, problem: Compact, order: list[list[int]], timing: Timing, bound: float
 ) -> Planned:
     """Unfold a compact order into a plan; ops and start times are written out when they are read."""
-    stages = problem.stages
+    of_workers = len(problem.closing)
 
     def folded(worker: Worker) -> int:
-        return problem.stands_for[worker.replica] * stages + worker.stage
+        return problem.stands_for[worker.replica] * of_workers + worker.stage
 
     def ops_of(worker: Worker) -> tuple[Op, ...]:
         return tuple(problem.op(code, worker.replica) for code in order[folded(worker)])
@@ -153,8 +153,11 @@ def _planned(
 def _peak_stash(instance: Instance, worker: Worker, ops: tuple[Op, ...]) -> int:
     """Most microbatches held at once, those done before we started included."""
     held = sum(
-        done.host == worker.replica and stage == worker.stage and "F" in done.kinds and "W" not in done.kinds
-        for (_, stage), done in instance.done.items()
+        done.host == worker.replica
+        and instance.fold.stage(part) == worker.stage
+        and "F" in done.kinds
+        and "W" not in done.kinds
+        for (_, part), done in instance.done.items()
     )
     peak = held
     for op in ops:

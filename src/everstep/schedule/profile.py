@@ -177,11 +177,11 @@ class Profile:
         self, times: Mapping[Worker, Mapping[Kind, float]], slow: Mapping[Worker, float] | None = None
     ) -> Instance:
         stages, factors = range(self.shape.stages), slow or {}
+        parts = [self.shape.fold.stage(part) for part in range(self.shape.fold.parts)]
         grids = {
             kind: tuple(
                 tuple(
-                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0)
-                    for s in stages
+                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0) for s in parts
                 )
                 for k in range(self.shape.replicas)
             )
@@ -189,7 +189,7 @@ class Profile:
         }
         return Instance(
             replicas=self.shape.replicas,
-            stages=self.shape.stages,
+            stages=self.shape.fold.parts,
             microbatches=self.shape.microbatches,
             forward=grids[Kind.F],
             input_grad=grids[Kind.I],
@@ -197,6 +197,8 @@ class Profile:
             hop=self.hop(),
             reduce=tuple(_stage_time(times, s, Kind.R) for s in stages),
             update=tuple(_stage_time(times, s, Kind.U) for s in stages),
+            virtual=self.shape.virtual,
+            turns=self.shape.turns,
         )
 
     def _shares(self) -> list[float] | None:

@@ -50,11 +50,13 @@ def plain_answer(question: ComputePlan, shape: Shape) -> PlanComputed:
 
 def _plain(shape: Shape, broken: BrokenStep) -> tuple[OpLists, dict[Place, int]]:
     live = [w for w in shape.workers() if w not in broken.dead]
-    here = [[w.replica for w in live if w.stage == stage] for stage in range(shape.stages)]
+    at = [shape.fold.stage(part) for part in range(shape.fold.parts)]
+    here = [[w.replica for w in live if w.stage == stage] for stage in at]  # by part
     ops: dict[Worker, list[Op]] = {worker: [] for worker in live}
     away: dict[Place, int] = {}
     order = sorted(shape.all_microbatches(), key=lambda m: (m.number, m.home))
     for turn, microbatch in enumerate(order):
+        backward: list[tuple[Worker, list[Op]]] = []
         for stage, replicas in enumerate(here):
             home = microbatch.home if microbatch.home in replicas else replicas[turn % len(replicas)]
             host, kinds = broken.done.get((microbatch, stage), (home, ""))
@@ -62,7 +64,11 @@ def _plain(shape: Shape, broken: BrokenStep) -> tuple[OpLists, dict[Place, int]]
                 away[microbatch, stage] = host
             owed = [Op(kind, microbatch, stage) for kind in (Kind.F, Kind.I, Kind.W) if kind not in kinds]
             if owed:
-                ops[Worker(host, stage)] += owed
+                worker, first = Worker(host, at[stage]), int(owed[0].kind is Kind.F)
+                ops[worker] += owed[:first]
+                backward.append((worker, owed[first:]))
+        for worker, owed in reversed(backward):
+            ops[worker] += owed
     for worker, mine in ops.items():
         mine += [Op(Kind.R, None, worker.stage), Op(Kind.U, None, worker.stage)]
     return OpLists.of(ops), away

@@ -112,7 +112,8 @@ class Planned:
         """Every op with its start and end; `time` is the instance's."""
         for worker, ops in self.schedule.ops.items():
             for op, start in zip(ops, self.starts[worker], strict=True):
-                yield Timed(worker, op, start, start + time(op.kind, worker))
+                cell = Worker(worker.replica, op.stage)
+                yield Timed(worker, op, start, start + time(op.kind, cell))
 
 
 def closing_ops(stage: int) -> tuple[Op, Op]:

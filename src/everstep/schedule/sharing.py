@@ -70,7 +70,9 @@ class _Run:
         self.lists = dict(planned.schedule.ops)
         self.alone = alone
         self.barrier = not MODES[planned.mode].staggered
-        self.peers = {s: [Worker(k, s) for k in alone.live(s)] for s in range(alone.stages)}
+        self.peers: dict[int, list[Worker]] = {}
+        for worker in alone.workers():
+            self.peers.setdefault(worker.stage, []).append(worker)
         self.machine_of = {w: _Machine(1.0) for w in self.lists}
         for machine in machines:
             shared = _Machine(machine.cores)
@@ -123,7 +125,9 @@ class _Run:
                 return
         self.running.add(worker)
         machine = self.machine_of[worker]
-        heappush(machine.due, (machine.got + self.alone.time(op.kind, worker), worker))
+        heappush(
+            machine.due, (machine.got + self.alone.time(op.kind, Worker(worker.replica, op.stage)), worker)
+        )
 
     def _needs(self, step: int, op: Op) -> list[Fact]:
         match op.kind:

@@ -41,17 +41,18 @@ def capped(instance: Instance, mode: str, plan: Plan, rooms: Mapping[Worker, Sta
     """The instance without deaths, with the least cap that does not make its step longer."""
     usual = stash_cap(instance.stages)
     bound = lower_bound(instance, mode)
-    limits = {s: _least(rooms, s) for s in range(instance.stages)}
+    limits = {s: _least(rooms, s) for s in range(instance.fold.stages)}
     found = instance
     for times in RAISED:
         cap = int(times * usual)
-        if cap >= instance.microbatches * instance.replicas:
+        if cap >= instance.microbatches * instance.replicas * instance.virtual:
             break
         found = replace(instance, stash_cap=_caps(instance, cap, limits))
         if plan(found, mode).value <= (1 + LONGER) * bound:
             return found
     if any(limit is not None for limit in limits.values()):
-        return replace(instance, stash_cap=_caps(instance, instance.microbatches * instance.replicas, limits))
+        most = instance.microbatches * instance.replicas * instance.virtual
+        return replace(instance, stash_cap=_caps(instance, most, limits))
     return found
 
 
@@ -63,6 +64,6 @@ def _least(rooms: Mapping[Worker, StashRoom], stage: int) -> int | None:
 
 def _caps(instance: Instance, cap: int, limits: Mapping[int, int | None]) -> dict[Worker, int]:
     return {
-        worker: cap if (limit := limits[worker.stage]) is None else min(cap, limit)
+        worker: cap if (limit := limits[worker.stage]) is None else max(instance.virtual, min(cap, limit))
         for worker in instance.fault_free().workers()
     }

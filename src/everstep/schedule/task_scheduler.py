@@ -104,9 +104,11 @@ def plan_with_speeds(instance: Instance, mode: str, *, slow: frozenset[Worker]) 
 
 
 def _slower(instance: Instance, slow: frozenset[Worker], times: float) -> Instance:
+    at = instance.fold
+
     def scaled(grid: Grid) -> Grid:
         return tuple(
-            tuple(t * times if Worker(k, s) in slow else t for s, t in enumerate(row))
+            tuple(t * times if Worker(k, at.stage(s)) in slow else t for s, t in enumerate(row))
             for k, row in enumerate(grid)
         )
 

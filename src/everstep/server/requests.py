@@ -185,7 +185,8 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: s
         )
     most = job.most_stages()
     if most is not None and job.stages > most:
-        raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
+        fits = "layers" if job.virtual == 1 else f"layers for stages with virtual = {job.virtual}"
+        raise UserError(f"stages is {job.stages}, and the model has {most} {fits}.")
     if job.stages > sum(count // job.shards for count in slots):
         each = "one slot" if job.shards == 1 else f"{job.shards} slots of one node"
         raise UserError(

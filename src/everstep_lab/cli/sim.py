@@ -81,6 +81,10 @@ def storm_command(
     tasks: Annotated[
         bool, typer.Option("--tasks", help="As --cluster, beside other tasks; half of them with --plans.")
     ] = False,
+    virtual: Annotated[
+        bool,
+        typer.Option("--virtual", help="As --cluster, with workers that run several parts of the model."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -118,6 +122,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --tasks
 
+        everstep sim storm --seeds 0:500 --virtual
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -126,7 +132,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks]
+    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks, virtual]
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -232,6 +238,7 @@ def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> St
         kinds: tuple[StormKind, ...] = (
             *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans", "agents"),
             "tasks",
+            "virtual",
         )
         chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:

@@ -66,7 +66,7 @@ def _incomplete(instance: Instance, schedule: Schedule) -> Iterator[str]:
         if [op.kind for op in ops[-2:]] != [Kind.R, Kind.U]:
             yield f"worker {worker} does not end with R and U."
         for op in ops:
-            if op.stage != worker.stage:
+            if worker.stage != (op.stage if op.microbatch is None else instance.fold.stage(op.stage)):
                 yield f"worker {worker} runs {op}, an op of another stage."
             if op.microbatch is None:
                 continue
@@ -119,7 +119,7 @@ def _too_early(instance: Instance, planned: Planned) -> Iterator[str]:
         if timed.op.microbatch is not None:
             for letter in "I" if timed.op.kind is Kind.B else (str(timed.op.kind),):
                 ends[letter, timed.op.microbatch, timed.op.stage] = timed.end
-    stage_end = [0.0] * instance.stages
+    stage_end = [0.0] * instance.fold.stages
     closing = []
     for worker, ops in planned.schedule.ops.items():
         free = float("-inf")
@@ -128,14 +128,15 @@ def _too_early(instance: Instance, planned: Planned) -> Iterator[str]:
                 yield f"worker {worker} starts {op} at {start:g}, before it is free at {free:g}."
             for need in _needs(instance, op):
                 if need in ends:
-                    arrives = ends[need] + (instance.hop if need[2] != op.stage else 0.0)
+                    made_by = Worker(hosts[need[1], need[2]], instance.fold.stage(need[2]))
+                    arrives = ends[need] + (instance.hop if made_by != worker else 0.0)
                     if start < arrives - SLACK:
                         yield f"{op} starts at {start:g}; its input comes at {arrives:g}."
-            free = start + instance.time(op.kind, worker)
+            free = start + instance.time(op.kind, Worker(worker.replica, op.stage))
             if op.microbatch is None:
                 closing.append((op, start))
             else:
-                stage_end[op.stage] = max(stage_end[op.stage], free)
+                stage_end[worker.stage] = max(stage_end[worker.stage], free)
                 assert (op.microbatch, op.stage) in hosts
     for op, start in closing:
         if start < stage_end[op.stage] - SLACK:
@@ -144,28 +145,31 @@ def _too_early(instance: Instance, planned: Planned) -> Iterator[str]:
 
 def _too_full(instance: Instance, schedule: Schedule) -> Iterator[str]:
     for worker, ops in schedule.ops.items():
-        early = instance.held_forward[worker.stage] if instance.held_forward else 0.0
-        late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
-        mine = [
-            done.kinds
-            for (_, stage), done in instance.done.items()
-            if stage == worker.stage and done.host == worker.replica
-        ]
-        waiting, ready = mine.count("F"), mine.count("FI")
+        waiting: Counter[int] = Counter()  # by part: between F and I
+        ready: Counter[int] = Counter()  # between I and W
+        for (_, part), before in instance.done.items():
+            if instance.fold.stage(part) == worker.stage and before.host == worker.replica:
+                waiting[part] += before.kinds == "F"
+                ready[part] += before.kinds == "FI"
         for op in ops:
             done = instance.kinds_done(op.microbatch, op.stage) if op.microbatch is not None else ""
             match op.kind:
                 case Kind.F:
-                    waiting += 1
-                    size = waiting * early + ready * late
-                    yield from _over_limit(instance, worker, op, waiting + ready, size)
-                    waiting -= "I" in done  # run again for its output alone
+                    waiting[op.stage] += 1
+                    size = _bytes(instance.held_forward, waiting) + _bytes(instance.held_weight, ready)
+                    yield from _over_limit(instance, worker, op, waiting.total() + ready.total(), size)
+                    waiting[op.stage] -= "I" in done  # run again for its output alone
                 case Kind.I:
-                    waiting, ready = waiting - 1, ready + ("W" not in done)
+                    waiting[op.stage] -= 1
+                    ready[op.stage] += "W" not in done
                 case Kind.B:
-                    waiting -= 1
+                    waiting[op.stage] -= 1
                 case Kind.W:
-                    ready -= 1
+                    ready[op.stage] -= 1
+
+
+def _bytes(each: tuple[float, ...], held: Counter[int]) -> float:
+    return sum(each[part] * count for part, count in held.items()) if each else 0.0
 
 
 def _over_limit(instance: Instance, worker: Worker, op: Op, count: int, size: float) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Checkers:
         self.bad_ended = False  # its process is gone
         self.was_alone = False  # in its stage: its steps could not be voted on, nor their states
         self.spoiled: set[int] = set()  # steps that were sealed with a wrong contribution, as they are now
-        self.most_payloads = 8 * total + 8 * rules.replicas + 8 * rules.stages + 16
+        self.most_payloads = 8 * total * rules.virtual + 8 * rules.replicas + 8 * rules.stages + 16
 
     def sum_used(self, worker: Worker, step: int, bag: Bag) -> None:
         self.num_sums += 1

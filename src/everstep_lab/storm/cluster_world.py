@@ -450,7 +450,13 @@ class ClusterWorld:
     def _shape(self) -> Shape:
         rules = self.spec.rules
         return Shape(
-            rules.replicas, rules.stages, rules.microbatches, chunks=rules.chunks, shards=self.spec.shards
+            rules.replicas,
+            rules.stages,
+            rules.microbatches,
+            chunks=rules.chunks,
+            shards=self.spec.shards,
+            virtual=rules.virtual,
+            turns=rules.turns,
         )
 
     # -------------------------------------------------------------- what goes wrong

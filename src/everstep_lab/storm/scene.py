@@ -36,7 +36,15 @@ class Scene:
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()
         self.stuck_disks: set[int] = set()  # nodes on which nothing that is begun on a disk ends
-        self.plans = plans_of(Shape(rules.replicas, rules.stages, rules.microbatches))
+        self.plans = plans_of(
+            Shape(
+                rules.replicas,
+                rules.stages,
+                rules.microbatches,
+                virtual=rules.virtual,
+                turns=rules.turns,
+            )
+        )
         self.outcome: str | None = None
         self.num_deaths = 0
         self.num_stalls = 0
@@ -68,14 +76,17 @@ class Scene:
 @lru_cache(maxsize=64)
 def plans_of(shape: Shape) -> PlanCache:
     """A pure function of the shape, so storms may share it."""
-    grid = uniform(replicas=shape.replicas, stages=shape.stages, value=1.0)
+    parts = shape.fold.parts
+    grid = uniform(replicas=shape.replicas, stages=parts, value=1.0)
     return PlanCache(
         Instance(
             replicas=shape.replicas,
-            stages=shape.stages,
+            stages=parts,
             microbatches=shape.microbatches,
             forward=grid,
             input_grad=grid,
             weight_grad=grid,
+            virtual=shape.virtual,
+            turns=shape.turns,
         )
     )

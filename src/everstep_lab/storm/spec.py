@@ -43,6 +43,7 @@ StormKind = Literal[
     "plans",
     "agents",
     "tasks",
+    "virtual",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -159,6 +160,7 @@ class Spec:
             f"save {w.save_us}",
             *([f"optimizer states in {r.chunks} chunks per stage"] if r.chunks else []),
             *([f"workers of {self.shards} processes"] if self.shards > 1 else []),
+            *([f"{r.virtual} parts per worker, {'V' if r.turns else 'loop'}"] if r.virtual > 1 else []),
             *([f"states in memory every {r.copy_every} steps"] if r.copy_every else []),
             *([f"votes every {r.vote_every} steps, on {r.votes} microbatches"] if r.vote_every else []),
             *([f"{self.flip}"] if self.flip else []),
@@ -388,6 +390,18 @@ def with_groups(spec: Spec) -> Spec:
     return with_sharded_states(spec) if draw.chance(1 / 3) else spec
 
 
+def with_virtual_stages(spec: Spec) -> Spec:
+    """The same storm for workers that run two or three parts of the model. In one of three seeds states are
+    sharded too, in one of three copies are kept in memory and other shapes asked for.
+    """
+    draw = Draw(spec.seed, "virtual")
+    rules = replace(spec.rules, virtual=draw.choice((2, 2, 3)), turns=draw.chance(0.6))
+    spec = replace(spec, rules=rules)
+    if draw.chance(1 / 3):
+        spec = with_moves(spec)
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
+
+
 def _draw_rules(draw: Draw) -> TaskRules:
     replicas = draw.choice((1, 2, 2, 2, 3, 3, 3, 4))
     stages = draw.choice((1, 2, 2, 2, 3, 3))
@@ -436,7 +450,8 @@ def draw_fault(draw: Draw, what: FaultKind, duration_us: int) -> StormFault:
 def run_time_us(spec: Spec) -> int:
     """About how long the storm would take if nothing went wrong."""
     rules, weather = spec.rules, spec.weather
-    a_step = 3 * weather.op_us * (rules.microbatches + rules.stages) + weather.hop_us * (2 * rules.stages + 3)
+    ops, parts = rules.microbatches * rules.virtual, rules.fold.parts
+    a_step = 3 * weather.op_us * (ops + parts) + weather.hop_us * (2 * parts + 3)
     return weather.start_us + weather.plan_us + rules.steps * a_step
 
 
@@ -480,4 +495,5 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "plans": with_plans,
     "agents": with_replaced_agents,
     "tasks": with_other_tasks,
+    "virtual": with_virtual_stages,
 }

@@ -14,7 +14,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.protocol.ops import Microbatch
 from everstep_lab.draw import Draw
 
-Bag = tuple[tuple[Microbatch, bool], ...]
+Bag = tuple[tuple[tuple[int, ...], bool], ...]
 _MASK = (1 << 61) - 1
 
 
@@ -50,6 +50,11 @@ def spoiled(state: VirtualState, step: int) -> VirtualState:
     return VirtualState(state.step, (state.chain * 31 + step) & _MASK)
 
 
+def contribution(microbatch: Microbatch, number: int) -> tuple[int, ...]:
+    """What a microbatch adds to a sum, by the number of the part among those of a worker."""
+    return (*microbatch, number) if number else microbatch
+
+
 def weight(step: int, microbatch: Microbatch) -> float:
     """What a microbatch counts: of no two steps alike, often 0, in tenths that no order of summing hides."""
     return ((7 * step + 5 * microbatch.home + 3 * microbatch.number) % 11) / 10
@@ -68,11 +73,14 @@ class Truth:
         for step in range(1, rules.steps + 1):
             self.states.append(applied(self.states[-1], step, self._scale(rules, step)))
         microbatches = [Microbatch(k, m) for k in range(rules.replicas) for m in range(rules.microbatches)]
-        self.whole_sum: Bag = tuple((m, True) for m in microbatches)
+        self.whole_sum: Bag = tuple(
+            sorted((contribution(m, part), True) for m in microbatches for part in range(rules.virtual))
+        )
+        self._microbatches = microbatches
 
     def weight(self, step: int) -> float:
         """Of all microbatches of a step."""
-        return math.fsum(weight(step, microbatch) for microbatch, _ in self.whole_sum)
+        return math.fsum(weight(step, microbatch) for microbatch in self._microbatches)
 
     def squares(self, step: int, stage: int) -> float:
         norm = self.norms[step][stage]

@@ -159,7 +159,14 @@ class RecoveryMachine:
     def __init__(self, spec: Spec) -> None:
         rules = spec.rules
         policy = RecoveryPolicy(rejoin_after_steps=spec.rejoin_after_steps, max_restarts=spec.max_restarts)
-        shape = Shape(rules.replicas, rules.stages, rules.microbatches, rules.chunks)
+        shape = Shape(
+            rules.replicas,
+            rules.stages,
+            rules.microbatches,
+            rules.chunks,
+            virtual=rules.virtual,
+            turns=rules.turns,
+        )
         self.recovery = Recovery(shape, Course(steps=rules.steps), policy=policy)
         self.first = self.recovery.begin()
         self._question: act.ComputePlan | None = None

@@ -28,7 +28,15 @@ from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import MENDING, VirtualLink
 from everstep_lab.storm.scene import Scene
 from everstep_lab.storm.shard_group import VirtualGroup
-from everstep_lab.storm.truth import Cell, VirtualState, VirtualSum, applied, spoiled, weight
+from everstep_lab.storm.truth import (
+    Cell,
+    VirtualState,
+    VirtualSum,
+    applied,
+    contribution,
+    spoiled,
+    weight,
+)
 from everstep_lab.storm.virtual_chunks import VirtualChunks
 
 _HALVES = {Kind.B: (Kind.I, Kind.W)}
@@ -58,7 +66,10 @@ class VirtualWorker:
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
         self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
         self.payloads: dict[Parcel, Any] = {}
-        self.inputs: dict[tuple[int, Any], bool] = {}  # (step, microbatch) -> right weights so far?
+        self.parts = rules.fold.parts_of(self.me.stage)
+        self.inputs: dict[
+            tuple[int, Any, int], bool
+        ] = {}  # (step, microbatch, part) -> right weights so far?
         self.made: dict[tuple[int, Any], tuple[bool, ...]] = {}  # what a voted microbatch was computed from
         self.gradients = Cell([])  # of the step it is in
         self.summed = 0  # sharded: the step whose gradients these are
@@ -118,12 +129,14 @@ class VirtualWorker:
         right = right and not flipped
         if flipped and self.checkers.bad is not None:
             self.checkers.bad_at = (self.node, self.slots)
-        key = (task.step, op.microbatch)
+        key = (task.step, op.microbatch, op.stage)
         payloads, inputs = self.payloads, self.inputs
         for kind in _HALVES.get(op.kind, (op.kind,)):
             if kind is Kind.W:
                 right = inputs.pop(key) and right
-                self._gradients(task.step).value.append((op.microbatch, right))
+                assert op.microbatch is not None
+                name = contribution(op.microbatch, self.parts.index(op.stage))
+                self._gradients(task.step).value.append((name, right))
                 continue
             right = right and (task.input is None or payloads[task.input])
             if kind is Kind.I:
@@ -167,12 +180,11 @@ class VirtualWorker:
         return tuple(self.payloads[each] for each in names if each in self.payloads)
 
     def _contribute(self, task: work.Contribute) -> tuple[Any, ...]:
-        weights = {
-            microbatch: weight(task.step, microbatch) for microbatch, _ in self._gradients(task.step).value
-        }
-        if self.me.stage != self.worker_state.rules.stages - 1:
+        now, last = self.worker_state.now, self.worker_state.rules.fold.parts - 1
+        weights = {microbatch: weight(task.step, microbatch) for microbatch, _ in now.accumulated()}
+        if last not in self.parts:
             return (), weights
-        done = [op.microbatch for op in self.worker_state.now.done if op.kind is Kind.F]
+        done = [op.microbatch for op in now.done if op.kind is Kind.F and op.stage == last]
         losses = dict.fromkeys(done, 1.0)
         spike = self.spike
         if spike is not None and spike.microbatch in losses and spike.step == task.step:
@@ -382,8 +394,8 @@ class VirtualWorker:
         self.released = command.step
 
     def drop_stashes(self, command: work.DropStashes) -> None:
-        for microbatch in command.microbatches:
-            del self.inputs[command.step, microbatch]
+        for microbatch, part in command.places:
+            del self.inputs[command.step, microbatch, part]
 
     def release_sum(self, command: work.ReleaseSum) -> None:
         if self.chunks.count:
@@ -392,7 +404,7 @@ class VirtualWorker:
             cell = self.sums.pop(command.step)
             self.checkers.sum_used(self.me, command.step, cell.value.bag)
             self.buffers.give_back(cell)
-        self.checkers.kept(self.me, len(self.payloads), sum(step <= command.step for step, _ in self.inputs))
+        self.checkers.kept(self.me, len(self.payloads), sum(key[0] <= command.step for key in self.inputs))
 
     def discard(self, command: work.DiscardWork) -> None:
         first = command.from_step

@@ -563,8 +563,12 @@ class Failures:
         suspect, facts = record.suspect, task.progress.facts
         assert suspect is not None
         hosts = {} if facts is None else facts.steady_hosts
-        stages = range(task.shape.stages)
-        found = {Worker(hosts.get((m, s), m.home), s) for m in changed for s in stages}
+        fold = task.shape.fold
+        found = {
+            Worker(hosts.get((m, part), m.home), fold.stage(part))
+            for m in changed
+            for part in range(fold.parts)
+        }
         if suspect.stage >= 0:
             found = {worker for worker in task.seats if worker.stage == suspect.stage}
         incident.workers = sorted(found)[:SHOWN_WITNESSES]

@@ -135,6 +135,8 @@ class StepBook:
         if voted and len(voted.union(alone)) == len(stages):
             self.verified, self.is_voting = self.recorded, True
         total = self.shape.replicas * self.shape.microbatches
+        last = self.shape.fold.stage(self.shape.fold.parts - 1)
+        once_each = 3 * total * self.shape.virtual
         once = all(sealed.microbatches == total for sealed in stages.values())
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
@@ -145,12 +147,12 @@ class StepBook:
             step=self.recorded,
             epoch=epoch,
             attempt=attempt,
-            losses=stages[self.shape.stages - 1].losses,
+            losses=stages[last].losses,
             norm=norm,
             microbatches_committed=total if once else 0,
-            replayed_elsewhere=sum(sealed.executed - 3 * total for sealed in stages.values()),
+            replayed_elsewhere=sum(sealed.executed - once_each for sealed in stages.values()),
             because="every stage has sealed it",
-            scores=stages[self.shape.stages - 1].scores,
+            scores=stages[last].scores,
             trains=not (self.closes and self.recorded == self.steps),
             suspect=suspect,
         )

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from everstep.protocol.events import Event
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.shape import Fold
 from everstep.protocol.work import Command, Facts, Forget, Resume, Send
 
 
 class Mailbox:
     """Names only. The shell keeps the payloads, and frees them on the command `Forget`."""
 
-    def __init__(self, me: Worker, *, incarnation: int) -> None:
-        self.me, self.incarnation = me, incarnation
+    def __init__(self, me: Worker, fold: Fold, *, incarnation: int) -> None:
+        self.me, self.fold, self.incarnation = me, fold, incarnation
         self.order = Resume(epoch=0, attempts=((0, 0),), step=1)  # the last one this worker was given
         self.box: dict[Parcel, Facts] = {}  # parcels here and not yet used, with their small facts
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
+        self.own: list[Parcel] = []  # sent by this worker to itself: from one of its parts to the next
         self.commands: list[Command | Event] = []  # an event is reported
 
     def name(
@@ -36,7 +38,9 @@ class Mailbox:
 
     def send(self, parcel: Parcel, to: Worker, value: Facts = None) -> None:
         """Only members get parcels."""
-        if to.replica in self.order.members_at(parcel.step).live[to.stage]:
+        if to == self.me:
+            self.own.append(parcel)
+        elif to.replica in self.order.members_at(parcel.step).live[to.stage]:
             self.commands.append(Send(parcel, to.replica, to.stage, value))
 
     def post(self, parcel: Parcel) -> None:
@@ -44,7 +48,12 @@ class Mailbox:
         assert parcel.microbatch is not None
         host = self.order.host(parcel.step, parcel.microbatch, parcel.stage)
         self.outbox[parcel] = host
-        self.send(parcel, Worker(host, parcel.stage))
+        self.send(parcel, Worker(host, self.fold.stage(parcel.stage)))
+
+    def take_own(self) -> list[Parcel]:
+        """What this worker has sent to itself since the last call."""
+        own, self.own = self.own, []
+        return own
 
     def redirect(self) -> None:
         """Hosts have changed: what went to another one goes to the new one, too. If the update of a step is
@@ -59,14 +68,14 @@ class Mailbox:
     def repost(self, peer: Worker) -> None:
         """The connection to this peer was lost for a while."""
         for parcel, replica in list(self.outbox.items()):
-            if Worker(replica, parcel.stage) == peer:
+            if Worker(replica, self.fold.stage(parcel.stage)) == peer:
                 self.send(parcel, peer)
 
     def use(self, parcel: Parcel) -> None:
         """A received parcel is not needed again."""
         if parcel in self.box:
             del self.box[parcel]
-            self.commands.append(Forget((parcel,)))
+            self._forget((parcel,))
 
     def drop(self, is_over: Callable[[Parcel], bool]) -> None:
         """Forget parcels, received or sent. A feed is final whatever the attempt; it is only ever used."""
@@ -76,14 +85,17 @@ class Mailbox:
             del self.box[parcel]
         for parcel in sent:
             del self.outbox[parcel]
-        if received or sent:
-            self.commands.append(Forget((*received, *sent)))
+        self._forget((*received, *sent))
 
     def drop_sent(self, step: int) -> None:
         over = tuple(parcel for parcel in self.outbox if parcel.step == step)
         for parcel in over:
             del self.outbox[parcel]
-        if over:
+        self._forget(over)
+
+    def _forget(self, parcels: tuple[Parcel, ...]) -> None:
+        """A parcel to itself is received and sent: its payload is kept for both."""
+        if over := tuple(p for p in parcels if p not in self.box and p not in self.outbox):
             self.commands.append(Forget(over))
 
     def drop_stale(self, from_step: int) -> None:

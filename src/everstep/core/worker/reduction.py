@@ -77,9 +77,15 @@ class Reduction:
         weights: Mapping[Microbatch, float],
         scores: Scores = (),
     ) -> None:
-        microbatches = state.accumulated()
-        of_each = tuple(weights[m] for m in microbatches)
-        part = Part(microbatches, tuple(losses), state.executed, of_each, tuple(scores))
+        places = state.accumulated()
+        part = Part(
+            tuple(m for m, _ in places),
+            tuple(losses),
+            state.executed,
+            tuple(weights[m] for m, _ in places),
+            tuple(scores),
+            tuple(at for _, at in places) if self.rules.virtual > 1 else (),
+        )
         state.contributed(part)
         for peer in self.mail.other_peers(state.step):
             self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, part)
@@ -160,17 +166,25 @@ class Reduction:
         )
 
     def _check(self, parts: list[Part], step: int) -> Part:
-        """Exactly once, checked at run time: every microbatch is in this sum, and none twice."""
-        microbatches = [m for part in parts for m in part.microbatches]
-        distinct, total = len(set(microbatches)), self.rules.total_microbatches
-        if len(microbatches) != total or distinct != total:
+        """Exactly once, checked at run time: every microbatch is in this sum, and none twice; of a worker
+        with several parts of the model, in each of them.
+        """
+        total = self.rules.total_microbatches
+        places = [
+            (m, at)
+            for part in parts
+            for m, at in zip(part.microbatches, part.parts or (0,) * len(part.microbatches), strict=True)
+        ]
+        distinct, due = len(set(places)), total * self.rules.virtual
+        if len(places) != due or distinct != due:
             raise InternalError(
-                f"step {step}, stage {self.me.stage}: the sum would hold {len(microbatches)} "
-                f"microbatches, {distinct} distinct, instead of each of {total} once"
+                f"step {step}, stage {self.me.stage}: the sum would hold {len(places)} "
+                f"microbatches, {distinct} distinct, instead of each of {due} once"
             )
         weighted = sorted(
-            (m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True)
+            {(m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True)}
         )
+        assert len(weighted) == total, f"step {step}: a microbatch has two weights"
         weight = math.fsum(w for _, w in weighted)
         share = total / weight if weight else math.nan  # so that the mean of all losses is the step's loss
         losses = tuple(sorted((m, loss * share) for part in parts for m, loss in part.losses))

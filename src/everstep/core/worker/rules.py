@@ -6,6 +6,8 @@ import hashlib
 import math
 from dataclasses import dataclass
 
+from everstep.protocol.shape import Fold
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRules:
@@ -27,6 +29,12 @@ class TaskRules:
     overflows: bool = False  # a gradient that is not finite is part of training, and no reason to replay
     spike: float = 0.0  # and one whose loss is so many spreads above those before it; 0: none is
     seed: int = 0
+    virtual: int = 1  # parts of the model that each worker runs
+    turns: bool = True  # how they are folded onto the stages
+
+    @property
+    def fold(self) -> Fold:
+        return Fold(self.stages, self.virtual, self.turns)
 
     @property
     def total_microbatches(self) -> int:

@@ -22,6 +22,7 @@ from enum import StrEnum
 from everstep.protocol.lifecycle import move
 from everstep.protocol.ops import Kind, Microbatch, Op
 from everstep.protocol.parcels import Part
+from everstep.protocol.work import Place
 
 
 class SumState(StrEnum):
@@ -88,7 +89,7 @@ class StepState:
     todo: list[Op] = field(default_factory=list)  # reversed: the next op is the last element
     done: dict[Op, None] = field(default_factory=dict)
     ghosts: dict[Op, None] = field(default_factory=dict)  # run again for their outputs only
-    dropped: set[Microbatch] = field(default_factory=set)  # ghosts whose stashes are gone
+    dropped: set[Place] = field(default_factory=set)  # ghosts whose stashes are gone
     executed: int = 0
     sum: SumState = SumState.COMPUTING
     seal: SealState = SealState.OPEN
@@ -221,18 +222,20 @@ class StepState:
             self.done[Op(kind, op.microbatch, op.stage)] = None
         self.executed += len(halves)
         if self.ghosts:
-            self._adopt_ghosts(op.microbatch)
+            self._adopt_ghosts(op)
 
-    def _adopt_ghosts(self, microbatch: Microbatch | None) -> None:
+    def _adopt_ghosts(self, run: Op) -> None:
         """The sum that held this microbatch is lost, so what was run for its outputs only counts in full."""
-        for op in [ghost for ghost in self.ghosts if ghost.microbatch == microbatch]:
+        for op in [ghost for ghost in self.ghosts if ghost[1:] == run[1:]]:
             del self.ghosts[op]
             self.done[op] = None
             self.executed += 1
 
-    def ghost_stashes(self, *kinds: Kind) -> tuple[Microbatch, ...]:
+    def ghost_stashes(self, *kinds: Kind) -> tuple[Place, ...]:
         """The ghosts that have run one of these ops and whose stashes are still here; from now on they go."""
-        ran = {op.microbatch for op in self.ghosts if op.kind in kinds and op.microbatch is not None}
+        ran = {
+            (op.microbatch, op.stage) for op in self.ghosts if op.kind in kinds and op.microbatch is not None
+        }
         found = tuple(sorted(ran - self.dropped))
         self.dropped.update(found)
         return found
@@ -241,6 +244,8 @@ class StepState:
         op = Op(kind, microbatch, stage)
         return op in self.done or op in self.ghosts
 
-    def accumulated(self) -> tuple[Microbatch, ...]:
-        """The microbatches whose weight gradients are in this worker's gradients."""
-        return tuple(op.microbatch for op in self.done if op.kind is Kind.W and op.microbatch is not None)
+    def accumulated(self) -> tuple[Place, ...]:
+        """The microbatches, part by part, whose weight gradients are in this worker's gradients."""
+        return tuple(
+            (op.microbatch, op.stage) for op in self.done if op.kind is Kind.W and op.microbatch is not None
+        )

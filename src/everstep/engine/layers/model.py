@@ -27,6 +27,7 @@ from everstep.engine.layers.boundary import Value
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.shard_plan import Cut
 from everstep.errors import UserError
+from everstep.protocol.shape import Fold
 
 Factory = Callable[[], nn.Module]
 Loss = Callable[[Any, Any], Any]  # of (output, targets): a mean, or (sum, weight)
@@ -320,13 +321,13 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def slots(model: Model, layers: range, align: int = 64, cut: Cut | None = None) -> dict[str, Slot]:
+def slots(model: Model, layers: Iterable[int], align: int = 64, cut: Cut | None = None) -> dict[str, Slot]:
     """A place for every trained parameter of some layers, each start a multiple of `align` elements. `cut`:
     for one shard's parts of them.
     """
     found: dict[str, Slot] = {}
     offset = 0
-    for layer in model.names[layers.start : layers.stop]:
+    for layer in map(model.names.__getitem__, layers):
         for name, parameter in trained(layer, skeleton(model, layer)).items():
             if cut is not None and not cut.has(name):
                 continue
@@ -376,6 +377,17 @@ def partition(model: Model, stages: int) -> list[range]:
     costs = [_cost(skeleton(model, name)) if known is None else known[name] for name in model.layers]
     parts = _balanced([math.fsum(costs[i] for i in block) for block in blocks], stages)
     return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
+
+
+def stage_parts(model: Model, fold: Fold) -> list[tuple[range, ...]]:
+    """The layers of each stage: contiguous ones, or of a worker with several parts, several such ranges."""
+    if fold.virtual > 1 and fold.parts > (most := len(_blocks(model))):
+        raise UserError(
+            f"virtual is {fold.virtual} with {fold.stages} stages, which makes {fold.parts} parts; the model "
+            f"has {most} layers: use fewer stages, or leave virtual out."
+        )
+    parts = partition(model, fold.parts)
+    return [tuple(parts[part] for part in fold.parts_of(stage)) for stage in range(fold.stages)]
 
 
 def multiplications(model: Model) -> float:

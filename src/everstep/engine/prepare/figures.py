@@ -76,7 +76,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
 
 
 def _records(job: Job) -> bool:
-    if job.precision == "fp16":
+    if job.precision == "fp16" or job.virtual > 1:
         return False
     return job.graphs == "always" or (job.graphs == "auto" and not job.recompute and not job.offload)
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from everstep.engine.layers.boundary import Value
-from everstep.engine.layers.model import Model, partition, slots
+from everstep.engine.layers.model import Model, slots, stage_parts
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.figures import (
     LayerFigures,
@@ -134,14 +134,17 @@ def fit(
     found = []
     settings = settings_of(job)
     hosted = job.microbatches * (AFTER_A_DEATH if job.replicas > 1 else 1)
-    for stage, part in enumerate(partition(model, job.stages)):
+    fold = job.task_shape().fold
+    hosted *= fold.virtual
+    for stage, parts in enumerate(stage_parts(model, fold)):
         kept = {"attention_alone": job.recompute_part == "attention", "offload": job.offload}
-        whole = _scaled(stage_figures(layers, part, recompute=recompute_of(job), **kept), scale)
+        each = [stage_figures(layers, part, recompute=recompute_of(job), **kept) for part in parts]
+        whole = _scaled(footprint.together(each), scale)
         if job.context_parallel:
             figures = whole.of_a_part(job.shards)
         else:
-            figures = _of_one_shard(whole, model, part, job.shards)
-        cap = footprint.stash_cap(job.stages)
+            figures = _of_one_shard(whole, model, parts[0], job.shards)
+        cap = footprint.stash_cap(fold.parts)
         if memory.worker is not None:
             cap = max(1, min(cap, footprint.room_for(figures, settings, memory.worker, hosted=hosted)))
         items = footprint.items(figures, settings, stash=cap, hosted=hosted)
@@ -223,7 +226,7 @@ def _changes(job: Job, model: Model) -> Iterator[tuple[str, Job, float]]:
         text = f"data.rows = {rows} with microbatches = {int(job.microbatches / scale)}"
         yield text, replace(job, microbatches=int(job.microbatches / scale)), scale
         yield f"{together} and {text}", replace(changed, microbatches=int(job.microbatches / scale)), scale
-    for stages in range(job.stages + 1, len(model.layers) + 1):
+    for stages in range(job.stages + 1, len(model.layers) // job.virtual + 1):
         yield f"stages = {stages}", replace(job, stages=stages), 1.0
         yield f"{together} and stages = {stages}", replace(changed, stages=stages), 1.0
 

@@ -34,6 +34,7 @@ from everstep.engine.layers.model import (
     refusing_changed_buffers,
     skeleton,
     slots,
+    stage_parts,
 )
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.taken_over import largest_in_one, queued_forward, share_in_two
@@ -87,7 +88,8 @@ def preflight(
     job.refuse_contradictions()
     device.pick(job.device)
     model = model or model_of(job)
-    parts = partition(model, job.stages)
+    stage_parts(model, job.task_shape().fold)
+    parts = partition(model, job.stages * job.virtual)
     check_tied(model)
     built = _check_sharing(model)
     if job.shards > 1 and job.context_parallel:

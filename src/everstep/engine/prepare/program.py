@@ -11,7 +11,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
 from everstep.engine.datasets.ramp import BatchRamp, ramped
-from everstep.engine.layers.model import Model, partition, slots
+from everstep.engine.layers.model import Model, partition, slots, stage_parts
 from everstep.engine.prepare.figures import recompute_of
 from everstep.engine.prepare.fitting import GIB
 from everstep.engine.prepare.resolve import (
@@ -72,6 +72,8 @@ class Program:
             replays=job.verify.nan != "off",
             spike=job.verify.band if job.verify.spike != "off" else 0.0,
             seed=job.seed,
+            virtual=job.virtual,
+            turns=job.turns,
         )
 
     def build(
@@ -86,9 +88,10 @@ class Program:
         for one shard of the worker.
         """
         job = self.job
+        first, *others = stage_parts(self.model, job.task_shape().fold)[stage]
         made = Stage(
             self.model,
-            partition(self.model, job.stages)[stage],
+            first,
             data=self.data,
             device=device or devices.pick(job.device),
             settings=StageSettings(
@@ -102,6 +105,7 @@ class Program:
                 ramp=BatchRamp.of(job.ramp, job.microbatches_in_step),
                 contributions=job.microbatches_in_step,
                 sharded=job.optimizer.shard,
+                other_parts=tuple(others),
             ),
             empty=empty,
             shards=shards,
@@ -117,13 +121,15 @@ class Program:
             ema = job.optimizer.ema
             return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
         if made.tied_names:
-            refuse_untied(self.model, partition(self.model, job.stages), self.optimizer)
+            refuse_untied(self.model, partition(self.model, job.stages * job.virtual), self.optimizer)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     @property
     def _records(self) -> bool:
-        """Are ops on a GPU launched as CUDA graphs? A loss scale would be a number in them."""
-        if self.job.precision == "fp16":
+        """Are ops on a GPU launched as CUDA graphs? A loss scale would be a number in them, and they know one
+        part of the model.
+        """
+        if self.job.precision == "fp16" or self.job.virtual > 1:
             return False
         if self.job.graphs == "auto":
             return self.model.assembly.recordable and not self.job.recompute and not self.job.offload
@@ -131,13 +137,13 @@ class Program:
 
     def _tied_stages(self) -> tuple[int, int] | None:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
-        parts = partition(self.model, self.job.stages)
+        parts = stage_parts(self.model, self.job.task_shape().fold)
         names = self.model.names
         trained = slots(self.model, range(len(names))) if self.model.tied else {}
 
         def stage_of(parameter: str) -> int:
             owner = max((name for name in names if parameter.startswith(name + ".")), key=len)
-            return next(s for s, layers in enumerate(parts) if names.index(owner) in layers)
+            return next(s for s, mine in enumerate(parts) if any(names.index(owner) in one for one in mine))
 
         changing = [(a, b) for a, b in self.model.tied if a in trained and b in trained]
         apart = {(stage_of(a), stage_of(b)) for a, b in changing if stage_of(a) != stage_of(b)}

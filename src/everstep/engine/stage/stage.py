@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -88,6 +89,22 @@ class StageSettings:
     ramp: BatchRamp | None = None  # None: all microbatches count
     contributions: int = 256  # the microbatches of a step, or more
     sharded: bool = False  # the optimizer's states are
+    other_parts: tuple[range, ...] = ()  # of the model, that the worker runs besides: their layers
+
+
+@dataclass(slots=True)
+class StageWeights:
+    """What the parts of a worker have in common: one reduce, one update and one state for all of them."""
+
+    slots: dict[str, Slot]
+    size: int
+    masters: Tensor  # what the optimizer changes
+    working: Tensor  # what the layers compute with; for fp32 the masters themselves
+    sums: GradientSums
+    limits: Limits
+    loss_scale: LossScale | None  # of fp16
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the layers, by logical name
+    index: dict[Tensor, int] = field(default_factory=dict)  # the number of each parameter's slot
 
 
 class Stage:
@@ -99,11 +116,13 @@ class Stage:
         data: Dataset,
         device: torch.device,
         settings: StageSettings | None = None,
-        empty: Empty | None = None,
+        empty: Empty | StageWeights | None = None,
         shards: Collectives | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """`empty`: where gradient buffers come from."""
+        """`empty`: where gradient buffers come from, or the weights and sums of which these layers are a
+        part. Where a worker has several parts, this is the first of them, and `parts` has all.
+        """
         self.model, self.layers, self.data, self.device = model, layers, data, device
         settings = settings or StageSettings()
         self.seed, self._dtype, self._ramp = settings.seed, DTYPES[settings.precision], settings.ramp
@@ -117,25 +136,24 @@ class Stage:
         if self._part is not None:
             assert model.assembly.split_rows is not None
             self._feed_part = model.assembly.split_rows(ContextAttention(self._part))
-        self.slots: dict[str, Slot] = slots(model, layers, cut=self.cut)
-        self.size = end(self.slots)
+        if isinstance(empty, StageWeights):
+            self.weights = empty
+        else:
+            self.weights = self._new_weights(settings, empty)
+        self.slots, self.size, self.parameters = (
+            self.weights.slots,
+            self.weights.size,
+            self.weights.parameters,
+        )
         tied = {name for pair in model.tied for name in pair}
         self.tied_names = tuple(name for name in self.slots if name in tied)
-        # Masters are what the optimizer changes, working what the layers compute with; for fp32 one tensor.
-        self.masters = torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.working = (
-            self.masters
-            if settings.precision == "fp32" and not settings.sharded
-            else torch.zeros(self.size, dtype=self._dtype, device=device)
-        )
         self._queue: Queue = []
         self._modules: list[nn.Module] = []
-        self.parameters: dict[str, nn.Parameter] = {}  # what the layers compute with, by logical name
         self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
         for index in layers:
             self._build(index)
         self.evaluation = evaluation
-        self.loss_scale = LossScale(*settings.loss_scale) if settings.precision == "fp16" else None
+        self.loss_scale = self.weights.loss_scale
         self._loss = StageLoss(model, device, shards, self._part)
         self._through = model.assembly.join(layers, self._modules, device)
         if self._part is not None and (frame := getattr(self._through, "frame", None)) is not None:
@@ -148,16 +166,23 @@ class Stage:
             )
         self.tied = TiedHalves(model, self.slots)
         self._recomputed = set(model.recomputed(settings.recompute)) & set(layers)
-        self.sums = GradientSums(
-            self.slots,
-            self.size,
-            kind=settings.accumulate,
-            contributions=settings.contributions,
-            device=device,
-            empty=empty,
-        )
-        self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
-        self._index: dict[Tensor, int] = {self.parameters[n]: i for i, n in enumerate(self.slots)}
+        self.sums, self.limits, self._index = self.weights.sums, self.weights.limits, self.weights.index
+        self.parts: tuple[Stage, ...] = (self,)
+        for others in settings.other_parts:
+            one_part = replace(settings, other_parts=())
+            more = Stage(
+                model,
+                others,
+                data=data,
+                device=device,
+                settings=one_part,
+                empty=self.weights,
+                shards=shards,
+                evaluation=evaluation,
+            )
+            self.parts += (more,)
+        if not isinstance(empty, StageWeights):
+            self._index.update({self.parameters[n]: i for i, n in enumerate(self.slots)})
         self._placed_at, self._by_address = 0, dict[int, Tensor]()
         every = [part.forward for module in self._modules for part in module.modules()]
         self._scaled = [one for one in every if isinstance(one, ScaledLinear)]
@@ -178,6 +203,32 @@ class Stage:
         self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
         # Whole parameters on all shards; looked at in the first W. Of parts of rows they are added up.
         self._whole_are_equal = shards is None or self._part is not None
+
+    def _new_weights(self, settings: StageSettings, empty: Empty | None) -> StageWeights:
+        """Of these layers and those beside them."""
+        table = slots(self.model, chain(self.layers, *settings.other_parts), cut=self.cut)
+        size, device = end(table), self.device
+        masters = torch.zeros(size, dtype=torch.float32, device=device)
+        is_one = settings.precision == "fp32" and not settings.sharded
+        kind, most = settings.accumulate, settings.contributions
+        sums = GradientSums(table, size, kind=kind, contributions=most, device=device, empty=empty)
+        return StageWeights(
+            table,
+            size,
+            masters,
+            masters if is_one else torch.zeros(size, dtype=self._dtype, device=device),
+            sums,
+            Limits(list(table) if sums.is_strict else (), sums.grid),
+            LossScale(*settings.loss_scale) if settings.precision == "fp16" else None,
+        )
+
+    @property
+    def masters(self) -> Tensor:
+        return self.weights.masters
+
+    @property
+    def working(self) -> Tensor:
+        return self.weights.working
 
     def _build(self, index: int) -> None:
         """A layer, drawn on the CPU from (seed, layer), so equal everywhere. Masters and working weights get
@@ -447,13 +498,13 @@ class Stage:
 
     def separate_weights(self) -> None:
         """From now on the layers compute with weights of their own, beside the masters."""
-        self.working = self.masters.clone()
+        self.weights.working = self.masters.clone()
         for name, parameter in self.parameters.items():
             parameter.data = self.slots[name].of(self.working)
 
     def release_masters(self) -> None:
         """Sharded: the holders of chunks have them."""
-        self.masters = torch.empty(0, dtype=torch.float32, device=self.device)
+        self.weights.masters = torch.empty(0, dtype=torch.float32, device=self.device)
 
     # The sums of gradients, and what of the state goes with them.
 
@@ -505,12 +556,16 @@ class Stage:
         """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
         A ghost of the step before keeps its stash: it may still be asked for its I.
         """
+        for part in self.parts:
+            part._discard(from_step)
+        self.sums.restart()
+
+    def _discard(self, from_step: int | None) -> None:
         if self._evaluation is not None:
             self._evaluation.clear()
         for key in [key for key in self._stashes if from_step is None or key[0] >= from_step]:
             del self._stashes[key]
         self._numbers.discard(from_step)
-        self.sums.restart()
 
     # What is here.
 
@@ -533,6 +588,9 @@ class Stage:
 
     def stash_bytes(self) -> int:
         """Of microbatches under way: exact after I, after F as first measured. Of recordings: all."""
+        return sum(part._stash_bytes() for part in self.parts)
+
+    def _stash_bytes(self) -> int:
         total = 0 if self.recordings is None else self.recordings.whole_bytes
         for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
@@ -540,9 +598,12 @@ class Stage:
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded."""
+        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded; of
+        several parts, the most.
+        """
         least = 0 if self.recordings is None else self.recordings.bytes_each
-        return max(self._held.forward, least), max(self._held.weight, least)
+        forward = max(part._held.forward for part in self.parts)
+        return max(forward, least), max(*(part._held.weight for part in self.parts), least)
 
     # How.
 

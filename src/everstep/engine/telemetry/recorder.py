@@ -28,6 +28,7 @@ from typing import Any
 from everstep.diagnose import ring
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.shape import Fold
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]
@@ -116,16 +117,16 @@ class WorkerRecorder:
     """A worker's ops and parcels, in the words of the ring: a rank is `stage * replicas + replica`, a role
     its stage, and a parcel's number is made of its name, so that both its ends give it the same one."""
 
-    def __init__(self, path: Path, me: Worker, *, replicas: int, stages: int) -> None:
-        self._me, self._replicas = me, replicas
-        self._ring = Recorder(path, rank=self._rank(me.replica, me.stage), world_size=replicas * stages)
+    def __init__(self, path: Path, me: Worker, *, replicas: int, fold: Fold) -> None:
+        self._me, self._replicas, self._fold = me, replicas, fold
+        self._ring = Recorder(path, rank=self._rank(me.replica, me.stage), world_size=replicas * fold.stages)
         members = [self._rank(replica, me.stage) for replica in range(replicas)]
         self._stage = self._ring.group(f"stage {me.stage}", members)
 
     @classmethod
-    def beside(cls, beacon: str, me: Worker, *, replicas: int, stages: int) -> WorkerRecorder:
+    def beside(cls, beacon: str, me: Worker, *, replicas: int, fold: Fold) -> WorkerRecorder:
         """In the same place as the worker's beacon: a reader of one finds the other."""
-        return cls(Path(f"{beacon}.ring"), me, replicas=replicas, stages=stages)
+        return cls(Path(f"{beacon}.ring"), me, replicas=replicas, fold=fold)
 
     def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:
         """`own_ns`: without what it stood in line for a core, which is not slowness."""
@@ -133,24 +134,24 @@ class WorkerRecorder:
 
     def sent(self, parcel: Parcel, replica: int, stage: int, size: int) -> None:
         now = _clock()
-        self._ring.happened(SEND, now, now, self._rank(replica, stage), size, _number(parcel))
+        self._ring.happened(SEND, now, now, self._rank(replica, stage), size, self._number(parcel))
 
     def got(self, parcel: Parcel, size: int) -> None:
         sender = parcel.sender if parcel.microbatch is None else parcel.microbatch.home
-        stage = self._me.stage + _FROM.get(parcel.what, 0)
-        self._ring.happened(RECV, 0, _clock(), self._rank(sender, stage), size, _number(parcel))
+        is_boundary = parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)
+        stage = self._fold.stage(parcel.maker) if is_boundary else self._me.stage
+        self._ring.happened(RECV, 0, _clock(), self._rank(sender, stage), size, self._number(parcel))
 
     def _rank(self, replica: int, stage: int) -> int:
         return stage * self._replicas + replica
 
+    def _number(self, parcel: Parcel) -> int:
+        home, number = parcel.microbatch or (parcel.sender & 0xFF, parcel.owner & 0xFF)
+        what = _WHAT[parcel.what] | parcel.stage // self._fold.stages << 4  # of two parts, two numbers
+        return parcel.step << 24 | what << 16 | home << 8 | number
 
-_FROM = {ParcelKind.ACTIVATION: -1, ParcelKind.GRADIENT: +1}
+
 _WHAT = {what: number for number, what in enumerate(ParcelKind)}
-
-
-def _number(parcel: Parcel) -> int:
-    home, number = parcel.microbatch or (parcel.sender & 0xFF, parcel.owner & 0xFF)
-    return parcel.step << 24 | _WHAT[parcel.what] << 16 | home << 8 | number
 
 
 def _wall_minus_monotonic() -> int:

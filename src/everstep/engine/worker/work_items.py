@@ -44,7 +44,7 @@ from everstep.net.sockets import FlowProgress
 from everstep.net.transfers import StateSender
 from everstep.protocol import work
 from everstep.protocol.messages import LOADING, SAVING, TimesReported
-from everstep.protocol.ops import Kind, Microbatch, Worker
+from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.protocol.parcels import Parcel, Scores
 from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
@@ -76,6 +76,7 @@ class WorkItems:
         self.control, self.ports, self.plane, self.shard = control, ports, plane, signs.shard
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.signs, self.times, self.loader = signs, times, loader
+        self._parts, self._last = self.rules.fold.parts_of(self.me.stage), self.rules.fold.parts - 1
         self._data_waited_s = 0.0
         self._sent_before: dict[Address, FlowProgress] = {}
         self.sender = StateSender(plane.links)
@@ -173,41 +174,41 @@ class WorkItems:
         self.signs.show(busy=True, doing=str(op))
         self.signs.begin(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        number = self.number(microbatch)
+        number, stage = self.number(microbatch), self.part(op.stage)
         given: Any = None
         if task.input is not None:
             given = together(self.tensors.boundaries[task.input], self.stage.shards, self.stage.device)
         if op.kind is Kind.F:
-            self._load_data(task.step, number, str(op))
-            if self.stage.evaluates(task.step):
+            self._load_data(task.step, number, op)
+            if stage.evaluates(task.step):
                 self.signs.show(busy=True, doing=f"evaluating beside {op}")
-                self.stage.evaluate(task.step, number, given)
+                stage.evaluate(task.step, number, given)
                 self.signs.show(busy=True, doing=str(op))
         flips = self.signs.flips(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
         if op.kind is Kind.F and flips:
-            given = bit_flips.before_forward(flips, self.stage, self.updater, given)
+            given = bit_flips.before_forward(flips, stage, self.updater, given)
         began = self.times.begin()
         output: Boundary | Gradients | None = None
-        hash, hashes, at = "", None, (self.stage, task.step, number)
+        hash, hashes, at = "", None, (stage, task.step, number)
         if op.kind is Kind.F:
-            output = self.stage.forward(task.step, number, given)
+            output = stage.forward(task.step, number, given)
             if task.hashed:
                 hash = self._voted.forward(*at, given, output)
         elif op.kind is not Kind.W:
-            output = self.stage.input_grad(task.step, number, given)
+            output = stage.input_grad(task.step, number, given)
             if task.hashed:
                 hash = self._voted.input_grad(*at, given, output)
         if op.kind in (Kind.W, Kind.B):
             if flips:
-                bit_flips.before_weight_grad(flips, self.stage, task.step, number)
+                bit_flips.before_weight_grad(flips, stage, task.step, number)
             seen = self._voted.contributes(task.step, number) if task.hashed else None
-            self.stage.weight_grad(task.step, number, self.ahead.during(task), seen)
+            stage.weight_grad(task.step, number, self.ahead.during(task), seen)
             hashes = self._voted.finish(task.step, number) if task.hashed else None
         if task.output is not None:
             assert output is not None
             output = replace(output, hash=hash)
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.plane.kept)
-        if self.stage.trains(task.step, number):  # else its time is none that an op takes
+        if stage.trains(task.step, number):  # else its time is none that an op takes
             self._time(op.kind, began, str(op))
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         return hashes
@@ -229,44 +230,52 @@ class WorkItems:
         self.signs.show(busy=True, doing=f"checking the state before step {step}")
         return state_hashes(self.stage, {} if self.sharded is not None else self.updater.state())
 
-    def _load_data(self, step: int, number: int, op: str) -> None:
+    def part(self, number: int) -> Stage:
+        """The layers of one part of the model: all that this worker has, or some of them."""
+        return self.stage.parts[self._parts.index(number)]
+
+    def _load_data(self, step: int, number: int, op: Op) -> None:
         """Data first, and under its own name: a slow loader is not a slow op."""
         if self.loader is not None:
             self.loader.shows = lambda: self.signs.show(busy=True, doing=f"loading data for {op}")
             coming = islice(self._coming(step), self.loader.ahead + 1)
             self.loader.expect([(at, self.number(microbatch)) for at, microbatch in coming])
-        self.stage.load(step, number)
-        self.signs.show(busy=True, doing=op)
+        self.part(op.stage).load(step, number)
+        self.signs.show(busy=True, doing=str(op))
 
     def _coming(self, step: int) -> Iterator[tuple[int, Microbatch]]:
-        """The microbatches whose forward is next here, in order."""
+        """The microbatches whose forward is next here, in order, at the ends of the model."""
+        ends = (0, self._last)
         for op in reversed(self.state.now.todo):
-            if op.kind is Kind.F and op.microbatch is not None:
+            if op.kind is Kind.F and op.microbatch is not None and op.stage in ends:
                 yield step, op.microbatch
         if step < self.state.steps.last_step:
             for op in self.state.mail.order.ops(step + 1):
-                if op.kind is Kind.F and op.microbatch is not None:
+                if op.kind is Kind.F and op.microbatch is not None and op.stage in ends:
                     yield step + 1, op.microbatch
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
-        if not self.stage.is_last:
+        if self._last not in self._parts:
             return []
         done = [
-            op.microbatch for op in self.state.now.done if op.kind is Kind.F and op.microbatch is not None
+            op.microbatch
+            for op in self.state.now.done
+            if op.kind is Kind.F and op.microbatch is not None and op.stage == self._last
         ]
-        losses = [self.stage.loss(step, self.number(microbatch)) for microbatch in done]
+        losses = [self.part(self._last).loss(step, self.number(microbatch)) for microbatch in done]
         found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
         return list(zip(done, found, strict=True))
 
     def _scores(self, step: int) -> Scores:
-        if not (self.stage.is_last and self.stage.evaluates(step)):
+        if self._last not in self._parts or not self.stage.evaluates(step):
             return ()
-        done = self.state.now.accumulated()
-        return tuple((microbatch, self.stage.scores(step, self.number(microbatch))) for microbatch in done)
+        last, done = self.part(self._last), self.state.now.accumulated()
+        here = [microbatch for microbatch, part in done if part == self._last]
+        return tuple((microbatch, last.scores(step, self.number(microbatch))) for microbatch in here)
 
     def _weights(self, step: int) -> dict[Microbatch, float]:
         done = self.state.now.accumulated()
-        return {microbatch: self.stage.weight(step, self.number(microbatch)) for microbatch in done}
+        return {m: self.part(part).weight(step, self.number(m)) for m, part in done}
 
     def _sum_chunk(self, task: work.SumChunk) -> tuple[float, ...]:
         began = self.times.begin()

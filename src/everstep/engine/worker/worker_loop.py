@@ -245,8 +245,8 @@ class WorkerLoop:
                 case work.ReleaseGradients():
                     pass  # the next step's sums begin with the update
                 case work.DropStashes():
-                    for microbatch in command.microbatches:
-                        self.work.stage.drop(command.step, self.work.number(microbatch))
+                    for microbatch, part in command.places:
+                        self.work.part(part).drop(command.step, self.work.number(microbatch))
                 case work.ReleaseChunks():
                     self.work.updater.release(command.chunks)
                 case work.ReleaseSum():
@@ -294,8 +294,10 @@ class WorkerLoop:
 
     def _neighbours(self) -> set[Address]:
         """Workers that this one exchanges tensors with, or may after a death: its stage and those beside."""
-        book = self.control.book.items()
-        return {self.work.address(at) for worker, at in book if abs(worker.stage - self.me.stage) <= 1}
+        book, fold = self.control.book.items(), self.state.rules.fold
+        near = {part + step for part in fold.parts_of(self.me.stage) for step in (-1, 0, 1)}
+        stages = {fold.stage(part) for part in near if 0 <= part < fold.parts}
+        return {self.work.address(at) for worker, at in book if worker.stage in stages}
 
     def show_saving(self) -> None:
         """It has left its loop, and its last states are being written."""
