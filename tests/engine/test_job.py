@@ -145,7 +145,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f"stages = 0\n{MODEL}", "stages is 0; it must be at least 1"),
         (f"recompute = 1\n{MODEL}", "recompute is 1; it must be true or false"),
         (f"device = 1\n{MODEL}", "device is 1; it must be text in quotes"),
-        (f'precision = "fp16"\n{MODEL}', "precision is 'fp16'; did you mean 'bf16'?"),
+        (f'precision = "b16"\n{MODEL}', "precision is 'b16'; did you mean 'bf16'?"),
         (f"{MODEL}[data]", "data.kind or data.build is missing"),
         (f'{MODEL}[data]\nkind = "file"', "data.path is missing"),
         (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
