@@ -127,11 +127,18 @@ class Cluster:
         return self.addresses[name]
 
     def start_agent(
-        self, node: str, *, slots: int, through: str | None = None, grace: float = 0.0, host: str = ""
+        self,
+        node: str,
+        *,
+        slots: int,
+        through: str | None = None,
+        grace: float = 0.0,
+        host: str = "",
+        more: Sequence[str] = (),
     ) -> None:
         coordinators = through or ",".join(self.addresses.values())
         command = [*EVERSTEP, "agent", "--node", node, "--slots", str(slots), "--coordinator", coordinators]
-        command += ["--grace", f"{grace:g}", *(["--host", host] if host else [])]
+        command += ["--grace", f"{grace:g}", *(["--host", host] if host else []), *more]
         command += self._token_option()
         log = (self.log_folder / f"agent-{node}.log").open("ab")
         environment = self._environment() | ({"LD_PRELOAD": self.preload} if self.preload else {})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.core.cluster.task import CheckpointProgress, WrittenParts
 from everstep.drive.goodput import STEPS, Accounts, Cause, TaskAccount, account_from
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
@@ -88,6 +89,35 @@ def test_steps_with_fewer_workers_are_reduced_and_not_the_new_normal() -> None:
     assert account.lost()["reduced"] + account.held == pytest.approx(49.0)
 
 
+def test_what_a_step_takes_longer_while_a_checkpoint_is_written_is_the_saves() -> None:
+    account = account_that_trains()
+    account.saving = True  # since step 10
+    account.advance(11.5)
+    account.recorded(11, full=True)
+    account.advance(12.8)
+    account.recorded(12, full=True)  # the save is over, and this one is slow for another reason
+    account.advance(13.8)
+    account.recorded(13, full=True)
+    assert account.lost()["save"] == pytest.approx(0.5)
+    assert account.lost()["slow"] == pytest.approx(0.3)
+    assert account.productive_s == pytest.approx(13.0)
+
+
+def test_a_checkpoint_is_being_written_from_its_step_to_its_commit() -> None:
+    progress = CheckpointProgress()
+    assert not progress.is_saving(9, 10)
+    assert progress.is_saving(10, 10)
+    assert progress.is_saving(13, 10), "a slow disk takes several steps"
+    progress.newest = 10
+    assert not progress.is_saving(13, 10)
+    progress.parts[15] = WrittenParts(0)
+    assert progress.is_saving(15, 10), "at the end of a shape"
+    progress.parts.clear()
+    progress.broken[20] = 0
+    assert not progress.is_saving(21, 10), "it failed"
+    assert not CheckpointProgress().is_saving(10, 0), "the version before does not say how often"
+
+
 def test_steps_that_come_at_once_after_a_coordinator_was_away_were_productive() -> None:
     account = account_that_trains()
     account.advance(30.0)  # nothing was heard for 20 s, then all twenty steps
@@ -118,15 +148,16 @@ def test_an_interval_is_divided_at_the_hour_and_old_hours_go() -> None:
             st.booleans(),
             st.integers(0, 3),
             st.booleans(),
+            st.booleans(),
         )
     )
 )
 def test_whatever_happens_the_parts_add_up_and_counters_only_rise(history: list[Any]) -> None:
     account, at, before = TaskAccount(since=7.0, until=7.0), 7.0, dict[str, float]()
-    for seconds, condition, suspects, back, full in history:
+    for seconds, condition, suspects, back, full, saving in history:
         at += seconds
         account.advance(at)
-        account.recorded(max(1, account.last + 1 - back), full=full)
+        account.recorded(max(1, account.last + 1 - back), full=full, saving=saving)
         account.condition, account.suspects = condition, suspects
         account = account_from(json.loads(json.dumps(account.document())))
         assert math.isclose(parts(account), account.wall_s, rel_tol=1e-9, abs_tol=1e-6)

@@ -414,6 +414,28 @@ def test_both_ends_of_an_agents_connection_notice_a_dead_path(
     assert seen == {"agent": UNANSWERED_MS, "coordinator": UNANSWERED_MS}
 
 
+def test_of_several_coordinators_those_that_do_not_answer_are_not_waited_for(tmp_path: Path) -> None:
+    """Each was given 5 s, one after the other, before the one that leads was tried."""
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]  # the kernel accepts, and that is all
+    lost = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in silent]
+
+    async def joined(address: str) -> float:
+        settings = AgentSettings(node="n1", slots=1, coordinators=(*lost, address), grace_s=0.0)
+        agent, began = Agent(settings, say=lambda line: None, warn=lambda line: None), time.monotonic()
+        running = asyncio.create_task(agent.run())
+        while not agent._has_joined:
+            await asyncio.sleep(0.01)
+        took_s = time.monotonic() - began
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return took_s
+
+    with served(tmp_path) as address:
+        assert asyncio.run(joined(address)) < 5.0
+    for one in silent:
+        one.close()
+
+
 def test_a_warning_by_a_signal_is_reported_once() -> None:
     """Slurm's --signal=USR1@120 reaches the agent, and its keeper passes it on as well."""
     said: list[str] = []

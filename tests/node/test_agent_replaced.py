@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,21 @@ def until(true: Callable[[], Any], what: str, within_s: float = 240.0) -> Any:
 class Node:
     """A node whose agents come and go."""
 
-    def __init__(self, folder: Path, name: str, address: str, slots: int, *more: str) -> None:
-        self.folder, self.log = folder / name, folder / f"{name}.log"
-        command = [*EVERSTEP, "agent", "--node", name, "--slots", str(slots), "--coordinator", address]
-        self.command = [*command, "--state", str(self.folder), "--no-check", "--grace", "5", *more]
+    def __init__(self, folder: Path, name: str, address: str, program: Sequence[str], *more: str) -> None:
+        self.folder, self.log, self.program = folder / name, folder / f"{name}.log", program
+        self.options = ["agent", "--node", name, "--slots", "2", "--coordinator", address]
+        self.options += ["--state", str(self.folder), "--no-check", "--grace", "5", *more]
         self.start()
 
     def start(self, *more: str) -> None:
-        command = [*self.command, *more]
+        command = [*self.program, *self.options, *more]
         with self.log.open("ab") as out:
             self.agent = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+
+    def upgrade(self, program: Sequence[str]) -> None:
+        old, self.program = self.agent, program
+        self.start("--replace")
+        assert old.wait(120) == 0
 
     def end(self) -> None:
         if self.agent.poll() is None:
@@ -62,11 +67,13 @@ class Node:
 
 
 @contextmanager
-def nodes(folder: Path, address: str, *names: str, more: tuple[str, ...] = ()) -> Iterator[list[Node]]:
+def nodes(
+    folder: Path, address: str, *names: str, program: Sequence[str] = EVERSTEP, more: tuple[str, ...] = ()
+) -> Iterator[list[Node]]:
     made: list[Node] = []
     try:
         for name in names:
-            made.append(Node(folder, name, address, 2, *more))
+            made.append(Node(folder, name, address, program, *more))
         yield made
     finally:
         for node in made:

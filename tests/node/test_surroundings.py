@@ -1,6 +1,7 @@
 """The environment and the working folder of a job's workers."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from everstep.errors import UserError
 from everstep.job.job import Job, load_job
 from everstep.job.presets import flops_per_token, shape
+from everstep.launch.local.api import run_job
+from everstep.node.fork_server import ForkServer, ForkServerDied
 from everstep.node.worker import _surrounded
 from everstep.server.metrics import work_in_step
 
@@ -51,6 +54,36 @@ def test_a_folder_that_is_not_on_the_node_is_said(tmp_path: Path) -> None:
 def test_variables_that_cannot_be_are_refused(environment: object, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Job.from_dict({**JOB, "environment": environment})
+
+
+def test_the_python_of_a_job_is_a_command() -> None:
+    job = Job.from_dict({**JOB, "python": "apptainer exec --nv 'my image.sif' python"})
+    assert job.needs().python == ("apptainer", "exec", "--nv", "my image.sif", "python")
+    assert Job.from_dict(JOB).needs().python == ()
+    with pytest.raises(UserError, match="python is empty"):
+        Job.from_dict({**JOB, "python": " "})
+    with pytest.raises(UserError, match='python "a \'b" is not a command: No closing quotation'):
+        Job.from_dict({**JOB, "python": "a 'b"})
+    with pytest.raises(UserError, match="start this run with that Python"):
+        run_job(job)
+
+
+def test_workers_are_forked_by_the_python_of_their_job() -> None:
+    server = ForkServer(trains=False, python=("env", "EVERSTEP_MARK=here", sys.executable)).start()
+    try:
+        server.warm_up()
+        assert b"EVERSTEP_MARK=here" in Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        server.close()
+
+
+def test_a_python_that_is_not_on_the_node_or_has_no_everstep_is_named() -> None:
+    with pytest.raises(UserError, match="python '/no/python' cannot be started on this node: No such file"):
+        ForkServer(trains=False, python=("/no/python",)).start()
+    server = ForkServer(trains=False, python=("false",)).start()
+    with pytest.raises(ForkServerDied, match=r"exited with code 1; .*is everstep installed for false"):
+        server.warm_up()
+    server.close()
 
 
 def test_model_flops_are_those_of_its_tokens() -> None:

@@ -134,6 +134,14 @@ def agent_command(
             min=1, help="With --state: seconds after which workers without an agent end themselves."
         ),
     ] = 120.0,
+    users: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of owners and Unix users (docs/access.md): the workers of each owner run as "
+            "another user, in a cgroup of their own. Needs root.",
+            show_default="all workers run as the user of the agent",
+        ),
+    ] = None,
     beat: Annotated[
         float,
         typer.Option(min=0.05, help="Seconds between heartbeats; increase it for thousands of nodes."),
@@ -222,6 +230,7 @@ def agent_command(
     from everstep.node.agent import Agent, AgentSettings
     from everstep.node.cloud_notice import CloudNotice
     from everstep.server.certificates import client_context
+    from everstep.store.unix_users import UserTable
 
     coordinator_token.refuse_on_command_line(token)
     coordinator_token.clean_environment()
@@ -242,6 +251,7 @@ def agent_command(
         probe_port=probe_port,
         state=state,
         alone_s=alone,
+        users=None if users is None else UserTable(users),
         fabric=_fabric(fabric_ports, slots) if fabric_ports else None,
     )
     settings.token(), settings.tls()  # report unreadable files now
@@ -280,7 +290,7 @@ def agent_command(
         return until_signalled(run)
     from everstep.node.agent_record import held
 
-    with held(state, replace=replace_):
+    with held(state, replace=replace_, shared=users is not None):
         return until_signalled(run)
 
 

@@ -30,6 +30,7 @@ COLOURS = {  # name in a terminal, in a picture
     Cause.RESTORE: ("magenta", "#cc79a7"),
     Cause.REDO: ("magenta", "#8458b3"),
     Cause.REDUCED: ("yellow", "#0072b2"),
+    Cause.SAVE: ("bright_blue", "#882255"),
     Cause.SLOW: ("yellow", "#6f4e37"),
     Cause.END: ("bright_black", "#444444"),
 }

@@ -9,8 +9,8 @@ So the parts add up to the time that has passed, whatever happens; a test checks
 Between two events of the coordinator a task is in one condition, and the time goes to it. While it trains the
 time is collected, and divided when its step is recorded: up to the usual time of an undisturbed step with all
 workers it is productive; the rest is lost: while a fault was being noticed (`notice`), by a fault in this
-step (`redo`), by missing workers (`reduced`), or by none of these (`slow`). A step that was done before is
-`redo` as a whole: each step is productive once.
+step (`redo`), by missing workers (`reduced`), while a checkpoint was written (`save`), or by none of these
+(`slow`). A step that was done before is `redo` as a whole: each step is productive once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Cause(StrEnum):
     RESTORE = "restore"  # a stage was lost: workers start and load a kept state
     REDO = "redo"  # work that was done before, and time that a fault cost inside its step
     REDUCED = "reduced"  # slower than usual, with fewer workers than the shape has
-    SLOW = "slow"  # slower than usual with all workers: a straggler, data, a save
+    SAVE = "save"  # the same with all workers, while a checkpoint was written
+    SLOW = "slow"  # the same for any other reason: a straggler, data
     END = "end"  # workers leave; an unfinished step
 
 
@@ -66,6 +67,7 @@ class TaskAccount:
     condition: Cause | None = Cause.WAIT  # None: it trains
     suspects: bool = False  # there is evidence of a fault and no verdict
     disturbed: bool = False  # a fault fell into the step in progress
+    saving: bool = False  # a checkpoint was being written when it began
     shape: str = ""
     held: float = 0.0  # what the last step lost by `held_by`; the next one tells whether it did
     held_by: Cause = Cause.SLOW
@@ -109,22 +111,27 @@ class TaskAccount:
                 self._add(hour, self.condition, part)
         self.until = at
 
-    def recorded(self, step: int, *, full: bool) -> None:
-        """A step is done. `full`: by all the workers that the shape has."""
+    def recorded(self, step: int, *, full: bool, saving: bool = False) -> None:
+        """A step is done. `full`: by all the workers that the shape has. `saving`: a checkpoint is being
+        written now.
+        """
         seconds, self.open_s = self.open_s, 0.0
         hour, clean = int(self.until // HOUR_S), not self.disturbed
         if step <= self.last:
             self._add(hour, Cause.REDO, seconds)
         else:
-            self._divide(hour, seconds, clean=clean, full=full)
+            cause = Cause.REDO if not clean else Cause.REDUCED if not full else Cause.SLOW
+            if cause is Cause.SLOW and self.saving:
+                cause = Cause.SAVE
+            self._divide(hour, seconds, cause, typical=clean and full)
             self._add(hour, STEPS, float(step - self.last) if self.last else 1.0)  # scripts tell some steps
             self.last = step
-        self.disturbed, self.notice_s = False, 0.0
+        self.disturbed, self.notice_s, self.saving = False, 0.0, saving
 
-    def _divide(self, hour: int, seconds: float, *, clean: bool, full: bool) -> None:
+    def _divide(self, hour: int, seconds: float, cause: Cause, *, typical: bool) -> None:
+        """`cause`: of what it took longer than usual."""
         usual = self.usual_s
         good = seconds if usual is None else min(seconds, usual)
-        cause = Cause.REDO if not clean else Cause.SLOW if full else Cause.REDUCED
         if usual is not None and seconds < usual / 2:
             # Steps that were made while the coordinator was away come at once: the first seemed to be slow.
             back = min(usual - seconds, self.held)
@@ -132,7 +139,7 @@ class TaskAccount:
             self._add(hour, PRODUCTIVE, seconds + back)
             return
         self._add(hour, self.held_by, self.held)
-        if clean and full:
+        if typical:
             self.usual.append(seconds)
         noticed = min(self.notice_s, seconds - good)
         self.held_by, self.held = cause, seconds - good - noticed
@@ -181,6 +188,7 @@ class TaskAccount:
             "usual": list(self.usual),
             "condition": self.condition,
             "disturbed": self.disturbed,
+            "saving": self.saving,
             "shape": self.shape,
         }
 
@@ -243,7 +251,8 @@ class Accounts:
         for name, step in steps:
             if name in tasks and name in self._tasks and self._tasks[name].state not in OVER:
                 self._tasks[name].advance(at)
-                self._tasks[name].recorded(step, full=is_full(tasks[name]))
+                task = tasks[name]
+                self._tasks[name].recorded(step, full=is_full(task), saving=is_saving(task, step))
                 changed.add(name)
         open_ones = log.open_ones()
         stopped = {one.task for one in open_ones if one.stops_training}
@@ -334,3 +343,9 @@ def is_full(task: Task) -> bool:
     places = task.recovery.places if task.recovery is not None else {}
     wanted = task.shape.replicas * task.shape.stages
     return sum(isinstance(state, Member) for state in places.values()) >= wanted
+
+
+def is_saving(task: Task, step: int) -> bool:
+    """Once this step is on record: does a checkpoint go on being written while the next one runs?"""
+    folder = None if task.request.needs is None else task.request.needs.checkpoints
+    return folder is not None and task.checkpoints.is_saving(step, folder.interval)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -314,6 +315,7 @@ class Job:
     callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
     environment: dict[str, str] = field(default_factory=dict)  # variables of every worker
     workdir: str | None = None  # in which workers run; None: the agent's
+    python: str | None = None  # command that starts the workers' Python; None: the agent's
     log: str | None = None  # folder of the step log
     base: str = "."  # the job file's folder: paths and modules are looked up from here
     code: str | None = None  # set by `everstep submit`: the folder of the packed code (`job.code`)
@@ -335,6 +337,8 @@ class Job:
             _refuse_variable(name, value)
         at_least("virtual", self.virtual, 1)
         at_most("virtual", self.virtual, MOST_VIRTUAL)
+        if self.python is not None and not self.python_words():
+            raise UserError("python is empty; give a command that starts Python, or leave it out.")
         at_least("seed", self.seed, 0)
         at_least("max_replicas", self.max_replicas, 0)
         at_least("min_stages", self.min_stages, 0)
@@ -597,7 +601,11 @@ class Job:
         folder = None
         if spec is not None:
             folder = CheckpointFolder(
-                base=self.base, folder=spec.folder, keep=spec.keep, start_over=spec.start_over
+                base=self.base,
+                folder=spec.folder,
+                keep=spec.keep,
+                start_over=spec.start_over,
+                interval=spec.interval,
             )
         log = None if self.log is None else str(self.path(self.log))
         return TaskNeeds(
@@ -606,7 +614,15 @@ class Job:
             modules=self.modules(),
             log=log,
             checkpoints=folder,
+            python=self.python_words(),
         )
+
+    def python_words(self) -> tuple[str, ...]:
+        """The words of `python`; empty: the agent's own."""
+        try:
+            return tuple(shlex.split(self.python or ""))
+        except ValueError as error:
+            raise UserError(f"python {self.python!r} is not a command: {error}.") from None
 
     def modules(self) -> tuple[str, ...]:
         """What its workers import besides torch: better once, before they are forked."""
@@ -667,7 +683,7 @@ def _from_home(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         theirs = ("options", "environment")
         return {n: inner if n in theirs else _from_home(inner, n) for n, inner in value.items()}
-    is_path = key in ("folder", "log", "path", "hf", "workdir") and isinstance(value, str)
+    is_path = key in ("folder", "log", "path", "hf", "workdir", "python") and isinstance(value, str)
     return str(Path(value).expanduser()) if is_path and value.startswith("~") else value
 
 

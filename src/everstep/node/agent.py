@@ -18,6 +18,7 @@ import json
 import os
 import random
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -69,10 +70,13 @@ from everstep.protocol.table import PROTOCOL
 from everstep.ranks.snapshots import remove_left_files
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import share, temporary_folder
+from everstep.store.unix_users import UnixUser, UserTable
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
 PING_S = 8.0  # unanswered for half as long: a machine that lost its power closes no connection
+ELSEWHERE_MS = 3_000  # of several coordinators, one whose machine acknowledges nothing for so long is left
+ASK_LEADER_S = 1.0
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 ALONE_S = 3.0  # without a coordinator an agent that was told to end waits no longer than this
 QUIET_S = 0.2  # after the last of its workers has gone: a commit of their state may be ordered here
@@ -80,6 +84,10 @@ MAX_MESSAGE = 64 << 20
 MOST_ON_STORAGE = 4  # threads that wait for file systems
 SOON_S = 1.0  # for a fork server of the agent before to say who its children are
 STUCK_S = 10.0  # without a look at its workers, after which the agent is not alive
+
+
+# Threads, modules, whether it trains, user, Python.
+ServerKey = tuple[int, tuple[str, ...], bool, UnixUser | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +113,7 @@ class AgentSettings:
     state: Path | None = None  # where workers wait for the next agent; None: they end with this one
     alone_s: float = 120.0  # and for how long
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
+    users: UserTable | None = None  # as whom the workers of each owner run; None: as the agent
 
 
 def probed(path: str, *, has_joined: bool, is_joined: bool, looked_s: float) -> tuple[int, str]:
@@ -147,7 +156,7 @@ class Agent:
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
         self.devices = NodeDevices()
         self._news = asyncio.Event()
-        self._servers: dict[tuple[int, tuple[str, ...], bool], ForkServer] = {}
+        self._servers: dict[ServerKey, ForkServer] = {}
         self._welcomed = False
         self._troubles: dict[str, str] = {}  # by address: why it is not connected, as last printed
         self._beside: set[asyncio.Task[None]] = set()
@@ -204,7 +213,7 @@ class Agent:
             for server in there:
                 server.close()
             self._inherited, self._late = [], []
-            for path in folder.glob("beacon-*"):
+            for path in (*folder.glob("beacon-*"), *folder.glob("of-*/beacon-*")):
                 path.unlink(missing_ok=True)
             return None
         return left
@@ -235,7 +244,11 @@ class Agent:
             order=self.settings.order,
             other_checks=self.settings.other_checks,
             alone_s=0.0 if self._record is None else self.settings.alone_s,
+            users=self.settings.users,
         )
+        if self.settings.users is not None:  # they may enter, and see nothing
+            folder.chmod(0o711)
+            memory.chmod(0o711)
         self.workers = WorkerProcesses(
             node,
             loop=_Loop(asyncio.get_running_loop()),
@@ -272,8 +285,8 @@ class Agent:
                 f"node {self.settings.node}: the kernel's log cannot be read ({kernel.error}): errors "
                 "of GPUs and memory go unheard; give the agent CAP_SYSLOG, or read access to it"
             )
-        if self._warm is not None:
-            self._started((1, (), self._warm))
+        if self._warm is not None and self.settings.users is None:  # else it is not known whose it will be
+            self._started((1, (), self._warm, None, ()))
         self._look()
         if self.settings.notice is not None:
             notice = LeaveNotice(self.settings.notice, self.warn)
@@ -465,17 +478,19 @@ class Agent:
 
     def _fork_server(self, task: TaskHere) -> ForkServer:
         needs, trains = task.needs, task.ranks is None
-        key = (needs.threads, needs.modules, trains)
-        return self._started(key)
+        return self._started((needs.threads, needs.modules, trains, task.user, needs.python))
 
-    def _started(self, key: tuple[int, tuple[str, ...], bool]) -> ForkServer:
+    def _started(self, key: ServerKey) -> ForkServer:
         if key not in self._servers:
+            threads, modules, trains, user, python = key
             lasts = None
             if self.settings.state is not None:
                 folder, keep = self.settings.state.absolute(), (self.workers.memory.lock,)
-                lasts = Lasting(folder=folder, alone_s=self.settings.alone_s, keep=keep)
-            threads, modules, trains = key
-            made = ForkServer(threads=threads, preload=modules, trains=trains, lasts=lasts)
+                name = "" if user is None else f"{user.name}-"
+                lasts = Lasting(folder=folder, alone_s=self.settings.alone_s, keep=keep, user=name)
+            made = ForkServer(
+                threads=threads, preload=modules, trains=trains, lasts=lasts, user=user, python=python
+            )
             self._servers[key] = made.start()
         return self._servers[key]
 
@@ -537,7 +552,10 @@ class Agent:
         wait, turn = RETRY_FIRST_S, 0
         async with aiohttp.ClientSession() as session:
             while True:
-                address = current(self.settings.coordinators[turn % len(self.settings.coordinators)])
+                known = [current(place) for place in self.settings.coordinators]
+                address = known[turn % len(known)]
+                if len(known) > 1:
+                    address = await self._leader(session, known) or address
                 self._welcomed = False
                 reason, began = "it has closed the line", time.monotonic()
                 try:
@@ -551,6 +569,34 @@ class Agent:
                     wait = RETRY_FIRST_S
                 await asyncio.sleep(wait * random.uniform(0.75, 1.25))
                 wait, turn = min(wait * 2, RETRY_MOST_S), turn + 1
+
+    async def _leader(self, session: aiohttp.ClientSession, known: Sequence[str]) -> str:
+        """Which of several coordinators leads; empty: none says so. All are asked at once: in turn, each one
+        whose machine is gone would be waited for.
+        """
+
+        async def leads(address: str) -> str:
+            url, context = f"{address.rstrip('/')}/v1/ready", None
+            if address.startswith("https"):
+                context = self.settings.tls()
+            async with session.get(url, ssl=context or True) as answer:
+                return address if answer.status == 200 else ""
+
+        asked = [asyncio.create_task(leads(address)) for address in known if address]
+        found = ""
+        try:
+            for each in asyncio.as_completed(asked, timeout=ASK_LEADER_S):
+                with contextlib.suppress(aiohttp.ClientError, OSError, UserError):
+                    found = found or await each
+                if found:
+                    break
+        except TimeoutError:
+            pass
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        return found
 
     def _tell_trouble(self, address: str, reason: str) -> None:
         """Once for each reason: it is tried again several times per second."""
@@ -585,7 +631,7 @@ class Agent:
                     "right --token-file or EVERSTEP_TOKEN: that of this node, or of an admin"
                 ) from None
             raise
-        _watch(line.get_extra_info("socket"))
+        _watch(line.get_extra_info("socket"), is_one_of=len(self.settings.coordinators) > 1)
         try:
             await self._converse(line, address)
         finally:
@@ -673,8 +719,12 @@ class Agent:
         }
 
         def read() -> list[dict[str, Any]]:
+            def one(place: tuple[int, Path]) -> dict[str, Any]:
+                with self.workers.acting_for(of_task):
+                    return stacks_of(*place)
+
             with ThreadPoolExecutor(min(32, len(found) or 1)) as pool:
-                told = pool.map(lambda place: stacks_of(*place), found.values())
+                told = pool.map(one, found.values())
                 return [
                     {"worker": worker, "pid": pid} | stacks
                     for (worker, (pid, _)), stacks in zip(found.items(), told, strict=True)
@@ -704,6 +754,10 @@ class Agent:
 
     def _answer(self, asked: dict[str, Any]) -> Any:
         """For people who look: the end of a worker's log, what every worker does now or did lately."""
+        with self.workers.acting_for(asked["task"]):
+            return self._found(asked)
+
+    def _found(self, asked: dict[str, Any]) -> Any:
         try:
             match asked["what"]:
                 case "log":
@@ -767,10 +821,12 @@ def _leaves_no_trace(event: AgentEvent) -> bool:
     return isinstance(event, ag.Glanced | AgentSaid)
 
 
-def _watch(sock: Any) -> None:
+def _watch(sock: Any, *, is_one_of: bool) -> None:
     with contextlib.suppress(OSError):
         if sock is not None:
             watch_path(sock)
+            if is_one_of:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ELSEWHERE_MS)
 
 
 async def _in_own_thread(work: Callable[[], Any]) -> Any:

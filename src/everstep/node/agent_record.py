@@ -159,8 +159,10 @@ def _boot_id() -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, replace: bool) -> Iterator[None]:
-    """This agent is the only one in the folder. `replace`: one that lives is told to leave it first."""
+def held(folder: Path, *, replace: bool, shared: bool = False) -> Iterator[None]:
+    """This agent is the only one in the folder. `replace`: one that lives is told to leave it first.
+    `shared`: workers of other users may enter it, and see nothing.
+    """
     if len(os.fsencode(folder.absolute())) > MOST_PATH:
         raise UserError(
             f"--state {folder} is longer than {MOST_PATH} bytes, and sockets in it could not be named; "
@@ -171,7 +173,9 @@ def held(folder: Path, *, replace: bool) -> Iterator[None]:
         found = folder.stat()
         if found.st_uid != os.geteuid():
             raise UserError(f"--state {folder} belongs to another user; give a folder of your own.")
-        if found.st_mode & 0o077:  # secrets of tasks are in it; and it may be anything, such as /tmp
+        if found.st_mode & (
+            0o066 if shared else 0o077
+        ):  # secrets of tasks are in it; and it may be anything, such as /tmp
             raise UserError(
                 f"--state {folder} is open to other users; give a folder of this agent alone, which is made "
                 "if it is not there, or close it to others (chmod 700)."

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -30,12 +31,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep import log
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 from everstep.log import warn
 from everstep.node.process_facts import born, end_leftovers
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import Sender
 from everstep.store.owned_folders import remove_all_left
+from everstep.store.unix_users import UMASK, UnixUser, own_cgroup
+from everstep.store.unix_users import found as unix_user
 
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
@@ -84,11 +87,12 @@ class Lasting:
     folder: Path  # for its socket
     alone_s: float  # it ends its children and itself after so long without one
     keep: tuple[int, ...] = ()  # file numbers that stay open as long as it or a child of it lives
+    user: str = ""  # "NAME-": of the Unix user it runs as
 
     def sockets(self) -> tuple[socket.socket, socket.socket]:
         """The owner's, and the one at which the server is called."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = str(self.folder / f"fork-{secrets.token_hex(4)}")
+        path = str(self.folder / f"fork-{self.user}{secrets.token_hex(4)}")
         listener.bind(path)
         listener.listen(4)
         ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,6 +107,8 @@ class InheritedServer:
 
     def __init__(self, path: Path) -> None:
         self.path, self.children = path, dict[Sender, int]()
+        name = path.name.removeprefix("fork-").rpartition("-")[0]
+        self.user = unix_user(name) if name else None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def ask(self) -> bool:
@@ -123,7 +129,11 @@ class InheritedServer:
             told = json.loads(self._socket.recv(1 << 20) or b'{"children": []}')
         except OSError:
             return False
-        self.children = {decode(Sender, sender): pid for pid, sender in told["children"]}
+        self.children = {
+            decode(Sender, sender): pid
+            for pid, sender in told["children"]
+            if self.user is None or self.user.owns(pid)
+        }
         return True
 
     def reap(self, child: ForkedProcess) -> None:
@@ -159,7 +169,9 @@ class ForkServer:
     """The owner's side. `threads`: of each worker's tensor ops; some libraries read it only as they are
     loaded. `preload`: modules that workers will want besides; one that cannot be imported is left to them.
     `trains` off: it forks keepers of ranks, which need no torch. `answer_s`: after so long without an answer
-    it counts as hung.
+    it counts as hung. `user`: as whom it and its children run; None: as its owner.
+    `python`: the command that starts it, if not this interpreter; it must keep open files and be seen by its
+    own process number, as Apptainer and Enroot do.
     """
 
     def __init__(
@@ -170,8 +182,10 @@ class ForkServer:
         trains: bool = True,
         answer_s: float = ANSWER_S,
         lasts: Lasting | None = None,
+        user: UnixUser | None = None,
+        python: tuple[str, ...] = (),
     ) -> None:
-        self._lasts = lasts
+        self._lasts, self.user, self._python = lasts, user, python
         self._threads, self._preload, self.answer_s = threads, preload, answer_s
         self._always = _TRAINING if trains else _KEEPING
         self.warm = False
@@ -187,7 +201,8 @@ class ForkServer:
         else:
             ours, theirs = lasts.sockets()
         alone_s, keep = (0.0, ()) if lasts is None else (lasts.alone_s, lasts.keep)
-        command = [sys.executable, "-m", "everstep.node.fork_server", str(theirs.fileno()), f"{alone_s:g}"]
+        command = [*(self._python or (sys.executable,)), "-m", "everstep.node.fork_server"]
+        command += [str(theirs.fileno()), f"{alone_s:g}"]
         command += [",".join(self._always), *self._preload]
         threads = {
             OUTER_THREADS: os.environ.get("OMP_NUM_THREADS", ""),
@@ -195,9 +210,23 @@ class ForkServer:
         }
         env = {**ALLOCATOR, **os.environ, **threads}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
-        self._process = subprocess.Popen(
-            command, env=env, pass_fds=[theirs.fileno(), *keep], stdin=subprocess.DEVNULL
-        )
+        become: dict[str, Any] = {}
+        if (user := self.user) is not None:
+            env |= user.environment()
+            become = {"user": user.uid, "group": user.gid, "extra_groups": user.groups}
+            become |= {"umask": UMASK, "cwd": user.start_folder}
+        try:
+            self._process = subprocess.Popen(
+                command, env=env, pass_fds=[theirs.fileno(), *keep], stdin=subprocess.DEVNULL, **become
+            )
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            raise UserError(
+                f"python {shlex.join(self._python)!r} cannot be started on this node: {error.strerror}."
+            ) from None
+        if user is not None and own_cgroup(user, self._process.pid) is None:
+            warn(f"workers of {user.name} run in the cgroup of the agent, which may not make one for them")
         theirs.close()
         self._socket = ours
         self.warm = False
@@ -227,6 +256,8 @@ class ForkServer:
         """Fork a worker. Its stdout and stderr go to the file `output`."""
         data, fds = self._ask({"spawn": spec, "output": str(output)}, self.answer_s if self.warm else WARM_S)
         pid: int = json.loads(data)["pid"]
+        if self.user is not None and not self.user.owns(pid):
+            raise ForkServerDied(f"the fork server of {self.user.name} named a process of another user")
         return ForkedProcess(pid, fds[0], self.number, born(pid))
 
     def reap(self, child: ForkedProcess) -> None:
@@ -271,7 +302,8 @@ class ForkServer:
                 data, fds = b"", []
             if not data:
                 self.warm = False
-                raise ForkServerDied(f"the fork server {self._end()}; what it said last is on stderr")
+                hint = f"; is everstep installed for {shlex.join(self._python)}?" if self._python else ""
+                raise ForkServerDied(f"the fork server {self._end()}; its last words are on stderr{hint}")
             return data, fds
 
     def _end(self) -> str:

@@ -10,7 +10,9 @@ kept by who said them until the other side will not lose them (`node.line_to_age
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ SPOKEN = (PROTOCOL - 1, PROTOCOL)  # a worker may be of the version before: its 
 ACKNOWLEDGE_EVERY_S = 1.0
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
 MOST_UNGREETED = 1024
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class Loop(Protocol):
@@ -69,6 +72,14 @@ class Counts:
             self.kept.popleft()
 
 
+def _is_honest(caller: socket.socket, pid: int) -> bool:
+    """A process of another user can be one of another owner: the kernel must know it by this number."""
+    known, uid, _ = _CREDENTIALS.unpack(
+        caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return bool(uid == os.geteuid() or known == pid)
+
+
 class WorkerLines:
     def __init__(
         self,
@@ -78,11 +89,12 @@ class WorkerLines:
         knows: Callable[[Sender, int], bool],  # is there such a process, and is this its pid?
         happened: Callable[[ProcessEvent], None],
         keeps: bool = False,  # another agent may come after this one
+        for_all: bool = False,  # workers run as other users
         on_record: Callable[[], None] = lambda: None,  # what was decided and heard is safe when it returns
     ) -> None:
         self.path = path
         self.counts: dict[Sender, Counts] = {}
-        self._keeps, self._on_record = keeps, on_record
+        self._keeps, self._on_record, self._for_all = keeps, on_record, for_all
         self._changed: dict[Sender, list[bytes]] = {}  # since the last `news`: new orders
         self._acknowledge_at = 0.0
         self._loop, self._knows, self._happened = loop, knows, happened
@@ -92,6 +104,8 @@ class WorkerLines:
     def open(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
+        if self._for_all:
+            self.path.chmod(0o666)
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._loop.watch(self._listener.fileno(), self._accept)
@@ -208,7 +222,11 @@ class WorkerLines:
             return  # the rest of it comes later
         self._loop.unwatch(fd)
         del self._callers[fd]
-        if not isinstance(hello, WorkerHello) or hello.protocol not in SPOKEN:
+        if (
+            not isinstance(hello, WorkerHello)
+            or hello.protocol not in SPOKEN
+            or not _is_honest(caller.socket, hello.pid)
+        ):
             caller.socket.close()
             return
         sender = Sender(hello.task, hello.worker, hello.incarnation)

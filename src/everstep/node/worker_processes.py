@@ -56,6 +56,7 @@ from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds
 from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 from everstep.store.owned_folders import remove_left
+from everstep.store.unix_users import UnixUser, UserTable, acting_as
 
 UNKNOWN_END = "ended while no agent ran here; how is unknown"
 PROBE_S, MOST_AT_ONCE = 3.0, 8  # for one connection to another node, and such connections
@@ -111,6 +112,7 @@ class NodeSettings:
     order: int = 0  # of this node among those of a script task
     other_checks: tuple[str, ...] = ()  # options of `everstep check`
     alone_s: float = 0.0  # so long workers wait for another agent when theirs is gone; 0: they end with it
+    users: UserTable | None = None  # as whom the workers of each owner run; None: as the agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,16 @@ class TaskHere:
     replicas: int
     needs: TaskNeeds
     ranks: RankRules | None = None
+    user: UnixUser | None = None  # as whom its workers run; None: as the agent
 
     @staticmethod
-    def of(order: msg.OpenTask) -> TaskHere:
+    def of(order: msg.OpenTask, user: UnixUser | None = None) -> TaskHere:
         shape, needs = order.shape, order.needs
         if shape is None or needs is None:  # from a coordinator, or a journal, of the version before
             job = Job.from_dict(order.job)
             shape, needs = job.task_shape(), job.needs()
         return TaskHere(
-            order.job, order.secret, order.script, order.faults, shape.replicas, needs, order.ranks
+            order.job, order.secret, order.script, order.faults, shape.replicas, needs, order.ranks, user
         )
 
 
@@ -180,6 +183,7 @@ class WorkerProcesses:
             knows=self._knows,
             happened=self.happened,
             keeps=settings.alone_s > 0,
+            for_all=settings.users is not None,
             on_record=agent.on_record,
         )
         self._events: deque[ag.ProcessEvent] = deque()
@@ -260,9 +264,10 @@ class WorkerProcesses:
         path = self._beacon_path(sender)
         if sender.task in self.tasks:
             self.log_path(sender.task, sender.worker)
-        beacon = Beacon(path, create=not path.exists())
-        life = lifeline_beside(path)
-        lifeline = Lifeline(life, create=not life.exists())
+        with self.acting_for(sender.task):
+            beacon = Beacon(path, create=not path.exists())
+            life = lifeline_beside(path)
+            lifeline = Lifeline(life, create=not life.exists())
         glances = Glances(sender, child.pid, beacon, 1 + len(known.order.more_slots))
         process = self._all[sender] = WorkerProcess(sender, child, server, beacon, lifeline, glances)
         self._loop.watch(child.pidfd, lambda: self._exited(process))
@@ -306,7 +311,16 @@ class WorkerProcesses:
 
     def log_path(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""
-        return self.logs.path(task, worker, self.tasks[task].needs.log)
+        here = self.tasks[task]
+        return self.logs.path(task, worker, here.needs.log, here.user)
+
+    def acting_for(self, task: str) -> contextlib.AbstractContextManager[None]:
+        """Files of a task are opened with the rights of its user: a link in their place leads no further."""
+        here = self.tasks.get(task)
+        return acting_as(None if here is None else here.user)
+
+    def _user(self, owner: str) -> UnixUser | None:
+        return None if self.settings.users is None else self.settings.users.of(owner)
 
     def slots_by_pid(self) -> dict[int, int]:
         known = self.machine.processes
@@ -417,21 +431,28 @@ class WorkerProcesses:
         self.opened.append(order)
         if isinstance(order, msg.OpenTask):
             self.tasks.pop(order.task, None)
-            try:
-                self.tasks[order.task] = TaskHere.of(order)
-            except EverstepError as error:  # its starts fail, with this sentence
-                self._unreadable[order.task] = str(error)
-                return
-        self.memory.open_task(order.task, order.secret)
+        try:
+            user = self._user(order.owner)
+            if isinstance(order, msg.OpenTask):
+                self.tasks[order.task] = TaskHere.of(order, user)
+        except EverstepError as error:  # its starts fail, with this sentence
+            self._unreadable[order.task] = str(error)
+            return
+        self.memory.open_task(order.task, order.secret, user)
 
     def _work_on_disk(self, order: ag.DiskOrder) -> msg.NodeReport | None:
         """Touches nothing of this class but what it was told of a task, so any thread may do it."""
         here = self.tasks.get(order.task)
-        return work_on_disk(order, None if here is None else here.needs.checkpoints)
+        user = None if here is None else here.user
+        if isinstance(order, msg.FindCheckpoint):
+            user = self._user(order.owner)
+        with acting_as(user):
+            return work_on_disk(order, None if here is None else here.needs.checkpoints)
 
     def _commit_whole(self, order: ag.CommitWhole) -> Any:
         here = self.tasks.get(order.task)
-        return commit_whole(order, None if here is None else here.needs.checkpoints)
+        with self.acting_for(order.task):
+            return commit_whole(order, None if here is None else here.needs.checkpoints)
 
     def _committed(self, order: ag.CommitWhole, found: Any) -> None:
         self._num_on_disk -= 1
@@ -458,9 +479,13 @@ class WorkerProcesses:
             because = self._unreadable.get(order.task, "its job is not here")
             self.happened(ag.SpawnFailed(sender, because))
             return
-        server = self._fork_server(self.tasks[order.task])
-        if action.fresh_server:
-            server.replace()
+        try:
+            server = self._fork_server(self.tasks[order.task])
+            if action.fresh_server:
+                server.replace()
+        except UserError as error:  # its Python is not on this node
+            self.happened(ag.SpawnFailed(sender, str(error)))
+            return
         self._forking[sender] = server
         self._beside(lambda: self._forked(sender, server), lambda found: self._fork_ended(sender, found))
 
@@ -476,9 +501,10 @@ class WorkerProcesses:
             server.warm_up()
         path = self._beacon_path(sender)
         spec = self._spec(sender, path, devices)
-        beacon = Beacon(path, create=True)
         assert spec.lifeline is not None
-        lifeline = Lifeline(spec.lifeline, create=True)
+        with self.acting_for(sender.task):
+            beacon = Beacon(path, create=True)
+            lifeline = Lifeline(spec.lifeline, create=True)
         output = self.log_path(sender.task, sender.worker)
         child = server.spawn(spec.to_dict(), output=output)
         glances = Glances(sender, child.pid, beacon, len(spec.slots))
@@ -486,7 +512,10 @@ class WorkerProcesses:
 
     def _beacon_path(self, sender: Sender) -> Path:
         name = f"{sender.task}-{sender.worker.replica}-{sender.worker.stage}-{sender.incarnation}"
-        return (self.settings.memory or self.settings.folder) / f"beacon-{name}"
+        folder, here = self.settings.memory or self.settings.folder, self.tasks.get(sender.task)
+        if here is not None and here.user is not None:
+            folder = here.user.make_folder(folder / f"of-{here.user.name}")
+        return folder / f"beacon-{name}"
 
     def _fork_ended(self, sender: Sender, found: Any) -> None:
         self._forking.pop(sender, None)
@@ -589,7 +618,8 @@ class WorkerProcesses:
         self._all.pop(process.sender, None)
 
     def _look(self, process: WorkerProcess, now: float) -> None:
-        glanced = process.glances.look(self.machine.curious, now)
+        with self.acting_for(process.sender.task):
+            glanced = process.glances.look(self.machine.curious, now)
         if glanced is not None:
             self.happened(glanced)
 
@@ -604,7 +634,9 @@ class WorkerProcesses:
         replicas = self.tasks[task].replicas
         if task not in self._rings or self._rings[task].replicas != replicas:
             self._rings[task] = RingWatch(task, replicas)
-        for news in self._rings[task].look(rings, now):
+        with self.acting_for(task):
+            found = self._rings[task].look(rings, now)
+        for news in found:
             if news.worker in there:
                 self.report(news, there[news.worker].sender)
 
@@ -711,16 +743,19 @@ class WorkerLogs:
     def __init__(self, folder: Path) -> None:
         """`folder`: for jobs that name none."""
         self.folder = folder
-        self._paths: dict[tuple[str, Worker], Path] = {}
+        self._paths: dict[tuple[str, Worker], tuple[Path, UnixUser | None]] = {}
 
-    def path(self, task: str, worker: Worker, folder: str | None) -> Path:
-        """Where a worker is to print. `folder`: of its job, if that names one."""
-        found = (
-            self.folder / f"{task}-{_log_name(worker)}" if folder is None else Path(folder, _log_name(worker))
-        )
+    def path(self, task: str, worker: Worker, folder: str | None, user: UnixUser | None = None) -> Path:
+        """Where a worker is to print. `folder`: of its job, if that names one. `user`: as whom it runs."""
+        own = self.folder if user is None else self.folder / f"of-{user.name}"
+        found = own / f"{task}-{_log_name(worker)}" if folder is None else Path(folder, _log_name(worker))
         with contextlib.suppress(OSError):  # it trains without
-            found.parent.mkdir(parents=True, exist_ok=True)
-        self._paths[task, worker] = found
+            if user is not None and folder is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                user.make_folder(own)
+            with acting_as(user):
+                found.parent.mkdir(parents=True, exist_ok=True)
+        self._paths[task, worker] = found, user
         while len(self._paths) > MOST_PATHS:
             del self._paths[next(iter(self._paths))]
         return found
@@ -728,17 +763,22 @@ class WorkerLogs:
     def trim(self, workers: Iterable[tuple[str, Worker]]) -> None:
         """Of workers that run: their logs keep to a size."""
         for known in workers:
-            if (path := self._paths.get(known)) is not None:
-                trim(path)
+            if (kept := self._paths.get(known)) is not None:
+                path, user = kept
+                with acting_as(user):
+                    trim(path)
 
     def read(self, task: str, worker: Worker, *, most: int, start: int | None = None) -> dict[str, Any]:
         """The end of what a worker has printed here, or what follows `start`: text, where it ends, and when
         it was written.
         """
-        path = self._paths.get((task, worker), self.folder / f"{task}-{_log_name(worker)}")
-        if not path.is_file():
-            raise UserError(f"worker {worker} of {task} has printed nothing here.")
-        with path.open("rb") as file:
+        usual = self.folder / f"{task}-{_log_name(worker)}"
+        path, user = self._paths.get((task, worker), (usual, None))
+        with acting_as(user):
+            if not path.is_file():
+                raise UserError(f"worker {worker} of {task} has printed nothing here.")
+            file = path.open("rb")
+        with file:
             size = file.seek(0, os.SEEK_END)
             begin = max(0, size - most) if start is None or start > size else start
             file.seek(begin)

@@ -732,6 +732,7 @@ class CheckpointFolder:
     folder: str  # or a URL
     keep: int  # older ones are removed
     start_over: bool = False  # continue without checkpoints that cannot be used
+    interval: int = 0  # steps between two of them; 0: the version before does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -743,6 +744,7 @@ class TaskNeeds:
     modules: tuple[str, ...] = ()  # to import before workers are forked
     log: str | None = None  # folder for what workers print
     checkpoints: CheckpointFolder | None = None
+    python: tuple[str, ...] = ()  # the command that starts Python for its workers; empty: the agent's
 
 
 @message(says="prepare task {task} on {node}")
@@ -757,6 +759,7 @@ class OpenTask(NodeOrder):
     shape: Shape | None = None  # None, also below: the coordinator or its journal is of the version before
     needs: TaskNeeds | None = None
     ranks: RankRules | None = None  # of a script task; None: a managed one
+    owner: str = ""  # who submitted it
 
 
 @message(says="start worker {worker} of {task} on {node}")
@@ -840,6 +843,7 @@ class OpenMemory(NodeOrder):
 
     task: str
     secret: str
+    owner: str = ""  # as in OpenTask
 
 
 @message(says="drop old memory copies of {task} on {node}")
@@ -877,6 +881,7 @@ class FindCheckpoint(NodeOrder):
     verify: bool = False  # all bytes: a worker could not load it
     run: str = ""  # `run_of` its secret: what this run has written is committed where it is whole
     live: bool = False  # the task runs; answered by CheckpointsLooked
+    owner: str = ""  # as in OpenTask
 
 
 @message(says="commit a checkpoint of {task} on {node}")

@@ -16,6 +16,8 @@ import re
 import secrets
 import shutil
 import threading
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +29,7 @@ from everstep.net.seal import CHUNK_BYTES, Sealer, Suite, TamperedError, Unseale
 from everstep.net.strangers import StrangerLimit
 from everstep.store import memory, owned_folders
 from everstep.store.places import step_name
+from everstep.store.unix_users import UnixUser, acting_as
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")
@@ -65,15 +68,28 @@ class MemoryStore:
     def __init__(self) -> None:
         self.folder, self.lock = memory.new_directory()
         self._keys: dict[str, bytes] = {}
+        self._users: dict[str, UnixUser] = {}
 
-    def open_task(self, task: str, secret: str) -> None:
+    def open_task(self, task: str, secret: str, user: UnixUser | None = None) -> None:
+        """`user`: as whom its workers run; nobody else may read or write their copies."""
         self._keys[task] = memory.memory_key(secret)
+        if user is not None:
+            self._users[task] = user
+            self.folder.chmod(0o711)
+            user.make_folder(self.folder / task)
+
+    def is_apart(self, task: str) -> bool:
+        return task in self._users
+
+    def as_its_user(self, task: str) -> AbstractContextManager[None]:
+        return acting_as(self._users.get(task))
 
     def key(self, task: str) -> bytes | None:
         return self._keys.get(task)
 
     def drop(self, task: str, before: int) -> None:
-        memory.drop(self.folder, task, before)
+        with self.as_its_user(task):
+            memory.drop(self.folder, task, before)
 
     def adopt(self, folder: Path) -> bool:
         """Take over the folder of another owner instead. False: it is gone."""
@@ -168,11 +184,21 @@ class MemoryServer:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         asked, key, path = self._known(request, request.headers.get("Range", ""))
-        if not path.is_file():
-            raise web.HTTPNotFound(text="it is not here, or not any more")
-        if asked.suite is Suite.PLAIN:
-            return web.FileResponse(path, chunk_size=_BLOCK)
-        size, span = path.stat().st_size, request.http_range
+        task = request.match_info["task"]
+        try:
+            with self.store.as_its_user(task):
+                file = path.open("rb")
+        except OSError:
+            raise web.HTTPNotFound(text="it is not here, or not any more") from None
+        with file:
+            if asked.suite is Suite.PLAIN and not self.store.is_apart(task):
+                return web.FileResponse(path, chunk_size=_BLOCK)
+            return await self._stream(request, asked, key, file)
+
+    async def _stream(
+        self, request: web.Request, asked: memory.CopyRequest, key: bytes, file: BinaryIO
+    ) -> web.StreamResponse:
+        size, span = os.fstat(file.fileno()).st_size, request.http_range
         start, stop = span.start or 0, min(size, size if span.stop is None else span.stop)
         if not 0 <= start < stop:
             raise web.HTTPRequestRangeNotSatisfiable
@@ -181,10 +207,9 @@ class MemoryServer:
         answer.content_length = sealed_bytes(asked.suite, stop - start)
         sealer = Sealer(asked.suite, asked.body_key(key, nonce))
         await answer.prepare(request)
-        with path.open("rb") as file:
-            file.seek(start)
-            for piece in memory.sealed(sealer, file, stop - start):
-                await answer.write(piece)
+        file.seek(start)
+        for piece in memory.sealed(sealer, file, stop - start):
+            await answer.write(piece)
         await answer.write_eof()
         return answer
 
@@ -196,18 +221,25 @@ class MemoryServer:
             raise web.HTTPBadRequest(text="the length of the part and that of the request do not agree")
         if size > room_bytes(self.store.folder) // 2:
             raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size)
-        path.parent.mkdir(parents=True, exist_ok=True)
         arriving = path.with_name(f".{path.name}")
+        its_user, unsealer = (
+            partial(self.store.as_its_user, request.match_info["task"]),
+            Unsealer(asked.suite, asked.body_key(key)),
+        )
         try:
-            with arriving.open("wb") as file:
-                await self._write(file, request, size, Unsealer(asked.suite, asked.body_key(key)))
-            arriving.rename(path)
+            with its_user():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = arriving.open("wb")
+            with file:
+                await self._write(file, request, size, unsealer)
+            with its_user():
+                arriving.rename(path)
         except OSError as error:  # no room, or no such name
             raise web.HTTPInsufficientStorage(text=str(error.strerror)) from None
         except TamperedError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError), its_user():
                 arriving.unlink()
         return web.Response(status=201, headers={memory.CopyRequest.HEADER: asked.proof(key, b"stored")})
 

@@ -56,6 +56,7 @@ class Checkpoints:
             verify=known.failed_loads > 0,
             run=msg.run_of(task.request.secret),
             live=live,
+            owner=task.request.owner,
         )
         return self._orders.send(known.searcher, order, because, now)
 

@@ -161,7 +161,7 @@ class MemoryCopies:
         if task.name in keeper.memory_open or task.name in keeper.opened:
             return []
         keeper.memory_open.add(task.name)
-        order = msg.OpenMemory(task=task.name, secret=task.request.secret)
+        order = msg.OpenMemory(task=task.name, secret=task.request.secret, owner=task.request.owner)
         because = f"{keeper.name} keeps copies of {task.name}'s state"
         return self._orders.send(keeper.name, order, because, now)
 

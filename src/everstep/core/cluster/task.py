@@ -272,6 +272,11 @@ class CheckpointProgress:
         reads_all = self.failed_loads > 0
         return [self.searched_at + patience.disk_answer_s * (patience.verify_factor if reads_all else 1.0)]
 
+    def is_saving(self, recorded: int, interval: int) -> bool:
+        """Is a state being written, as the last step on record and the interval say?"""
+        due = recorded - recorded % interval if interval else 0
+        return bool(self.parts or self.committing) or (due > self.newest and due not in self.broken)
+
     def commits_due_at(self, patience: Patience) -> list[float]:
         return [at + patience.disk_answer_s for at in self.commit_asked_at.values()]
 

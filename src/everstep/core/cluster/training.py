@@ -423,5 +423,6 @@ class Training:
             shape=task.shape,
             needs=request.needs,
             ranks=request.ranks,
+            owner=request.owner,
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)

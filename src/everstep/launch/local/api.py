@@ -236,6 +236,8 @@ def run_job(
     `grace_s`: after SIGTERM, until its state must be saved. `name`: what its page and its lines call it; the
     script's, if not given.
     """
+    if job.python is not None:
+        raise UserError("python is for tasks of a cluster; start this run with that Python, without the key.")
     home = (
         fork_servers.open_server(job.threads, _modules(job))
         if fork_server is None
