@@ -9,7 +9,7 @@
                  and with one that stands by (needs etcd)
     ports        every port that a cluster listens on, called without credentials
     encryption   steps and recoveries over TCP: plain, authenticated, encrypted
-    tests        what tests show: roles, two Unix users, 20 replacements of an agent, an upgrade
+    tests        what tests show: roles, two Unix users, a capture, 20 replacements of an agent, an upgrade
                  across a protocol change, alerts, traces
 
 The exit code is 1 if a line does not hold. `python -m bench.slurm` has the same for a Slurm job.
@@ -46,6 +46,7 @@ COMPARED = 30
 TESTS = {
     "matrix of roles and calls": "tests/server/test_access.py",
     "two Unix users": "tests/node/test_unix_users.py",
+    "capture of a run": "tests/server/test_wiretap.py",
     "agent replaced 20 times": "tests/node/test_agent_replaced.py",
     "upgrade across a protocol change": "tests/node/test_upgrade.py",
     "promtool, Prometheus, Alertmanager": "tests/server/test_alerts.py",
