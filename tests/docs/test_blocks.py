@@ -16,6 +16,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from everstep.job.job import Job
 from everstep.launch.local import api
 from everstep.server.quotas import read_quotas
 from everstep.server.webhooks import read_webhooks
+from everstep.store import unix_users
 from everstep_lab.plan.document import world_from
 from everstep_lab.study.request import from_document
 from tools.pages import DOCS, ROOT, Block, blocks, pages
@@ -156,7 +158,14 @@ def test_a_python_block_trains(place: tuple[str, int], tmp_path: Path) -> None:
     assert not trains or "4 of 4 steps" in ran.stderr
 
 
-SERVERS_OWN = {"access.md": read_quotas, "alerts.md": read_webhooks}
+def read_users(path: Path) -> object:
+    if os.geteuid() != 0:
+        return tomllib.loads(path.read_text())
+    with mock.patch.object(unix_users, "found", lambda name: unix_users.UnixUser(name, 1000, 1000, (), "/")):
+        return unix_users.UserTable(path)
+
+
+SERVERS_OWN = {("access.md", 0): read_quotas, ("access.md", 1): read_users, ("alerts.md", 0): read_webhooks}
 JOB = {"model": {"preset": "gpt-tiny"}, "data": {"kind": "synthetic"}}
 
 
@@ -169,11 +178,11 @@ def test_a_toml_block_is_read_as_the_commands_read_it(place: tuple[str, int], tm
         assert "clos" in table or tasks_from(table, topology)
     elif page == "planner.md":
         world_from(table)
-    elif page in SERVERS_OWN:
+    elif place in SERVERS_OWN:
         path = tmp_path / "table.toml"
         path.write_text(of_language("toml")[place].text)
         path.chmod(0o600)
-        assert SERVERS_OWN[page](path)
+        assert SERVERS_OWN[place](path)
     elif page == "simulator.md":
         from_document(table, "study")
     else:
