@@ -203,6 +203,18 @@ def test_a_rank_that_left_early_is_the_cause_of_closed_connections() -> None:
     assert cluster.incident.rank == 2
 
 
+def test_a_crash_after_a_rank_left_early_is_laid_to_that_rank() -> None:
+    """Seen on a GPU: rank 3 of 4 ended with code 0, and NCCL crashed in rank 1. Where most ranks have come to
+    the end, a crash is the crashed rank's own.
+    """
+    for finished, named in (((3,), 3), ((0, 2, 3), 1)):
+        cluster = Cluster(2)
+        cluster.submit()
+        cluster.fail(1, "killed by SIGSEGV", finished=finished)
+        cluster.wait(1.0)
+        assert cluster.incident.rank == named
+
+
 def test_a_rank_that_has_left_its_script_is_the_cause_though_its_process_has_not_ended_yet() -> None:
     """Modules take their time to end; and it may be on a node where nothing fails."""
     cluster = Cluster(2)

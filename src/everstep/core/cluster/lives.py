@@ -560,7 +560,8 @@ class Lives:
         cause = testimony.cause_of(witnesses)
         others = [each for each in witnesses if each is not cause]
         early = tuple(sorted(life.left | {rank for rank, code in book.codes.items() if code == 0}))
-        if cause.is_hearsay and early:
+        few_left = 2 * len(early) < len(life.members) * book.rules.ranks
+        if early and (cause.is_hearsay or (cause.is_crash and few_left)):
             cause = testimony.left_early(cause, early, life.members[early[0] // book.rules.ranks])
         before, book.program_error = book.program_error, cause.program_error
         refusal = ""

@@ -74,6 +74,11 @@ class Witness:
     def is_hearsay(self) -> bool:
         return self.judgement.kind in HEARSAY
 
+    @property
+    def is_crash(self) -> bool:
+        """Of native code: NCCL's may crash in a rank whose peer has left, and Python's at the end of all."""
+        return self.judgement.kind is ErrorKind.CRASH
+
 
 def cause_of(witnesses: Sequence[Witness]) -> Witness:
     return next((witness for witness in witnesses if not witness.is_hearsay), witnesses[0])
