@@ -267,6 +267,11 @@ def test_fifteen_storms_with_several_parts_per_worker_break_nothing() -> None:
     assert orders >= {(2, True), (2, False), (3, True)}
 
 
+def test_a_seal_that_stands_for_an_earlier_one_counts_the_ops_of_all_parts() -> None:
+    """The only worker that knew of step 1's seal died before it could say so: -36 ops were run again."""
+    assert (found := violation_of("virtual", 910097)) is None, found
+
+
 def test_fifteen_storms_with_shards_break_nothing() -> None:
     """Every shard in lockstep with its leader, whichever process or connection of it fails."""
     struck = set()

@@ -112,18 +112,26 @@ class StepBook:
     def all_shares(self) -> tuple[tuple[int, int, float], ...]:
         return tuple((step, stage, x) for step, shares in self.shares.items() for stage, x in shares.items())
 
+    @property
+    def _total(self) -> int:
+        return self.shape.replicas * self.shape.microbatches
+
+    @property
+    def _ops_of_a_stage(self) -> int:
+        """In a step, if none is run twice."""
+        return 3 * self._total * self.shape.virtual
+
     def _imply_earlier_seals(self, event: StepSealed) -> None:
         """A stage seals its steps in order. If the only worker that knew of an earlier seal died before it
         could report it, this report stands for it too; the losses of that step are then lost.
         """
-        total = self.shape.replicas * self.shape.microbatches
         for step in range(self.recorded + 1, event.step):
             implied = StepSealed(
                 step=step,
                 stage=event.stage,
                 attempt=event.attempt,
-                microbatches=total,
-                executed=3 * total,
+                microbatches=self._total,
+                executed=self._ops_of_a_stage,
             )
             self.sealed.setdefault(step, {}).setdefault(event.stage, implied)
 
@@ -134,10 +142,8 @@ class StepBook:
         voted = {stage for stage, sealed in stages.items() if sealed.voted}
         if voted and len(voted.union(alone)) == len(stages):
             self.verified, self.is_voting = self.recorded, True
-        total = self.shape.replicas * self.shape.microbatches
         last = self.shape.fold.stage(self.shape.fold.parts - 1)
-        once_each = 3 * total * self.shape.virtual
-        once = all(sealed.microbatches == total for sealed in stages.values())
+        once = all(sealed.microbatches == self._total for sealed in stages.values())
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         suspect = self.suspect if self.suspect is not None and self.suspect.step == self.recorded else None
@@ -149,8 +155,8 @@ class StepBook:
             attempt=attempt,
             losses=stages[last].losses,
             norm=norm,
-            microbatches_committed=total if once else 0,
-            replayed_elsewhere=sum(sealed.executed - once_each for sealed in stages.values()),
+            microbatches_committed=self._total if once else 0,
+            replayed_elsewhere=sum(sealed.executed - self._ops_of_a_stage for sealed in stages.values()),
             because="every stage has sealed it",
             scores=stages[last].scores,
             trains=not (self.closes and self.recorded == self.steps),
