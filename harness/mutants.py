@@ -212,7 +212,7 @@ def guard_makes_no_update() -> list[Patch]:
 def one_holder_of_a_sum_is_enough() -> list[Patch]:
     """Sharded: a stage counts as reduced as soon as one worker has its chunks."""
     view = owed_module._StepView
-    return [(view, "_is_complete", lambda self, stage: bool(self.holders(stage)))]
+    return [(view, "is_complete", lambda self, stage: bool(self.holders[stage]))]
 
 
 def sharded_update_before_its_seal() -> list[Patch]:
