@@ -10,7 +10,7 @@ from pipeline import run_step, stages
 from torch import nn
 
 from everstep.engine.layers import fp8
-from everstep.engine.layers.fp8 import Rows, ScaledLinear, in_rows, linears_in_fp8, product
+from everstep.engine.layers.fp8 import ScaledLinear, ScaledRows, in_rows, linears_in_fp8, product
 from everstep.engine.layers.linear import Queue, QueuedLinear, contributions_of
 from everstep.engine.layers.model import built
 from everstep.engine.layers.taken_over import take_over
@@ -28,7 +28,7 @@ JOB = Job(
 )
 
 
-def values(rows: Rows) -> torch.Tensor:
+def values(rows: ScaledRows) -> torch.Tensor:
     return rows.values.double() * rows.scales.double()
 
 

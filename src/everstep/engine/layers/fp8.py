@@ -34,25 +34,25 @@ _RANGE = 126  # of a scale's exponent: it and its inverse are plain numbers
 _BLOCK = 4096  # elements of a row at once
 
 
-class Rows(NamedTuple):
+class ScaledRows(NamedTuple):
     """A matrix in e4m3, and what each of its rows is to be multiplied with."""
 
     values: Tensor
     scales: Tensor  # fp32, one per row
 
 
-def in_rows(x: Tensor) -> Rows:
+def in_rows(x: Tensor) -> ScaledRows:
     if x.is_cuda and _kernel_agrees(x.device):
         return _by_kernel(x.contiguous())
     return _by_torch(x)
 
 
-def _by_torch(x: Tensor) -> Rows:
+def _by_torch(x: Tensor) -> ScaledRows:
     most = x.abs().amax(1, keepdim=True).float()
     bits = most.view(torch.int32)
     up = (_TOP + 126 - (bits >> 23) + (bits & 0x7FFFFF <= _PART)).clamp(-_RANGE, _RANGE)
     values = (x.float() * _power(up)).to(torch.float8_e4m3fn)
-    return Rows(values, torch.where(most.isfinite(), _power(-up), torch.nan))
+    return ScaledRows(values, torch.where(most.isfinite(), _power(-up), torch.nan))
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _compiled() -> Any:
     return triton, scale_rows
 
 
-def _by_kernel(x: Tensor) -> Rows:
+def _by_kernel(x: Tensor) -> ScaledRows:
     """In one pass over memory, and one over a cache."""
     triton, scale_rows = _compiled()
     rows, width = x.shape
@@ -106,7 +106,7 @@ def _by_kernel(x: Tensor) -> Rows:
         scale_rows[(rows,)](
             x, values, scales, width, TOP=_TOP, PART=_PART, RANGE=_RANGE, BLOCK=block, num_warps=8
         )
-    return Rows(values, scales)
+    return ScaledRows(values, scales)
 
 
 @cache
@@ -129,7 +129,7 @@ def _kernel_agrees(device: torch.device) -> bool:
     return True
 
 
-def product(a: Rows, b: Rows, *, fast: bool = True) -> Tensor:
+def product(a: ScaledRows, b: ScaledRows, *, fast: bool = True) -> Tensor:
     """a bᵀ in bf16. `fast`: sums with the few bits that a GPU's tensor cores keep by themselves. Numbers of 8
     bits round more than that, and without it torch's kernel for scales by row is slow.
     """
@@ -156,7 +156,7 @@ class ScaledLinear:
     def __init__(self, module: Any, queue: Queue) -> None:
         """`module`: with a weight and a bias, read at every call."""
         self.module, self.queue = module, queue
-        self._both: tuple[Rows, Rows] | None = None
+        self._both: tuple[ScaledRows, ScaledRows] | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         return self.together(input, self)[0]
@@ -168,11 +168,11 @@ class ScaledLinear:
         return made
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> ScaledRows:
         return self._scaled()[0]
 
     @property
-    def columns(self) -> Rows:
+    def columns(self) -> ScaledRows:
         return self._scaled()[1]
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class ScaledLinear:
             before.values.copy_(after.values)
             before.scales.copy_(after.scales)
 
-    def _scaled(self) -> tuple[Rows, Rows]:
+    def _scaled(self) -> tuple[ScaledRows, ScaledRows]:
         if self._both is None:
             self.rescale()
         assert self._both is not None
