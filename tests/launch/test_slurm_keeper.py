@@ -210,12 +210,12 @@ def test_a_child_has_its_token_in_the_environment_and_ends_when_told(tmp_path: P
 
 
 def test_the_first_node_leads_at_once_and_a_spare_never(tmp_path: Path, cluster: Cluster) -> None:
-    now = time.monotonic()
     for rank, spare, at_once in ((0, False, True), (1, False, False), (0, True, False)):
         folder = tmp_path / f"{rank}{spare}"
         folder.mkdir()
         keeper = SlurmKeeper(settings(folder, rank=rank, spare=spare), say=lambda line: None)
         keeper.run_folder.make(wanted=4)
+        now = time.monotonic()
         assert keeper._leads(now + 0.01) is at_once
         assert keeper._leads(now + 60) is not spare
 
