@@ -150,15 +150,19 @@ def _node_leaves(folder: Path, name: str, grace: float, notice: str) -> Line:
     return Line(what=f"{name} to an agent that has a whole stage", holds=holds, found=found)
 
 
+def _train_on_two(cluster: Cluster, job: dict[str, Any]) -> None:
+    for node in "ab":
+        cluster.start_agent(node, slots=2)
+    cluster.nodes_up(2)
+    cluster.submit(job)
+
+
 def _coordinator_is_told_to_end(folder: Path) -> Line:
     folder.mkdir()
     job = small_job(folder, steps=100_000, optimizer={"decay": "constant"})
     with Cluster(folder) as cluster:
         cluster.start_coordinator()
-        for node in "ab":
-            cluster.start_agent(node, slots=2)
-        cluster.nodes_up(2)
-        cluster.submit(job)
+        _train_on_two(cluster, job)
         cluster.step_reached(10)
         before, began = cluster.workers(), time.monotonic()
         cluster.coordinators["first"].terminate()
@@ -198,10 +202,7 @@ def _two_deaths(folder: Path, away_s: float, *, stands_by: bool) -> Line:
         cluster.start_coordinator("first")
         if stands_by:
             cluster.start_coordinator("second", wait=False)
-        for node in "ab":
-            cluster.start_agent(node, slots=2)
-        cluster.nodes_up(2)
-        cluster.submit(job)
+        _train_on_two(cluster, job)
         cluster.all_members()
         cluster.step_reached(5)
         victims = [row["pid"] for worker, row in cluster.workers().items() if worker in ("0:0", "1:1")]
@@ -239,10 +240,7 @@ def ports(folder: Path) -> Iterator[Line]:
     job = small_job(folder, steps=1_000_000, transport="tcp", memory_interval=2)
     with Cluster(folder) as cluster:
         cluster.start_coordinator()
-        for node in "ab":
-            cluster.start_agent(node, slots=2)
-        cluster.nodes_up(2)
-        cluster.submit(job)
+        _train_on_two(cluster, job)
         cluster.step_reached(5)
         owners = [*cluster.coordinators.values(), *cluster.agents.values()]
         pids = {pid for one in owners for pid in (one.pid, *descendants(one.pid))}

@@ -28,7 +28,7 @@ everstep() { /opt/everstep/bin/everstep "$@"; }
 ask() { everstep "$@" --address https://head:7077 --tls /etc/everstep/tls --token @$token; }
 is_joined() { ask status --json 2>/tmp/why | grep -q '"head"'; }
 pid() { systemctl show -p MainPID --value everstep-$1; }
-steps() { wc -l < /tmp/work/steps; }
+steps() { wc -l < /tmp/trained/steps; }
 moves() { was=$(steps); until_true '[ $(steps) -gt $was ]'; }
 
 cd /etc/everstep
@@ -45,7 +45,7 @@ systemctl start everstep-agent
 until_true is_joined
 say joined yes
 
-mkdir -m 777 /tmp/work && cd /tmp/work
+mkdir -m 777 /tmp/trained && cd /tmp/trained
 cp /result/train.py .
 ask submit --script train.py --name trial
 until_true '[ -s steps ] && [ -s pid ]'
