@@ -50,6 +50,7 @@ all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, t
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --sharded --cluster
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --groups
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --virtual
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --roles
 
 fresh: $(STAMP)          ## storms and examples that no run has seen; what fails is printed with its seed (minutes)
 	$(PY) -m pytest tests -m hypothesis --fresh
@@ -59,6 +60,7 @@ fresh: $(STAMP)          ## storms and examples that no run has seen; what fails
 	.venv/bin/everstep sim storm --seeds fresh:200 --sharded
 	.venv/bin/everstep sim storm --seeds fresh:100 --groups
 	.venv/bin/everstep sim storm --seeds fresh:100 --virtual
+	.venv/bin/everstep sim storm --seeds fresh:100 --roles
 
 mutants: $(STAMP)        ## bugs planted in machines and in the code around them: each must be seen (minutes)
 	$(PY) bench/simulate.py mutants

@@ -5,6 +5,7 @@ Ratios from one run.
     python bench/checkpoint.py --deepspeed ds/bin/python            with `ds_to_universal` beside us
     python bench/checkpoint.py --only kill --kills 100
     python bench/checkpoint.py --only shares --processes 1,2,4,8,16 --gib 16
+    python bench/checkpoint.py --only sparse --processes 8 --gib 93      100 GB of holes to 50 GB of bfloat16
     python bench/checkpoint.py --only stall --device cuda --gib 8   the stall of a snapshot of a GPU's state
     python -m bench.checkpoint matrix --cases 300 --seed 7          odd checkpoints, every pair of formats
 
@@ -43,6 +44,7 @@ from everstep.store.saver import AsyncSaver
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 SECTIONS = ("convert", "shares", "part", "save", "load", "stall", "kill")
+FILE_BYTES, SIDE = 1 << 30, 8192  # of `sparse`: a file, and a matrix of float32
 
 
 # ------------------------------------------------------------------ what is saved
@@ -109,12 +111,14 @@ def make_deepspeed(path: Path, gib: float, world: int) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def convert_here(source: Path, target: Path, share: tuple[int, int] | None) -> None:
+def convert_here(source: Path, target: Path, share: tuple[int, int] | None, dtype: str) -> None:
     """In a process of its own, which tells its time and its memory; a share is written by one thread."""
     before = peak_rss()
     started = time.perf_counter()
     state = read_state(source)
-    write_state(target, state, Target(format="universal", share=share, threads=1 if share else 2))
+    write_state(
+        target, state, Target(format="universal", share=share, threads=1 if share else 2, dtype=dtype or None)
+    )
     seconds = time.perf_counter() - started
     told = {"seconds": seconds, "idle_rss": before, "peak_rss": peak_rss(), "bytes": state.num_bytes()}
     print(json.dumps(told))
@@ -170,16 +174,51 @@ def bench_convert(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def make_sparse(path: Path, gib: float) -> int:
+    """Weights of a Hugging Face model in files of holes, which read as zeros; its bytes."""
+    path.mkdir()
+    each = 4 * SIDE * SIDE
+    files = max(1, round(gib * 2**30 / FILE_BYTES))
+    places: dict[str, str] = {}
+    for number in range(files):
+        names = [f"model.layers.{number}.{i}.weight" for i in range(FILE_BYTES // each)]
+        header = json.dumps(
+            {
+                name: {"dtype": "F32", "shape": [SIDE, SIDE], "data_offsets": [i * each, (i + 1) * each]}
+                for i, name in enumerate(names)
+            }
+        ).encode()
+        file = path / f"model-{number + 1:05}-of-{files:05}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(file, file.stat().st_size + FILE_BYTES)
+        places |= dict.fromkeys(names, file.name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return files * FILE_BYTES
+
+
+def bench_sparse(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """A checkpoint larger than the disk has room for twice, as bfloat16, by several processes."""
+    source = root / "sparse"
+    num_bytes = make_sparse(source, options.gib)
+    return {"source_bytes": num_bytes} | _in_shares(source, root / "universal", options, dtype="BF16")
+
+
 def bench_shares(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    source = root / "zero1"
+    num_bytes = make_deepspeed(source, options.gib, world=2)
+    return {"source_bytes": num_bytes} | _in_shares(source, root / "universal", options)
+
+
+def _in_shares(source: Path, target: Path, options: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
     """One conversion by several processes of one thread each, from the first read to the commit."""
-    source, target = root / "zero1", root / "universal"
-    found: dict[str, Any] = {"source_bytes": make_deepspeed(source, options.gib, world=2)}
+    found: dict[str, Any] = {}
     counts = [int(text) for text in options.processes.split(",")]
     for count in counts:
         seconds, peaks = [], []
         for _ in range(options.turns):
             os.sync()
-            words = [sys.executable, __file__, "--convert-here", str(source), str(target), "--share"]
+            words = [sys.executable, __file__, "--convert-here", str(source), str(target)]
+            words += ["--dtype", dtype, "--share"]
             running = [
                 subprocess.Popen([*words, f"{i}/{count}"], stdout=subprocess.PIPE, text=True)
                 for i in range(1, count + 1)
@@ -187,7 +226,8 @@ def bench_shares(root: Path, options: argparse.Namespace) -> dict[str, Any]:
             told = [json.loads(process.communicate()[0]) for process in running]
             seconds.append(max(row["seconds"] for row in told))
             peaks.append(max(row["peak_rss"] for row in told))
-            assert folder.complete_steps(target) == [1]
+            assert len(folder.complete_steps(target)) == 1
+            found["target_bytes"] = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
             shutil.rmtree(target)
         found |= {f"processes_{count}_s": median(seconds), f"processes_{count}_peak_bytes": max(peaks)}
     first, last = (found[f"processes_{count}_s"] for count in (counts[0], counts[-1]))
@@ -493,7 +533,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=SECTIONS, action="append")
+    parser.add_argument("--only", choices=(*SECTIONS, "sparse"), action="append")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -508,15 +548,17 @@ def main() -> int:
     parser.add_argument("--processes", default="1,2", help="of `shares`")
     parser.add_argument("--convert-here", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--share", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.convert_here:
         index, _, count = options.share.partition("/")
         source, target = map(Path, options.convert_here)
-        convert_here(source, target, (int(index), int(count)) if count else None)
+        convert_here(source, target, (int(index), int(count)) if count else None, options.dtype)
         return 0
     benches = {
         "convert": bench_convert,
         "shares": bench_shares,
+        "sparse": bench_sparse,
         "part": bench_part,
         "save": bench_save,
         "load": bench_load,

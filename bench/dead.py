@@ -2,19 +2,24 @@
 
     python -m bench.dead                        4 x 4 with 0 to 5 dead, against the share alive
     python -m bench.dead ablation               3 x 4 x 6 with one dead: fused backward, decoupled, staggered
+    python -m bench.dead roles                  8 x 2 with three dead at stage 0: one of stage 1 moves there
 
 Every run is the whole program: coordinator, scheduler, worker processes, their links. F, I and W of a
 microbatch rest for `--rest` milliseconds each, so times are those of the schedule while the cores keep up.
 `planned` is the period that the scheduler promises, with the times that the workers measured; they measure no
-fused backward.
+fused backward. `roles` is a cluster of a coordinator and nine agents, three of which are killed: its planner
+decides on the move by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from everstep.protocol.ops import Worker
 from everstep.schedule.modes import MODES
 from everstep.schedule.task_scheduler import TaskScheduler
 from harness import slow_workers
+from harness.cluster import Cluster
 
 ALONE = Patience(restarts_per_place=0)  # who is dead stays dead
 SETTLED = 5  # steps after the deaths that are not counted
@@ -162,11 +168,75 @@ def run_ablation(server: ForkServer, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def run_roles(server: ForkServer, args: argparse.Namespace) -> list[Row]:
+    """Three nodes with a worker of stage 0 each are lost: 64 microbatches on five workers take 13 rounds, and
+    11 on six. First without a change of stage; then on a cluster whose planner may, where a run without a
+    loss comes first: the losses of both must have the same bits.
+    """
+    three = [Worker(replica, 0) for replica in range(3)]
+    rows = []
+    print("| workers of the stages | steps | step, s | rounds of F, I and W |")
+    print("|---|---|---|---|", flush=True)
+    for dead in ([], three):
+        row = measure(server, (8, 2, args.microbatches), dead, "staggered", args)
+        rows.append(_of_members((8 - len(dead), 8), [row["step_s"]] * args.steps, args))
+    table = slow_workers.job_of(
+        rest_ms=[args.rest] * 2,
+        weight_ms=args.rest,
+        replicas=8,
+        stages=2,
+        microbatches=args.microbatches,
+        steps=3 * args.steps,
+    )
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder)) as cluster:
+        cluster.start_coordinator()
+        cluster.start_agent("large", slots=8)
+        for number in range(8):
+            cluster.start_agent(f"small-{number}", slots=1)
+        cluster.nodes_up(9)
+        cluster.submit(table, "clean")
+        clean = cluster.finished("clean")
+        cluster.submit(table, "job")
+        cluster.step_reached(8)
+        held = {seat["worker"]: seat["node"] for seat in cluster.task()["seats"]}
+        lost = [n for worker, n in sorted(held.items()) if worker.endswith(":0") and n != "large"]
+        for node in lost[:3]:
+            cluster.signal_node(node, signal.SIGKILL)
+        told, members = _watched(cluster)
+    seconds = {row["step"]: row["seconds"] for row in told["rows"]}
+    for found in dict.fromkeys(members.values()):
+        steps = [step for step, of in members.items() if of == found and step in seconds]
+        rows.append(_of_members(found, [seconds[step] for step in steps[1:]], args))
+    same = [row["loss"] for row in clean["rows"]] == [row["loss"] for row in told["rows"]]
+    print(f"{len(told['rows'])} losses are those of the run without a loss, to the bit: {same}")
+    return [*rows, {"same_losses": same}]
+
+
+def _watched(cluster: Cluster) -> tuple[dict[str, Any], dict[int, tuple[int, ...]]]:
+    """The task at its end, and how many members each stage had in every step."""
+    members: dict[int, tuple[int, ...]] = {}
+
+    def over() -> Any:
+        task = cluster.task()
+        there = Counter(int(s["worker"].split(":")[1]) for s in task["seats"] if s["state"] == "member")
+        members[task["step"] + 1] = tuple(count for _, count in sorted(there.items()))
+        return task if task["state"] in ("finished", "failed") else None
+
+    return cluster.until(over, "the task is over", within_s=400.0), members
+
+
+def _of_members(members: tuple[int, ...], seconds: list[float], args: argparse.Namespace) -> Row:
+    middle = statistics.median(seconds) if seconds else float("nan")
+    rounds = middle / (3e-3 * args.rest)
+    print(f"| {members} | {len(seconds)} | {middle:.3f} | {rounds:.1f} |", flush=True)
+    return {"members": members, "steps": len(seconds), "step_s": middle}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("throughput", "ablation"), default="throughput")
+    parser.add_argument("what", nargs="?", choices=("throughput", "ablation", "roles"), default="throughput")
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(4, 4))
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--most", type=int, default=5, help="throughput: dead workers")
@@ -178,7 +248,9 @@ def main() -> int:
     args = parser.parse_args()
     server = ForkServer().start()
     try:
-        rows = {"throughput": run_throughput, "ablation": run_ablation}[args.what](server, args)
+        rows = {"throughput": run_throughput, "ablation": run_ablation, "roles": run_roles}[args.what](
+            server, args
+        )
     finally:
         server.close()
     if args.json is not None:

@@ -14,9 +14,11 @@ from everstep.protocol import messages as msg
 from everstep.protocol.actions import CopyState, InterruptWorkers
 from everstep.protocol.messages import EndWorker, OrderTaken
 from everstep.protocol.ops import Replicas, Worker
+from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import (
     EpochFacts,
     Finished,
+    Forget,
     Ledger,
     LinkBroke,
     LinkOpened,
@@ -52,12 +54,17 @@ def interrupt(epoch: int) -> msg.NotifyWorker:
 
 
 def resume(
-    epoch: int, *, restore: int | None = None, peers: Mapping[Worker, Any] = {PEER: THERE}, **states: Any
+    epoch: int,
+    *,
+    restore: int | None = None,
+    peers: Mapping[Worker, Any] = {PEER: THERE},
+    reduce_round: int = 1,
+    **states: Any,
 ) -> msg.ResumeWorker:
     facts = EpochFacts(
         epoch=epoch,
         attempts=((0, 0),),
-        members=(Members(0, (Replicas((0, 1)),), (1,)),),
+        members=(Members(0, (Replicas((0, 1)),), (reduce_round,)),),
         restore=restore,
         book={ME: HERE, **peers},
     )
@@ -102,6 +109,20 @@ def test_a_state_is_loaded_from_where_the_order_to_load_it_said_though_another_o
     worker.handle(resume(2), 0.0)
     assert worker.state.next() == Restore(2)
     assert worker.directions.copies == kept
+
+
+def test_parts_of_a_reduce_that_starts_over_are_forgotten_at_once() -> None:
+    """Each is as large as the gradients of a chunk, and was kept until the step was closed."""
+    worker = control()
+    worker.handle(resume(1, restore=0), 0.0)
+    worker.finished(worker.state.next(), True, began=0.0)
+    for epoch in (2, 3):
+        part = Parcel(ParcelKind.PART, 0, 1, 0, round=epoch - 1, sender=1, owner=0)
+        assert worker.state.arrived(part)
+        worker.handle(interrupt(epoch), 0.0)
+        worker.handle(resume(epoch, reduce_round=epoch), 0.0)
+        assert Forget((part,)) in worker.state.mail.commands
+    assert not worker.state.mail.box
 
 
 def test_a_first_op_of_an_epoch_is_said_once() -> None:

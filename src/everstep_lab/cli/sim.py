@@ -85,6 +85,10 @@ def storm_command(
         bool,
         typer.Option("--virtual", help="As --cluster, with workers that run several parts of the model."),
     ] = False,
+    roles: Annotated[
+        bool,
+        typer.Option("--roles", help="As --plans, with workers that move to a stage that lost most of its."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -124,6 +128,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --virtual
 
+        everstep sim storm --seeds 0:500 --roles
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -132,7 +138,7 @@ def storm_command(
     """
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
-    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks, virtual]
+    alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks, virtual, roles]
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -142,7 +148,7 @@ def storm_command(
         raise typer.Exit(_show_one(first, kept, transcript, as_json, kind))
     gc.disable()  # millions of small objects and no cycle worth the look
     began = time.process_time()
-    failed, events, deaths, incidents = [], 0, 0, 0
+    failed, events, deaths, incidents, moved = [], 0, 0, 0, 0
     digest = 0
     with bar(last - first, quiet=as_json) as advance:
         for seed in range(first, last):
@@ -150,6 +156,7 @@ def storm_command(
             events += report.events
             deaths += report.deaths
             incidents += report.incidents
+            moved += report.roles
             digest = (digest * 31 + int(report.hash, 16)) % (1 << 64)
             if report.violation is not None:
                 failed.append((seed, report.violation))
@@ -165,6 +172,7 @@ def storm_command(
         "events": events,
         "deaths": deaths,
         "incidents": incidents,
+        "changes_of_stage": moved,
         "cpu_seconds": round(spent, 2),
         "seeds_per_second": round((last - first) / max(spent, 1e-9), 1),
         "hash": f"{digest:016x}",
@@ -203,7 +211,8 @@ def _tell(result: dict[str, Any], failed: list[tuple[int, str]], kind: StormKind
     first, last = result["seeds"]
     print(
         f"seeds {first}:{last}: {result['passed']} passed, {len(failed)} failed; {result['events']} events, "
-        f"{result['deaths']} deaths, {result['incidents']} incidents; {result['cpu_seconds']} s of one core, "
+        f"{result['deaths']} deaths, {result['incidents']} incidents, "
+        f"{result['changes_of_stage']} changes of stage; {result['cpu_seconds']} s of one core, "
         f"{result['seeds_per_second']} seeds/s; hash {result['hash']}"
     )
     for seed, _ in failed[:SHOWN]:
@@ -239,6 +248,7 @@ def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> St
             *("groups", "votes", "flips", "corruption", "spikes", "hangs", "cuts", "plans", "agents"),
             "tasks",
             "virtual",
+            "roles",
         )
         chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:

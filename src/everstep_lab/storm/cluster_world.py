@@ -17,8 +17,10 @@ from everstep.core.agent.agent_messages import ProcessSpoke
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest, freeze, thaw
+from everstep.core.cluster.staffing import CHANGES_STAGE
 from everstep.core.cluster.task import OVER
 from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import Member
 from everstep.core.worker.worker_state import WorkerState
 from everstep.drive.ports import ClusterPorts, HandledEvent
 from everstep.protocol import events as ev
@@ -79,6 +81,8 @@ class ClusterWorld:
         self.asked: set[tuple[str, int]] = set()  # of schedules: task, epoch
         self.waits = Waits(self)
         self._planner = Draw(spec.seed, "planner")
+        self._roles = Draw(spec.seed, "planner of roles")
+        self._left: dict[str, int] = {}  # by node: the stage that its worker has left for another one
         self.head: VirtualCoordinator[Any, Any] = VirtualCoordinator(
             self.scene,
             fresh=self._fresh,
@@ -229,7 +233,12 @@ class ClusterWorld:
             match action:
                 case msg.RecordRow(task=task) | msg.TaskEnded(task=task) if task != TASK:
                     self.others.handled(action)
+                case msg.Dispatch(order=msg.KillProcess() as order) if action.because.startswith(
+                    CHANGES_STAGE
+                ):
+                    self._left[action.node] = order.worker.stage
                 case msg.RecordRow():
+                    self._count_roles()
                     self.scene.checkers.step_recorded(action.record)
                     self.scene.checkers.voters_counted(self.recovery)
                     if self.spec.rules.chunks:
@@ -242,6 +251,15 @@ class ClusterWorld:
                     self._node_changed(action)
                 case msg.TaskEnded(state=state, because=because) if state != "paused":
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
+
+    def _count_roles(self) -> None:
+        """Workers that have moved to another stage, and are members there."""
+        task = self.coordinator.tasks[TASK]
+        for worker, seat in task.seats.items():
+            stage = self._left.get(seat.node, worker.stage)
+            if stage != worker.stage and isinstance(self.recovery.places.get(worker), Member):
+                del self._left[seat.node]
+                self.scene.num_roles += 1
 
     def _check_cancel(self) -> None:
         """From then on the task is over, or on its way: it may be about to finish."""
@@ -312,7 +330,7 @@ class ClusterWorld:
         shape = self._shape()
         most = shape.replicas * shape.stages
         workers, again_s = most, None
-        if not self.waits.is_healed and self._planner.chance(0.4):
+        if not self.waits.is_healed and self._planner.chance(0.1 if self.spec.roles else 0.4):
             workers = self._planner.choice((0, shape.stages, self._planner.between(shape.stages, most)))
             again_s = self._planner.between(5, 100) / 1e3
         because = "the storm's planner"
@@ -321,6 +339,7 @@ class ClusterWorld:
                 version=version,
                 workers={TASK: workers, **dict.fromkeys(self.others.open, 1)},
                 because=because,
+                spread=(TASK,) if self.spec.roles and workers and self._roles.chance(0.7) else (),
                 review_s=again_s,
             )
         )

@@ -45,6 +45,7 @@ class FaultKind(StrEnum):
     NOTICE = "notice"  # the nodes of a rack are announced to leave, and do
     PROMISE = "promise"  # a node loses power, and an operator says when it is back
     DATA = "data-cut"  # a node's data network is dead for good; its agent is heard
+    STAGE = "stage"  # the nodes of one stage lose power, all but one
     HEAD = "coordinator"  # the coordinator crashes; what its journal had not synced is lost
 
 
@@ -71,6 +72,7 @@ OF_CLUSTERS = (  # they need agents and a coordinator
 OF_HANGS = (FaultKind.START, FaultKind.DISK, FaultKind.HOLE, FaultKind.NOTICE, FaultKind.PROMISE)
 OF_CUTS = (FaultKind.DATA,)
 OF_AGENTS = (FaultKind.REPLACE,)
+OF_ROLES = (FaultKind.STAGE,)
 TRIGGERS = ("interrupt", "resume", "plan", "sum", "hold", "update", "copy", "feed", "save", "start", "enter")
 
 

@@ -21,7 +21,15 @@ LIVENESS_RUN_TIMES = 60
 MOST_EVENTS = 60_000
 # Where live connections break, everybody may come to wait for what was lost, and the detector asks for a new
 # epoch. Nothing else may need that.
-LOSING = (FaultKind.CUT, FaultKind.PART, FaultKind.ONE_WAY, FaultKind.NODE, FaultKind.RACK, FaultKind.LEMON)
+LOSING = (
+    FaultKind.CUT,
+    FaultKind.PART,
+    FaultKind.ONE_WAY,
+    FaultKind.NODE,
+    FaultKind.RACK,
+    FaultKind.LEMON,
+    FaultKind.STAGE,
+)
 MOST_STALLS = 3
 LEAVING_US = 2_000_000
 FIRST_STEP_US = 12_000_000  # of the detectors: how long a first step takes is not known yet
@@ -37,6 +45,7 @@ class Report:
     deaths: int
     incidents: int
     stalls: int  # times that everybody waited for something lost, until the detector asked for a new epoch
+    roles: int  # workers that took part in a step at another stage than before
     faults_struck: tuple[str, ...]
     transcript: tuple[str, ...] = ()
 
@@ -65,6 +74,7 @@ def run_storm(spec: Spec, *, record: bool = False, cluster: bool = False) -> Rep
         deaths=scene.num_deaths,
         incidents=len(world.recovery.incidents),
         stalls=scene.num_stalls,
+        roles=scene.num_roles,
         faults_struck=tuple(str(f) for f in strikes.struck),
         transcript=tuple(scene.trace.lines or ()),
     )

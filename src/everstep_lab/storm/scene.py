@@ -48,6 +48,7 @@ class Scene:
         self.outcome: str | None = None
         self.num_deaths = 0
         self.num_stalls = 0
+        self.num_roles = 0
         self.on_trigger: Callable[[str, int, Worker], None] | None = None
         self._triggers: dict[str, int] = {}
 

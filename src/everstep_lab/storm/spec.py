@@ -20,6 +20,7 @@ from everstep_lab.storm.faults import (
     OF_CLUSTERS,
     OF_CUTS,
     OF_HANGS,
+    OF_ROLES,
     TRIGGERS,
     WHO_WORKERS,
     FaultKind,
@@ -44,6 +45,7 @@ StormKind = Literal[
     "agents",
     "tasks",
     "virtual",
+    "roles",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -51,7 +53,8 @@ FOR_GOOD_US = 3_600_000_000
 OF_TASKS = tuple(
     kind
     for kind in FaultKind
-    if kind not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, *OF_AGENTS, FaultKind.SHARD, FaultKind.UNREAD)
+    if kind
+    not in (*OF_CLUSTERS, *OF_HANGS, *OF_CUTS, *OF_AGENTS, *OF_ROLES, FaultKind.SHARD, FaultKind.UNREAD)
 )
 
 
@@ -139,6 +142,7 @@ class Spec:
     spike: Flip | None = None  # its machine gives a loss that is not a number, once
     hangs: bool = False  # starts, disks and copies may never end, so deadlines are short
     planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
+    roles: bool = False  # that planner also lets workers change their stage
     pauses: tuple[tuple[int, int], ...] = ()  # when an operator pauses the task, and for how long, in us
     cancel_us: int | None = None  # when an operator cancels it
     others: tuple[OtherTask, ...] = ()
@@ -167,6 +171,7 @@ class Spec:
             *([f"{len(self.gray.errors)} corrected errors; gray: {self.gray.node}"] if self.gray else []),
             *([f"a loss that is no number: {self.spike}"] if self.spike else []),
             *(["a planner that changes its mind"] if self.planned else []),
+            *(["workers that change their stage"] if self.roles else []),
             *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
             *([f"cancelled at {self.cancel_us / 1e3:g} ms"] if self.cancel_us is not None else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
@@ -310,6 +315,30 @@ def with_plans(spec: Spec) -> Spec:
     cancels = Draw(spec.seed, "cancel")
     cancel_us = cancels.below(2 * duration) if cancels.chance(0.25) else None
     return replace(spec, rules=rules, planned=True, pauses=tuple(pauses), cancel_us=cancel_us)
+
+
+def with_roles(spec: Spec) -> Spec:
+    """The same storm, in which a stage loses most of its nodes, and a planner lets workers of other stages
+    move there. In one of three seeds states are sharded too.
+    """
+    draw = Draw(spec.seed, "roles")
+    rules = replace(spec.rules, replicas=draw.choice((4, 4, 5)), stages=draw.choice((2, 2, 2, 3)), tied=None)
+    rules = replace(rules, microbatches=draw.choice((1, 1, 2)), steps=rules.steps + 3)
+    spec = replace(spec, rules=rules, planned=True, roles=True, workers_per_node=1)
+    away_us = spec.weather.start_us + spec.weather.silence_us
+    more = [
+        StormFault(
+            what=FaultKind.STAGE,
+            at_us=draw.below(2_000),
+            target=draw.below(64),
+            span_us=draw.choice((5, 20)) * away_us,
+            after=draw.choice(("hold", "update")),
+            nth=draw.between(1, 12),
+        )
+        for _ in range(draw.choice((1, 1, 2)))
+    ]
+    spec = replace(spec, faults=(*spec.faults, *more))
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
 
 
 def with_flip(spec: Spec) -> Spec:
@@ -496,4 +525,5 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "agents": with_replaced_agents,
     "tasks": with_other_tasks,
     "virtual": with_virtual_stages,
+    "roles": with_roles,
 }

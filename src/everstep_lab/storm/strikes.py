@@ -115,6 +115,11 @@ class Strikes:
             case FaultKind.RACK:
                 for n in self._rack(number):
                     world.lose_node(n, fault.span_us)
+            case FaultKind.STAGE:
+                stage = fault.target % self.world.spec.rules.stages
+                living = [p for w, p in sorted(world.workers.items()) if w.stage == stage and p.alive]
+                for process in living[1:]:
+                    world.lose_node(process.node, fault.span_us)
             case FaultKind.LEMON:
                 world.nodes[number].lemon = 2
                 world.lose_node(number, fault.span_us)

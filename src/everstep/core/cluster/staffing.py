@@ -15,6 +15,8 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 
+CHANGES_STAGE = "it changes its stage"
+
 
 class Staffing:
     """Takes workers from their seats; `Roster.seat_workers` fills them."""

@@ -20,7 +20,7 @@ from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.orders import Actions
-from everstep.core.cluster.staffing import Staffing
+from everstep.core.cluster.staffing import CHANGES_STAGE, Staffing
 from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, HeldState, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.cluster.trial import Trial
@@ -205,7 +205,7 @@ class Tasks:
             return self._leave(task, f"the planner gives its slots to others: {event.because}", now)
         actions = self._staffing.shrink(task, event.because, now)
         if task.name in event.spread:
-            actions += self._staffing.spread(task, f"it changes its stage: {event.because}", now)
+            actions += self._staffing.spread(task, f"{CHANGES_STAGE}: {event.because}", now)
         return actions
 
     # -------------------------------------------------------------- where it starts

@@ -32,6 +32,8 @@ from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, Part, Scores
 from everstep.protocol.work import AssembleSum, Contribute, ReleaseGradients, SumChunk, Wait, WorkItem
 
+_OF_A_ROUND = (ParcelKind.PART, ParcelKind.SUM, ParcelKind.COPY)
+
 
 class Reduction:
     """Decides for the step it is given; keeps nothing itself."""
@@ -143,6 +145,11 @@ class Reduction:
         if state.own_chunk_squares is not None and not state.is_sealed:
             chunk = self._chunk(state, owner=self.me.replica, receiver=peer.replica)
             self.mail.send(chunk, peer, state.own_chunk_squares)
+
+    def drop_old_rounds(self, state: StepState) -> None:
+        """Received for a round that is over: each may be as large as the gradients of a chunk."""
+        kinds = (*_OF_A_ROUND, ParcelKind.HELD) if self.rules.chunks else _OF_A_ROUND
+        self.mail.drop(lambda p: p.step == state.step and p.what in kinds and p.round < state.round)
 
     def copy(self, step: int) -> Parcel:
         """Of this round: when the reduce starts over, a dead giver's copy must not reach only some peers."""

@@ -326,6 +326,7 @@ class WorkerState:
             state.is_verified = state.is_verified and state.is_sealed
             if state.round != self.mail.round(state.step):
                 state.restart_reduce(self.mail.round(state.step))
+            self.reduction.drop_old_rounds(state)
         self.mail.redirect()
         for state in steps.all:  # a dead worker may have owed these; duplicates are dropped
             if state.holds_sum:
