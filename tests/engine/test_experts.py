@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_shards import CPU, DATA, in_shards, small_gpt, trained
 from torch import Tensor, nn
 
-from everstep.engine.layers.experts import product_of_groups
+from everstep.engine.layers.experts import NO_EXPERT, QueuedExperts, product_of_groups, within_capacity
 from everstep.engine.layers.gpt import Mixture
+from everstep.engine.layers.linear import Queue
 from everstep.engine.layers.model import BACKWARD, Model, slots, token_loss
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.preflight import preflight
@@ -175,6 +178,9 @@ def own(mixture: Callable[[], nn.Module], frozen: bool = False) -> Model:
     return Model(layers=layers, shard_plan={"*.experts": "experts", "a.experts": "experts"})
 
 
+TIGHT = {"capacity_factor": 0.75, "router_loss": 0.1, "router_z_loss": 0.1}
+
+
 def weighted(build: Callable[[], Model]) -> Model:
     return replace(build(), loss=token_loss)
 
@@ -189,6 +195,10 @@ def test_experts_of_ones_own_and_of_our_gpt() -> None:
             "our GPT": partial(trained, ours, steps=2),
             "our GPT, a sum over tokens": partial(trained, partial(weighted, ours), steps=2),
             "our GPT, one expert per token": partial(trained, partial(ours, experts_per_token=1), steps=2),
+            "our GPT, a capacity": partial(trained, partial(ours, **TIGHT), steps=2),
+            "our GPT, a capacity, recomputed": partial(
+                trained, partial(ours, **TIGHT), recompute=True, steps=2
+            ),
         }
         | {
             f"{mixture.__name__}, {frozen=}, {recompute=}": partial(
@@ -255,21 +265,96 @@ def test_products_by_expert_are_those_of_a_loop() -> None:
         )
 
 
+@given(data=st.data(), tokens=st.integers(1, 12), number=st.integers(2, 5), capacity=st.integers(1, 6))
+def test_an_expert_takes_first_choices_first_and_no_more_than_its_capacity(
+    data: st.DataObject, tokens: int, number: int, capacity: int
+) -> None:
+    each = data.draw(st.integers(1, number))
+    rows = [data.draw(st.permutations(range(number)))[:each] for _ in range(tokens)]
+    wanted, taken = [list(row) for row in rows], [0] * number
+    for choice in range(each):
+        for token in range(tokens):
+            expert = rows[token][choice]
+            if taken[expert] == capacity:
+                wanted[token][choice] = NO_EXPERT
+            else:
+                taken[expert] += 1
+    assert within_capacity(torch.tensor(rows), capacity).tolist() == wanted
+
+
+@pytest.mark.parametrize("hidden", [16, 5])  # with torch's grouped product, and by a loop
+def test_what_is_beyond_an_experts_capacity_passes_by_the_residual(hidden: int) -> None:
+    """Values and gradients are those of a mixture written out, in which such a token adds nothing."""
+    torch.manual_seed(3)
+    form = GptShape(width=32, hidden=hidden, experts=4, router_loss=0.0, capacity_factor=0.5)
+    mixture, x = Mixture(form), torch.randn(2, 8, 32, requires_grad=True)
+    queue: Queue = []
+    for taken in (mixture.experts.forward, QueuedExperts(mixture.experts, queue)):
+        mixture.zero_grad()
+        mixture.experts.forward = taken  # type: ignore[method-assign]
+        made = mixture(x)
+        flat, experts = x.reshape(-1, 32), mixture.experts
+        weights, chosen = mixture.router(flat).softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        kept = within_capacity(chosen, 4)
+        assert bool((kept == NO_EXPERT).any())
+        outs = []
+        for token in range(16):
+            out = torch.zeros(32)
+            for place, number in enumerate(kept[token].tolist()):
+                if number != NO_EXPERT:
+                    gate, up = (flat[token] @ experts.gate_up_proj[number]).chunk(2)
+                    inside = nn.functional.silu(gate) * up
+                    out = out + weights[token, place] * (inside @ experts.down_proj[number])
+            outs.append(out)
+        plain = torch.stack(outs).view_as(x)
+        assert torch.allclose(made, plain, atol=1e-5)
+        trained_ = [x, mixture.router.weight, experts.gate_up_proj, experts.down_proj]
+        theirs_ = torch.autograd.grad(plain.square().sum(), trained_)
+        made.square().sum().backward()
+        for one in queue:
+            one.weight.grad = torch.zeros_like(one.weight)
+            one.run(lambda weight: weight.grad)  # type: ignore[arg-type, return-value]
+        for one, wanted in zip(trained_, theirs_, strict=True):
+            assert one.grad is not None
+            assert torch.allclose(one.grad, wanted, atol=1e-4)
+        x.grad = None
+
+
+def test_a_capacity_that_is_never_reached_changes_no_bit() -> None:
+    torch.manual_seed(3)
+    form = GptShape(width=32, hidden=16, experts=4)
+    plain, roomy = Mixture(form), Mixture(replace(form, capacity_factor=4.0))
+    roomy.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 8, 32)
+    assert torch.equal(plain(x), roomy(x))
+
+
+def test_a_capacity_and_parts_of_rows_are_refused_in_a_sentence() -> None:
+    model = {"preset": "gpt-tiny", "experts": 4, "router_loss": 0.0, "capacity_factor": 1.0}
+    job = Job.from_dict(
+        {"model": model, "shards": 2, "context_parallel": True, "data": {"kind": "synthetic"}}
+    )
+    with pytest.raises(UserError, match=r"without router_loss, router_z_loss and capacity_factor"):
+        preflight(job)
+
+
 @pytest.mark.parametrize("weight", [1.0, 16.0])
 def test_the_routers_loss_is_in_proportion_to_the_models(
     weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gradient is that of the loss written out, once per mean, or as often as a sum counts."""
     torch.manual_seed(3)
-    form = GptShape(width=32, hidden=16, experts=4, router_loss=0.5)
+    form = GptShape(width=32, hidden=16, experts=4, router_loss=0.5, router_z_loss=0.25)
     mixture, x = Mixture(form), torch.randn(2, 8, 32)
     monkeypatch.setattr(BACKWARD, "now", weight)
     mixture(x).sum().backward()
-    plain = Mixture(replace(form, router_loss=0.0))
+    plain = Mixture(replace(form, router_loss=0.0, router_z_loss=0.0))
     plain.load_state_dict(mixture.state_dict())
-    chances = plain.router(x.reshape(-1, 32)).softmax(-1)
+    logits = plain.router(x.reshape(-1, 32))
+    chances, large = logits.softmax(-1), logits.exp().sum(-1).log().square().mean()
     used = nn.functional.one_hot(chances.topk(2).indices, 4).sum(1).float().mean(0) / 2
-    (plain(x).sum() + weight * 0.5 * 4 * (used * chances.mean(0)).sum()).backward()
+    (plain(x).sum() + weight * (0.5 * 4 * (used * chances.mean(0)).sum() + 0.25 * large)).backward()
     assert torch.allclose(mixture.router.weight.grad, plain.router.weight.grad, atol=1e-5)
 
 
@@ -279,6 +364,9 @@ def test_the_routers_loss_is_in_proportion_to_the_models(
         ({"experts": 1}, "model.experts is 1; give 2 or more, or 0 for none"),
         ({"experts": 4, "experts_per_token": 5}, "model.experts_per_token is 5"),
         ({"experts": 4, "router_loss": -1.0}, "model.router_loss is -1.0"),
+        ({"experts": 4, "router_z_loss": float("nan")}, "model.router_z_loss is nan"),
+        ({"experts": 4, "capacity_factor": float("inf")}, "model.capacity_factor is inf"),
+        ({"capacity_factor": 1.25}, "model.capacity_factor is 1.25 and model.experts is 0"),
     ],
 )
 def test_numbers_of_experts_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:

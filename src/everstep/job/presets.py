@@ -5,6 +5,7 @@ Torch-free: a job file is checked before torch is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -30,6 +31,8 @@ class GptShape:
     experts: int = 0  # in place of each SwiGLU, each as wide as it; 0: none
     experts_per_token: int = 2
     router_loss: float = 0.01  # what the loss of an uneven use of experts is multiplied with
+    router_z_loss: float = 0.0  # what the mean square of the routers' log-sum-exp is multiplied with
+    capacity_factor: float = 0.0  # an expert takes so many times an even share of tokens; 0: all it is sent
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "depth", "heads", "hidden", "context"):
@@ -49,10 +52,22 @@ class GptShape:
                 f"model.experts_per_token is {self.experts_per_token}; give 1 to {self.experts}, the number "
                 "of experts."
             )
-        if self.router_loss < 0:
-            raise UserError(f"model.router_loss is {self.router_loss}; it must be at least 0.")
+        for name in ("router_loss", "router_z_loss", "capacity_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 0, and finite.")
+        for name in ("router_z_loss", "capacity_factor"):
+            if getattr(self, name) and not self.experts:
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)} and model.experts is 0; give experts, or leave "
+                    f"{name} out."
+                )
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    @property
+    def routes_rows_together(self) -> bool:
+        """Does what a token adds depend on the other tokens of its microbatch, besides by attention?"""
+        return bool(self.experts and (self.router_loss or self.router_z_loss or self.capacity_factor))
 
     def shared_out(self) -> dict[str, int | None]:
         """What is shared out among shards, which must divide it."""

@@ -2,6 +2,9 @@
 
     tokens ──► sorted by expert ──► product by group ──► gate ──► product by group ──► back in order, added up
 
+A token that an expert does not take (`within_capacity`) lies behind the tokens of all experts, is multiplied
+with nothing and adds 0.
+
 How many rows an expert gets stays on the device, where torch has a product of groups for it: then nothing
 waits for the host, and the op can be compiled and recorded. Elsewhere a loop over the experts asks for it.
 """
@@ -22,15 +25,19 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows, stacked matrice
 
 
 def product_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can."""
+    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can. What
+    is made of rows behind the last end has no meaning.
+    """
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[2])
     even = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])  # what its kernels ask for
     fitting = x.is_cpu or (x.is_cuda and x.dtype == torch.bfloat16)
     if even and fitting and hasattr(torch, "_grouped_mm"):
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    parts = zip(pairwise((0, *ends.tolist())), weight, strict=True)
-    return torch.cat([x[start:stop] @ matrix for (start, stop), matrix in parts])
+    stops = ends.tolist()
+    parts = zip(pairwise((0, *stops)), weight, strict=True)
+    rest = x.new_zeros(len(x) - stops[-1], weight.shape[2])
+    return torch.cat([*(x[start:stop] @ matrix for (start, stop), matrix in parts), rest])
 
 
 def _forward(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
@@ -80,14 +87,34 @@ def _moved(x: Tensor, order: Tensor, back: Tensor, each: int = 1) -> Tensor:
     return made
 
 
+NO_EXPERT = -1
+
+
+def within_capacity(chosen: Tensor, capacity: int) -> Tensor:
+    """`chosen` (tokens x experts of each, likeliest first) with `NO_EXPERT` in the place of an expert that
+    has `capacity` tokens already. First choices come before second ones, then tokens in their order.
+    """
+    numbers, order = chosen.t().reshape(-1).sort(stable=True)
+    before = torch.arange(len(order), device=chosen.device) - torch.searchsorted(numbers, numbers)
+    dropped = torch.empty_like(order, dtype=torch.bool).index_copy_(0, order, before >= capacity)
+    return chosen.masked_fill(dropped.view(chosen.shape[1], -1).t(), NO_EXPERT)
+
+
 def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, product: Product) -> Tensor:
     """Experts in the form that transformers gives them (`use_experts_implementation`), and ours."""
-    numbers, order = chosen.reshape(-1).sort(stable=True)
+    flat, drops = chosen.reshape(-1), getattr(part, "drops", False)
+    if drops:
+        flat = flat.masked_fill(flat == NO_EXPERT, part.down_proj.shape[0])  # behind all
+    numbers, order = flat.sort(stable=True)
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
     up, down = part.gate_up_proj if part.has_gate else part.up_proj, part.down_proj
     every = torch.arange(down.shape[0], device=x.device)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-    inside = product(_moved(x, order, back, chosen.shape[-1]).to(up.dtype), up, ends)
+    rows = _moved(x, order, back, chosen.shape[-1]).to(up.dtype)
+    if drops:  # in the backward, for what the product gives those rows has no meaning
+        none = (numbers == len(every)).unsqueeze(-1)
+        rows = rows.masked_fill(none, 0)
+    inside = product(rows, up, ends)
     if part.has_bias:
         inside = inside + (part.gate_up_proj_bias if part.has_gate else part.up_proj_bias)[numbers]
     gated = part._apply_gate(inside) if part.has_gate else part.act_fn(inside)
@@ -96,6 +123,8 @@ def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, produ
         made = made + part.down_proj_bias[numbers]
     if getattr(part, "has_post_expert_norm", False):
         made = part.post_expert_norm(made)
+    if drops:
+        made = made.masked_fill(none, 0)
     made = _moved(made, back, order).view(*chosen.shape, -1) * weights.reshape(chosen.shape).unsqueeze(-1)
     return made.sum(-2).to(x.dtype)
 

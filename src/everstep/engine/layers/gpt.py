@@ -7,6 +7,7 @@ split of heads over shards is a slice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from everstep.engine.layers import regions
 from everstep.engine.layers.attention import Attend
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.experts import plain_experts
+from everstep.engine.layers.experts import plain_experts, within_capacity
 from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import BACKWARD, FeedPart, Model, ModelAssembly
@@ -64,8 +65,7 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
             shared_out=form.shared_out(),
             has_regions=True,
             recordable=not form.experts,  # it makes them slower: LOG.md
-            # The loss of routers is none of single tokens.
-            split_rows=None if form.experts and form.router_loss else _split_rows,
+            split_rows=None if form.routes_rows_together else _split_rows,
         ),
         shard_plan=SHARD_PLAN | ({"blocks.*.mlp.experts": "experts"} if form.experts else {}),
     )
@@ -198,28 +198,39 @@ class SwiGLU(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router sends every token to some experts; none is dropped, whatever their number is.
+    """A router sends every token to some experts. With a capacity an expert takes no more than so many of a
+    microbatch: what is beyond it adds nothing, so the token passes by the residual alone, and what its other
+    experts add keeps its weight.
 
-    The loss of an uneven use (Switch Transformers: experts x sum of share of tokens x mean chance) changes
+    Losses of routers, of an uneven use (Switch Transformers: experts x sum of share of tokens x mean chance,
+    of what was chosen, dropped or not) and of large logits (ST-MoE: mean square of their log-sum-exp), change
     the gradient and not the loss that is shown, so nothing has to travel with the hidden states.
     """
 
     def __init__(self, form: GptShape) -> None:
         super().__init__()
-        self.each, self.router_loss = form.experts_per_token, form.router_loss
+        self.each, self.capacity_factor = form.experts_per_token, form.capacity_factor
+        self.router_loss, self.router_z_loss = form.router_loss, form.router_z_loss
         self.router = _linear(form.width, form.experts)
         self.experts = Experts(form)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        chances = self.router(flat).float().softmax(-1)
+        logits = self.router(flat).float()
+        chances = logits.softmax(-1)
         weights, chosen = chances.topk(self.each, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        made: Tensor = self.experts(flat, chosen, weights)
+        taken, number = chosen, chances.shape[-1]
+        if self.capacity_factor:
+            taken = within_capacity(chosen, math.ceil(self.capacity_factor * chosen.numel() / number))
+        made: Tensor = self.experts(flat, taken, weights)
         if self.training and self.router_loss:
-            used = F.one_hot(chosen, chances.shape[-1]).sum(1).float().mean(0)
-            uneven = chances.shape[-1] * (used * chances.mean(0)).sum() / self.each
+            used = F.one_hot(chosen, number).sum(1).float().mean(0)
+            uneven = number * (used * chances.mean(0)).sum() / self.each
             made = _WithLoss.apply(made, self.router_loss * uneven)  # type: ignore[no-untyped-call]
+        if self.training and self.router_z_loss:
+            large = logits.logsumexp(-1).square().mean()
+            made = _WithLoss.apply(made, self.router_z_loss * large)  # type: ignore[no-untyped-call]
         return made.view_as(x)
 
 
@@ -242,7 +253,7 @@ class Experts(nn.Module):
 
     def __init__(self, form: GptShape) -> None:
         super().__init__()
-        self.num_experts = form.experts
+        self.num_experts, self.drops = form.experts, form.capacity_factor > 0
         self.gate_up_proj = nn.Parameter(torch.empty(form.experts, form.width, 2 * form.hidden))
         self.down_proj = nn.Parameter(torch.empty(form.experts, form.hidden, form.width))
         nn.init.normal_(self.gate_up_proj, std=form.width**-0.5)

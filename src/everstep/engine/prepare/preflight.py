@@ -189,8 +189,8 @@ def _refuse_undivided_rows(model: Model) -> None:
     if model.assembly.split_rows is None:
         raise UserError(
             "context_parallel = true splits rows over shards, for models that say where their tokens meet: "
-            "GPT presets without router_loss, and Hugging Face models whose tokens meet in plain attention "
-            "alone; leave context_parallel out."
+            "GPT presets without router_loss, router_z_loss and capacity_factor, and Hugging Face models "
+            "whose tokens meet in plain attention alone; leave context_parallel out."
         )
     if not splits_rows(model.loss):
         raise UserError(

@@ -5,9 +5,9 @@
     vocab     rows of this shard, else 0 ──► added up
     experts   x, weights ──► copied ──► the experts of this shard, else 0 ──► added up
 
-Every shard has all tokens and routes them alike, so no token has to be sent to a shard, none is dropped, and
-the order in which gradients are added up does not depend on the routing. Of outputs one sum is exchanged per
-layer (of experts in a list one per expert that is called).
+Every shard has all tokens and routes them alike, so no token has to be sent to a shard, and the order in
+which gradients are added up does not depend on the routing. Of outputs one sum is exchanged per layer (of
+experts in a list one per expert that is called).
 
 With `splits_sequence` the values between a row and the next column matrix are split along the sequence, so
 norms, dropout and residual sums are computed once and not by every shard:
