@@ -3,6 +3,8 @@
     python -m bench.machines                      every fault once
     python -m bench.machines off cut --tries 5    some of them, several times
     python -m bench.machines --results FILE       each try is written there, and is not made again
+    python -m bench.machines --clean FOLDER       losses of runs without failures are kept there, for commands
+                                                  that run side by side; --tries 0: nothing else is done
 
 Needs root; elsewhere it says why and ends with 0 if `--skip` is given. One task of 2 x 2 workers on three
 machines of two slots, a coordinator on a fourth; `coordinator-lost` has three coordinators and an etcd of
@@ -422,8 +424,8 @@ def _skewed(folder: Path) -> Path:
 class Results:
     """Tries that were made, in a file of one line each: a command that is cut off goes on where it was."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
+    def __init__(self, file: Path | None, clean: Path | None) -> None:
+        self._file, self._kept = file, clean
         lines = file.read_text().splitlines() if file is not None and file.exists() else []
         self._rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self._clean: dict[tuple[int, bool], dict[int, float]] = {}
@@ -440,7 +442,14 @@ class Results:
         """Of a run without failures."""
         key = LONGER.get(fault, STEPS), fault.startswith("hang-")
         if key not in self._clean:
-            self._clean[key] = clean_losses(folder, fault)
+            kept = self._kept and self._kept / f"{key[0]}{'-own-data' * key[1]}.json"
+            if kept is not None and kept.exists():
+                self._clean[key] = {int(step): loss for step, loss in json.loads(kept.read_text()).items()}
+            else:
+                self._clean[key] = clean_losses(folder, fault)
+            if kept is not None and not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(self._clean[key]))
         return self._clean[key]
 
 
@@ -453,8 +462,8 @@ def line(fault: str, tries: list[dict[str, Any]]) -> str:
     seconds = f"{longest[len(longest) // 2]:.1f} ({longest[-1]:.1f})" if longest else "-"
     noticed = sorted(t["noticed_s"] for t in done if t.get("noticed_s") is not None)
     named = f"{noticed[len(noticed) // 2]:.1f} ({noticed[-1]:.1f})" if noticed else "-"
-    n = len(tries)
-    return f"| {fault} | {n} | {good}/{n} | {once}/{n} | {right}/{n} | {seconds} | {named} |"
+    counts = " | ".join(f"{count}/{len(tries)}" for count in (good, once, right))
+    return f"| {fault} | {len(tries)} | {counts} | {seconds} | {len(noticed)}/{len(tries)} | {named} |"
 
 
 def main() -> int:
@@ -465,6 +474,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     parser.add_argument("--results", type=Path, help="a file of the tries that were made, and are not again")
+    parser.add_argument("--clean", type=Path, help="a folder for the losses of runs without failures")
     parser.add_argument("--skip", action="store_true", help="end with 0 where there can be no machines")
     given = parser.parse_args()
     if unknown := set(given.faults) - set(FAULTS):
@@ -478,13 +488,15 @@ def main() -> int:
         given.faults or FAULTS,
     )
     table = [
-        "| fault | tries | same losses | counted once | right machine | longest without a step, s (worst) "
-        "| named after, s (worst) |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | tries | same losses | counted once | no other machine blamed "
+        "| longest without a step, s (worst) | machine named | after, s (worst) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    made = Results(given.results)
+    made = Results(given.results, given.clean)
     bad = 0
     for fault in chosen:
+        if given.clean is not None:
+            made.losses(fault, folder)
         tries = made.of(fault)[: given.tries]
         for number in range(len(tries), given.tries):
             try:

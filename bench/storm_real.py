@@ -345,14 +345,17 @@ def storm(arguments: argparse.Namespace, seed: int, clean: CleanLosses) -> dict[
 
 
 def _take_own_mounts() -> None:
-    """Root gets a /dev/shm of its own, so that what other programs leave there is not taken for ours."""
+    """Root gets a /dev/shm of its own, so that what other programs leave there is not taken for ours; and a
+    loopback of its own, where the port of a killed coordinator stays free until it is started again.
+    """
     if OWN_MOUNTS in os.environ or os.geteuid() != 0 or not shutil.which("unshare"):
         return
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
+    own = ["unshare", "--mount", *(["--net"] if shutil.which("ip") else [])]
+    if subprocess.run([*own, "true"], capture_output=True).returncode == 0:
         os.environ[OWN_MOUNTS] = "1"
-        mount = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+        mount = 'mount -t tmpfs tmpfs /dev/shm; [ ! "$(command -v ip)" ] || ip link set lo up; exec "$@"'
         here = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
-        os.execvp("unshare", ["unshare", "--mount", "sh", "-c", mount, "sh", *here])
+        os.execvp("unshare", [*own, "sh", "-c", mount, "sh", *here])
 
 
 def _say(line: str) -> None:

@@ -298,12 +298,12 @@ def cancel_of_a_task_that_stops_is_lost() -> list[Patch]:
 
 def _without_timer(what: str) -> Callable[[], list[Patch]]:
     """The coordinator does not wake up for this."""
-    right = Coordinator.timers
+    right = Coordinator.timers_of
 
-    def wrong(self: Coordinator) -> dict[str, list[float]]:
-        return {name: times for name, times in right(self).items() if name != what}
+    def wrong(self: Coordinator, task: Task | None) -> Any:
+        return {name: times for name, times in right(self, task).items() if name != what}
 
-    return lambda: [(Coordinator, "timers", wrong)]
+    return lambda: [(Coordinator, "timers_of", wrong)]
 
 
 NOT_IN_STORMS = ("life of a script", "node that is checked")  # none is there: tests/core

@@ -35,8 +35,8 @@ PARTS: tuple[tuple[str, str, tuple[type, ...]], ...] = (
     (
         "Agent to coordinator: reports",
         'Sent as `{"number": n, "report": …, "sender": …}`. Numbers start at 1 for each life of an agent and '
-        'the coordinator acknowledges them by `{"heard": n}`. Four times per second the agent sends '
-        '`{"beat": …, "done": n}`.',
+        'the coordinator acknowledges them by `{"heard": n}`, alone or with an order. Four times '
+        'per second the agent sends `{"beat": …, "done": n}`.',
         classes(messages.NodeReport),
     ),
     (

@@ -194,7 +194,7 @@ def follow(accounts: Accounts, one: Any, coordinator: Any) -> None:
     """As `ClusterRecord` does."""
     rows = [action for action in one.actions if isinstance(action, msg.RecordRow)]
     steps = [(row.task, row.record.step) for row in rows if row.record.trains]
-    accounts.handled(coordinator.tasks, coordinator.log, steps, one.at)
+    accounts.handled(coordinator, steps, one.at)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -211,6 +211,22 @@ def test_orders_not_acknowledged_are_sent_again_and_reports_heard_twice_count_on
     asyncio.run(play())
 
 
+def test_reports_that_come_together_are_acknowledged_together(address: str) -> None:
+    """Each ledger of thousands of nodes had a message of its own, in the middle of a recovery."""
+
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            for number in range(1, 21):
+                await one.say(number, msg.TaskEvent(task="none", event=ev.CheckpointCommitted(step=1)))
+            told: list[int] = []
+            while told[-1:] != [20]:
+                message = await one.line.receive_json(timeout=60)
+                told += [message["heard"]] if "heard" in message else []
+            assert len(told) <= 10
+
+    asyncio.run(play())
+
+
 def test_a_report_that_no_journal_entry_holds_is_refused_and_the_coordinator_lives(address: str) -> None:
     """The description of a part of 16 GiB ended the coordinator, and again at every restart."""
     hashes = secrets.token_hex(1200 << 10)

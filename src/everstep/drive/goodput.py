@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
+from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.lives import Living, Locating, Settling
 from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.core.task.states import Gathering, Member, Over, Planning, Running
-from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import TaskSubmitted
 from everstep.protocol.table import Document, Json
 
@@ -240,12 +240,11 @@ class Accounts:
                 if account.state not in OVER:
                     account.advance(self._at)
 
-    def handled(
-        self, tasks: Mapping[str, Task], log: IncidentLog, steps: Iterable[tuple[str, int]], at: float
-    ) -> None:
-        """An event was handled now: it recorded these steps, and the tasks are in these states. Most events
-        change nothing for most tasks: of those the time is counted when somebody asks, or something changes.
+    def handled(self, machine: Coordinator, steps: Iterable[tuple[str, int]], at: float) -> None:
+        """An event was handled now, and it recorded these steps. Most events change nothing for most tasks:
+        of those the time is counted when somebody asks, or something changes.
         """
+        tasks, log, only = machine.tasks, machine.log, machine.only_task
         self._at = at
         changed: set[str] = set()
         for name, step in steps:
@@ -259,7 +258,11 @@ class Accounts:
         suspects = {one.task for one in open_ones if one.verdict is None}
         changed |= (stopped ^ self._stopped) | (suspects ^ self._suspects)
         self._stopped, self._suspects = stopped, suspects
-        for name, task in tasks.items():
+        names: Iterable[str] = tasks
+        if only is not None and len(self._seen) == len(tasks):
+            names = (changed | {only}) & tasks.keys()
+        for name in names:
+            task = tasks[name]
             recovery, seen = task.progress.recovery, self._seen.get(name)
             phase = None if recovery is None else recovery.phase
             if (

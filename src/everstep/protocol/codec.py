@@ -48,7 +48,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 _op_text = lru_cache(maxsize=1 << 16)(str)  # of ops alone: a worker and a microbatch can be equal tuples
 _FROM_TEXT: dict[Kind, Coder] = {
     Op: lru_cache(maxsize=1 << 16)(parse_op),
-    Worker: lru_cache(maxsize=1 << 12)(parse_worker),
+    Worker: lru_cache(maxsize=1 << 15)(parse_worker),
     Microbatch: lru_cache(maxsize=1 << 12)(parse_microbatch),
     Replicas: parse_replicas,
 }
@@ -82,7 +82,15 @@ def _encoder(kind: type) -> Coder:
 def _object_encoder(kind: Kind) -> Coder:
     name = kind.__name__
     getters = [(field.name, attrgetter(field.name)) for field in fields(kind) if field.init]
-    return lambda value: {"is": name, **{field: encode(get(value)) for field, get in getters}}
+
+    def of(value: object) -> Json:
+        made = {"is": name}
+        for field, get in getters:
+            item = get(value)
+            made[field] = item if type(item) in _PLAIN else encode(item)
+        return made
+
+    return of
 
 
 def _encode_items(value: Sequence[object]) -> Json:

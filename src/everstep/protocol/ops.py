@@ -176,9 +176,8 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
         stages = max((w.stage for w in lists), default=-1) + 1
         numbers = [[-1] * replicas for _ in range(stages)]
         patterns: dict[str, int] = {}
-        own = [_own(replica) for replica in range(replicas)]
         for (replica, stage), text in lists.items():
-            pattern = text if OWN in text else own[replica].sub(OWN, text)
+            pattern = text if OWN in text else _with_own(text, replica)
             numbers[stage][replica] = patterns.setdefault(pattern, len(patterns))
         return cls(tuple(patterns), tuple(map(tuple, numbers)))
 
@@ -219,6 +218,8 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
         return sum(number >= 0 for row in self.numbers for number in row)
 
 
-def _own(replica: int) -> re.Pattern[str]:
+def _with_own(text: str, replica: int) -> str:
     """Where a replica's number is the home of a microbatch: behind the kind of an op."""
-    return re.compile(rf"(?<=[FIWB]){replica}(?=\.)")
+    for kind in "FIWB":
+        text = text.replace(f"{kind}{replica}.", f"{kind}{OWN}.")
+    return text

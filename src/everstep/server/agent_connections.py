@@ -31,6 +31,7 @@ MAX_MESSAGE = 64 << 20
 MAX_QUEUED = 100_000  # messages to one agent that does not read
 MAX_SLOTS = 4096
 MAX_PORT = 65_535
+HEARD_S = 0.5  # until an agent is told at the latest which of its reports are durable
 PROTOCOL_WITHOUT_A_NUMBER = 3  # agents of that version do not say which one they speak
 
 Queued = msg.Dispatch | dict[str, Any]
@@ -42,6 +43,8 @@ class AgentConnections:
         self._queues: dict[str, asyncio.Queue[Queued | None]] = {}
         self._facts = FactTexts()
         self._boots: dict[str, str] = {}
+        self._heard: dict[str, int] = {}  # by node: its last report that is durable, if it was not told yet
+        self._telling: asyncio.TimerHandle | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._questions = 0
         self.routes: Any = None  # over the fabric, for agents that are there and for those that come
@@ -56,7 +59,18 @@ class AgentConnections:
         self._send(action.node, action)
 
     def received(self, node: str, number: int) -> None:
-        self._send(node, {"heard": number})
+        """Told with the next order, or soon: a ledger of each of 2,000 nodes would be as many messages more
+        in the middle of a recovery, and an agent only keeps its report a little longer.
+        """
+        if node in self._queues:
+            self._heard[node] = number
+            if self._telling is None:
+                self._telling = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
+
+    def _tell_heard(self) -> None:
+        self._telling = None
+        for node in self._heard:
+            self._send(node, {})
 
     def give_routes(self, routes: Any) -> None:
         """They are advice: whole every time, without a number, and not in the journal."""
@@ -69,6 +83,8 @@ class AgentConnections:
         for queue in self._queues.values():
             queue.put_nowait(None)
         self._queues.clear()
+        if self._telling is not None:
+            self._telling.cancel()
 
     def _send(self, node: str, message: Queued) -> None:
         queue = self._queues.get(node)
@@ -174,6 +190,7 @@ class AgentConnections:
         await self._term.handle(hello)
         queue: asyncio.Queue[Queued | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
+        self._heard.pop(node, None)
         self._queues[node], self._boots[node] = queue, hello.boot
         self._term.closed.discard(node)
         journal = self._term.machine.policy.journal
@@ -182,7 +199,7 @@ class AgentConnections:
             self.send(order)
         if self.routes is not None:
             self._send(node, {"routes": self.routes})
-        writing = asyncio.create_task(self._write(line, queue, orders))
+        writing = asyncio.create_task(self._write(node, line, queue, orders))
         try:
             async for message in line:
                 if self._queues.get(node) is not queue:
@@ -202,16 +219,21 @@ class AgentConnections:
                     self._term.traffic.heard(node, ())
 
     async def _write(
-        self, line: web.WebSocketResponse, queue: asyncio.Queue[Queued | None], orders: OrderLine
+        self,
+        node: str,
+        line: web.WebSocketResponse,
+        queue: asyncio.Queue[Queued | None],
+        orders: OrderLine,
     ) -> None:
         """Orders are encoded here, one at a time: the loop turns between two of them."""
-        term = self._term.number
+        around = {"term": self._term.number}
         while (message := await queue.get()) is not None:
+            number = self._heard.pop(node, None)
+            heard = {} if number is None else {"heard": number}
             if isinstance(message, msg.Dispatch):
-                text = orders.text(message, self._facts, term=term)
-            else:
-                text = json.dumps({"term": term, **message}, separators=(",", ":"))
-            await line.send_str(text)
+                await line.send_str(orders.text(message, self._facts, **around, **heard))
+            elif message or heard:
+                await line.send_str(json.dumps({**around, **heard, **message}, separators=(",", ":")))
         await line.close()
 
     def _take(self, hello: msg.NodeJoined, message: Mapping[str, Any], size: int) -> None:

@@ -105,7 +105,7 @@ class ClusterRecord:
         steps = [(row.task, row.record.step) for row in rows if row.record.trains]
         if isinstance(one.event, msg.FromNode) and isinstance(told := one.event.report, msg.RankProgressed):
             steps.append((told.task, told.step))
-        self.accounts.handled(self.machine.tasks, self.machine.log, steps, at)
+        self.accounts.handled(self.machine, steps, at)
         if any(isinstance(action, msg.TaskEnded) for action in one.actions):
             self._trim_steps()
             self.accounts.forget(at)

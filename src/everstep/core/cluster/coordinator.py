@@ -15,6 +15,8 @@ The parts, each with its own state and given its collaborators; an arrow: asks o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import ClassVar
 
 from everstep.core.cluster import fences
@@ -61,6 +63,30 @@ NO_SCHEDULE = (
 )
 
 
+def _if_any(at: float | None) -> tuple[float, ...]:
+    return () if at is None else (at,)
+
+
+def _first(timers: Mapping[str, Iterable[float]]) -> float:
+    return min((at for times in timers.values() for at in times), default=inf)
+
+
+# What a task may wait for.
+TASK_TIMERS: Mapping[str, Callable[[Task, Patience], Iterable[float]]] = {
+    "start put off": lambda task, patience: task.starts.put_off_until(),
+    "start": lambda task, patience: task.starts.late_at(patience),
+    "copy of a state": lambda task, patience: task.starts.copy_late_at(patience),
+    "broken links": lambda task, patience: _if_any(task.failures.links.judge_at),
+    "next search": lambda task, patience: _if_any(task.checkpoints.search_at),
+    "search": lambda task, patience: task.checkpoints.search_due_at(patience),
+    "state that is held": lambda task, patience: (
+        () if task.progress.held is None else (task.progress.held.since + patience.disk_answer_s,)
+    ),
+    "commit": lambda task, patience: task.checkpoints.commits_due_at(patience),
+    "life of a script": lambda task, patience: () if task.lives is None else _if_any(task.lives.due_at()),
+}
+
+
 class Coordinator:
     """The state machine. `handle` is its only way to change."""
 
@@ -81,8 +107,13 @@ class Coordinator:
         self.incidents = Incidents()
         self.question = PlannerQuestion()
         self.events = 0  # handled so far: the number of the last one in the journal
+        # The only task that the last event can have changed; None: any. Most events are reports of one task's
+        # progress, and what is kept about hundreds of others is not looked at again for it.
+        self.only_task: str | None = None
         self._due: float | None = None
         self._due_after = -1  # the event after which it was found
+        self._task_due: dict[str, float] = {}  # by task, its first timer
+        self._stale: set[str] | None = None  # tasks whose first timer may be another one now; None: all
         self._orders = Orders(self.roster.nodes)
         self._later = FollowUps()
         self._retention = Retention(roster=self.roster, log=self.incidents.log)
@@ -142,31 +173,29 @@ class Coordinator:
         return self._due
 
     def _next_due(self) -> float | None:
-        return min((at for timers in self.timers().values() for at in timers), default=None)
+        for name in self.tasks if self._stale is None else self._stale & self.tasks.keys():
+            self._task_due[name] = _first(self.timers_of(self.tasks[name]))
+        self._stale = set()
+        if len(self._task_due) > len(self.tasks):
+            self._task_due = {name: self._task_due[name] for name in self.tasks}
+        first = min(_first(self.timers_of(None)), min(self._task_due.values(), default=inf))
+        return None if first == inf else first
 
     def timers(self) -> dict[str, list[float]]:
         """By what is waited for, the times at which it is looked at if nothing happens before. What waits
         for a process or an agent that is alive needs none: those are watched.
         """
-        patience, tasks = self.policy.patience, self.tasks.values()
-        review_at = self.question.review_at
-        return {
-            **self._nodes.timers(),
-            "review of a plan": [] if review_at is None else [review_at],
-            "start put off": [at for task in tasks for at in task.starts.put_off_until()],
-            "start": [at for task in tasks for at in task.starts.late_at(patience)],
-            "copy of a state": [at for task in tasks for at in task.starts.copy_late_at(patience)],
-            "broken links": [
-                task.failures.links.judge_at for task in tasks if task.failures.links.judge_at is not None
-            ],
-            "next search": [t.checkpoints.search_at for t in tasks if t.checkpoints.search_at is not None],
-            "search": [at for task in tasks for at in task.checkpoints.search_due_at(patience)],
-            "state that is held": self._tasks.held_due_at(),
-            "commit": [at for task in tasks for at in task.checkpoints.commits_due_at(patience)],
-            "life of a script": [
-                at for t in tasks if t.lives is not None and (at := t.lives.due_at()) is not None
-            ],
-        }
+        found: dict[str, list[float]] = {what: [] for what in TASK_TIMERS}
+        for task in (None, *self.tasks.values()):
+            for what, times in self.timers_of(task).items():
+                found.setdefault(what, []).extend(times)
+        return found
+
+    def timers_of(self, task: Task | None) -> dict[str, Iterable[float]]:
+        """None: those of no task."""
+        if task is not None:
+            return {what: times(task, self.policy.patience) for what, times in TASK_TIMERS.items()}
+        return {**self._nodes.timers(), "review of a plan": _if_any(self.question.review_at)}
 
     def unfinished(self) -> Actions:
         """After a restart: the orders nodes may not have got, and the questions without an answer."""
@@ -182,6 +211,8 @@ class Coordinator:
             assert (task.ending is not None) == (task.state is TaskState.ENDING)
         numbers = [incident.number for incident in self.log.incidents]
         assert numbers == sorted(set(numbers))
+        due, first = self.due_at(), _first(self.timers())
+        assert first == (inf if due is None else due), f"{due} is due first, and not {first}"
 
     def acknowledged(self, node: str, number: int) -> None:
         """A node has carried out its orders up to this one. Changes no decision, only what is kept."""
@@ -194,11 +225,40 @@ class Coordinator:
         self.events += 1
         moment = Moment(now, self.events)
         self.log.event = self.events
+        only = self._only_about(event)
         actions = self._handle(event, moment)
+        only = only if self._later.nothing_to_judge() else None
         actions += self._failures.judge_lives(self._later, moment) + self._note_slow_ranks(moment)
-        actions += self._failures.judge_replays(self._later, moment) + self._tasks.settle(moment)
+        actions += self._failures.judge_replays(self._later, moment)
+        actions += self._tasks.look_at_held(self.tasks.values() if only is None else (only,), moment)
+        only = only if self._later.clear() else None
+        actions += self._tasks.settle(moment)
         self._retention.handled(self.events)
+        self.only_task = None if only is None else only.name
+        if only is None:
+            self._stale = None
+        elif self._stale is not None:
+            self._stale.add(only.name)
         return actions
+
+    def _only_about(self, event: ClusterEvent) -> Task | None:
+        """The one task that an event is about, if all that can follow is said by `FollowUps`. Where a vote is
+        open, its end may isolate nodes.
+        """
+        match event:
+            case msg.FromNode(
+                report=msg.TaskEvent(
+                    task=name, event=ev.StepSealed() | ev.LedgerReported() | ev.WorkerResumed()
+                )
+                | msg.PartWritten(task=name)
+                | msg.WorkerMoved(task=name)
+                | msg.RankProgressed(task=name)
+                | msg.RanksPaced(task=name)
+            ):
+                task = self.tasks.get(name)
+                return None if task is None or task.failures.differing is not None else task
+            case _:
+                return None
 
     def _handle(self, event: ClusterEvent, now: Moment) -> Actions:
         """What is about a node or a task that is not known does not count."""

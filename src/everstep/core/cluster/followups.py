@@ -30,3 +30,6 @@ class FollowUps:
     def clear(self) -> bool:
         waits = self.endings or self.leaving or self.pauses or self.vacated
         return not waits and not self.vacancy
+
+    def nothing_to_judge(self) -> bool:
+        return not (self.failed_lives or self.slow_ranks or self.replayed)

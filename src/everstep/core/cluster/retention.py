@@ -47,11 +47,10 @@ class Retention:
                 node.memory_open.discard(name)
 
     def _forget_nodes(self) -> None:
-        nodes = self._roster.nodes
-        if len(nodes) <= MOST_NODES_GONE:
+        if self._roster.num_gone <= MOST_NODES_GONE:
             return
-        gone = sorted((node for node in nodes.values() if not node.reachable), key=_worth)
-        for node in gone[: len(gone) - min(len(gone), MOST_NODES_GONE)]:
+        gone = sorted((node for node in self._roster.nodes.values() if not node.reachable), key=_worth)
+        for node in gone[: len(gone) - MOST_NODES_GONE]:
             self._roster.drop_node(node.name)
 
 

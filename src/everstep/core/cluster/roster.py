@@ -32,6 +32,7 @@ class Roster:
         self.tasks: dict[str, Task] = {}
         self._order: dict[str, int] = {}  # of nodes, as they came
         self._num_came = 0
+        self._gone: set[str] = set()  # nodes
         self._timed: dict[str, Node] = {}  # about which something is to be decided at some time
         self._free: dict[str, list[int]] = {}  # ascending; of the nodes that take workers and have one
         self._num_free = 0
@@ -51,6 +52,7 @@ class Roster:
         node = self.nodes.pop(name)
         assert not node.reachable, f"{name} is not gone"
         del self._order[name]
+        self._gone.discard(name)
         self._timed.pop(name, None)
         self._tasks_at.pop(name, None)
 
@@ -76,6 +78,10 @@ class Roster:
             if free:
                 self._free[name] = free
                 self._num_free += len(free)
+        if node.reachable:
+            self._gone.discard(name)
+        else:
+            self._gone.add(name)
         if _is_timed(node):
             self._timed[name] = node
         else:
@@ -86,6 +92,10 @@ class Roster:
     @property
     def num_free(self) -> int:
         return self._num_free
+
+    @property
+    def num_gone(self) -> int:
+        return len(self._gone)
 
     @property
     def num_taken(self) -> int:
@@ -270,6 +280,7 @@ class Roster:
             free = [slot for slot in range(node.slots) if slot not in taken] if up else []
             assert self._free.get(node.name, []) == free, f"free slots of {node.name}"
             assert (node.name in self._timed) == _is_timed(node), f"times of {node.name}"
+            assert (node.name in self._gone) != node.reachable, f"is {node.name} gone?"
         assert self._num_free == sum(map(len, self._free.values()))
 
     def _validate_seats(self, task: Task) -> None:

@@ -376,13 +376,17 @@ class Tasks:
 
     # -------------------------------------------------------------- after every event
 
+    def look_at_held(self, tasks: Iterable[Task], now: Moment) -> Actions:
+        actions: Actions = []
+        for task in tasks:
+            if task.progress.held is not None:
+                actions += self._look_at_held(task, task.progress.held, now)
+        return actions
+
     def settle(self, now: Moment) -> Actions:
         """Do what the event has left to do; it may lead to more of it."""
         later = self._later
         actions: Actions = []
-        for task in self._roster.tasks.values():
-            if task.progress.held is not None:
-                actions += self._look_at_held(task, task.progress.held, now)
         while not later.clear():
             endings, later.endings = later.endings, []
             for task, ending in endings:
@@ -484,11 +488,6 @@ class Tasks:
         self._incidents.treat(incident, "keep it running", "its workers have the only copy of it", now)
         actions = self._incidents.close(incident, f"it trains on; protected up to step {task.protected}", now)
         return actions + self._training.inform(task, ev.StopAbandoned(because=because), now)
-
-    def held_due_at(self) -> list[float]:
-        """When states that are waited for are given up."""
-        held = [task.progress.held for task in self._roster.tasks.values()]
-        return [one.since + self._policy.patience.disk_answer_s for one in held if one is not None]
 
     def review_if_due(self, now: Moment) -> None:
         """A change of shape has been wished for long enough: the planner is asked again."""
