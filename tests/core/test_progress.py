@@ -6,6 +6,8 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from everstep.core.cluster.progress import costs_of_drain, why_stalled
 from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE, SkippedSteps
 from everstep.core.cluster.task import Task, TaskState
@@ -54,6 +56,26 @@ def test_a_drain_costs_nothing_where_another_replica_lives_or_the_state_is_saved
 def resumes(cluster: FakeCluster) -> list[msg.ResumeWorker]:
     """The last order to resume of each worker."""
     return list({order.worker: order for order in cluster.resumes()}.values())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_task_that_was_to_leave_a_node_that_is_gone_does_not_stop_for_it(paused: bool) -> None:
+    """It healed, and then stopped, left all its workers and was started again. A pause is a pause."""
+    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1}, memory_port=9)
+    cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
+    cluster.seal()
+    cluster.seal()
+    cluster.hear(msg.DrainRequested(node="a"))
+    if paused:
+        cluster.hear(msg.PauseRequested(task="t"))
+    task = task_of(cluster)
+    assert len(task.seats) == 2, "its state is made safe first"
+    cluster.cut.add("a")
+    cluster.hear(msg.NodeLeft(node="a"))
+    assert task.state is TaskState.RUNNING
+    assert {seat.node for seat in task.seats.values()} == {"b", "c"}
+    until = {order.facts.until for order in resumes(cluster) if isinstance(order.facts, EpochFacts)}
+    assert (until == {None}) != paused, until
 
 
 def test_a_drain_that_would_cost_steps_makes_the_state_safe_at_the_end_of_the_step() -> None:

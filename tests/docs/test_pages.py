@@ -102,6 +102,8 @@ def test_every_finding_about_the_control_plane_has_a_row_and_its_test() -> None:
     for row in rows:
         tested = re.search(r"`tests/\S+\.py`|row \d+", row[-1])
         assert tested or "not done" in row[2], row[0]
+    named = set(re.findall(r"`((?:tests|bench|harness)/[\w/]+\.py)", text))
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 @named

@@ -61,19 +61,27 @@ async def read(etcd: Etcd, prefix: str, folder: Path) -> tuple[float, bool, int]
     return took, lost, len(term.machine.nodes)
 
 
+@pytest.mark.parametrize("is_one_entry", [False, True])
 def test_a_replay_that_outlasts_the_lease_keeps_it(
-    etcd: Etcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    etcd: Etcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_one_entry: bool
 ) -> None:
-    """The journal was handled in one go, and the lease ran out."""
-    handle = Coordinator.handle
+    """The journal was handled in one go, and the lease ran out. `is_one_entry`: one takes all of the time, in
+    which the loop does not turn.
+    """
+    handle, prefix = Coordinator.handle, f"/replay-{is_one_entry}"
 
     def slowly(self: Coordinator, event: msg.ClusterEvent, now: float) -> list[msg.ClusterAction]:
-        time.sleep(0.01)
+        if not is_one_entry:
+            time.sleep(0.01)
+        elif self.events == ENTRIES // 2:
+            end = time.monotonic() + 2.5 * LEASE_S
+            while time.monotonic() < end:
+                pass  # busy, as a decision is
         return handle(self, event, now)
 
-    asyncio.run(written(etcd, "/replay", ENTRIES, snapshot=False))
+    asyncio.run(written(etcd, prefix, ENTRIES, snapshot=False))
     monkeypatch.setattr(Coordinator, "handle", slowly)
-    took, lost, nodes = asyncio.run(read(etcd, "/replay", tmp_path))
+    took, lost, nodes = asyncio.run(read(etcd, prefix, tmp_path))
     assert took > 2 * LEASE_S
     assert not lost
     assert nodes == ENTRIES

@@ -339,7 +339,8 @@ class Nodes:
         costs = [] if force else costs_of_drain(self._roster, node.name)
         saving = {cost.task for cost in costs if cost.is_savable}
         for name in sorted(saving):
-            actions += self._tasks.leave_safely(self._roster.tasks[name], f"node {node.name} is drained", now)
+            task, why = self._roster.tasks[name], f"node {node.name} is drained"
+            actions += self._tasks.leave_safely(task, why, now, node=node.name)
         return actions + self._evacuate(node, because, now, but=saving)
 
     def isolate(self, node: Node, because: str, now: Moment) -> Actions:
@@ -621,6 +622,8 @@ class Nodes:
                 reason = f"node {one.node.name} is gone: {one.because}"
                 gone += [(worker, seat, reason) for worker, seat in seats]
             actions += self._staffing.gone(task, gone, now)
+            for one in lost:
+                actions += self._tasks.need_not_leave(task, one.node.name, now)
         for one in lost:
             because = f"node {one.node.name}, which kept copies of its state in memory, is gone"
             for task in one.losers:

@@ -347,6 +347,7 @@ class Task:
     updated: str = ""  # how the last update ended
     ended_at: float = 0.0  # once it is over
     after_stop: TaskState = TaskState.WAITING  # its state once it has stopped before its last step
+    leaves: str = ""  # the drained node for which alone it stops
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
     bounds: Bounds = field(default_factory=Bounds)
     wish: WishedShape | None = None

@@ -78,7 +78,7 @@ class Tasks:
         if task.state is not TaskState.RUNNING or task.after_stop is TaskState.FINISHED:
             return []
         task.after_stop = TaskState.FINISHED
-        return self._training.inform(task, ev.StopRequested(because=because, final=True), now)
+        return self._stop(task, ev.StopRequested(because=because, final=True), now)
 
     def pause(self, task: Task, by: str, now: Moment, *, force: bool = False) -> Actions:
         """After the step it is in, once its state is saved; at once with `force`, if asked again, or if it
@@ -92,7 +92,7 @@ class Tasks:
         if at_once or task.state is not TaskState.RUNNING or not task.has_every_stage or task.is_script:
             return self.end(task, Ending(state=TaskState.PAUSED, because=because, gently=True), now)
         task.after_stop, task.because = TaskState.PAUSED, f"{because}: its state is saved first"
-        return self._training.inform(task, ev.StopRequested(because=because, saves=True), now)
+        return self._stop(task, ev.StopRequested(because=because, saves=True), now)
 
     def unpause(self, task: Task) -> Actions:
         if task.after_stop is TaskState.PAUSED:
@@ -147,17 +147,31 @@ class Tasks:
     def _leave(self, task: Task, because: str, now: Moment) -> Actions:
         """At the next step boundary, with its states in memory; at once where it does not train anyway."""
         if task.has_every_stage:
-            return self._training.inform(task, ev.StopRequested(because=because), now)
+            return self._stop(task, ev.StopRequested(because=because), now)
         self._later.endings.append((task, Ending(state=TaskState.WAITING, because=because, gently=True)))
         return []
 
-    def leave_safely(self, task: Task, why: str, now: Moment) -> Actions:
+    def leave_safely(self, task: Task, why: str, now: Moment, *, node: str = "") -> Actions:
         """All workers of a stage are to leave their node: at the next step boundary the task leaves with its
         state in memory, also in that of another node, and as a checkpoint where it has those.
         """
         task.because = f"{why}: its state is made safe at the end of this step"
-        stop = ev.StopRequested(because=why, saves=True)
+        is_alone = task.managed is not None and not task.managed.is_stopping
+        actions = self._stop(task, ev.StopRequested(because=why, saves=True), now)
+        task.leaves = node if is_alone else ""
+        return actions
+
+    def _stop(self, task: Task, stop: ev.StopRequested, now: Moment) -> Actions:
+        task.leaves = ""
         return self._training.inform(task, stop, now)
+
+    def need_not_leave(self, task: Task, node: str, now: Moment) -> Actions:
+        """A node is gone. If a task was to stop only to leave it, it goes on where it is."""
+        if not node or task.leaves != node or task.state is not TaskState.RUNNING:
+            return []
+        task.leaves, task.progress.held = "", None
+        because = f"node {node}, which it was to leave, is gone"
+        return self._training.inform(task, ev.StopAbandoned(because=because), now)
 
     def assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
         """The planner has said how many workers each task gets."""
@@ -311,7 +325,7 @@ class Tasks:
         task.ending = ending
         task.checkpoints.search_at = task.checkpoints.searched_at = None
         task.failures.overdue.clear()
-        task.failures.links, task.progress.held = BadLinks(), None
+        task.failures.links, task.progress.held, task.leaves = BadLinks(), None, ""
         task.speeds.slow.clear()
         self._training.stop(task, resumes=ending.state not in OVER)
         actions: Actions = []
@@ -477,7 +491,7 @@ class Tasks:
 
     def _go_on(self, task: Task, held: HeldState, why: str, now: Moment) -> Actions:
         because = f"{held.because}; but that state could not be made safe ({why}), so it keeps running"
-        task.progress.held, task.next_shape = None, None
+        task.progress.held, task.next_shape, task.leaves = None, None, ""
         task.after_stop, task.because = TaskState.WAITING, because
         if task.trial is not None:
             task.trial, task.updated = None, f"not updated: {because}"

@@ -512,6 +512,11 @@ class Recovery:
         return [self._finished()]
 
     @property
+    def is_stopping(self) -> bool:
+        """Its shape is to end before its last step."""
+        return bool(self._book.stopping)
+
+    @property
     def _ends_here(self) -> bool:
         """The task itself is over, not only its shape: no worker will be asked to go on."""
         return self.recorded >= self.steps or self._book.final
