@@ -449,7 +449,9 @@ class Results:
                 self._clean[key] = clean_losses(folder, fault)
             if kept is not None and not kept.exists():
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps(self._clean[key]))
+                unfinished = kept.with_suffix(f".{time.time_ns()}")
+                unfinished.write_text(json.dumps(self._clean[key]))
+                unfinished.replace(kept)
         return self._clean[key]
 
 
