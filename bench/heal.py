@@ -86,7 +86,7 @@ class Chaos:
 def measure(
     replicas: int, stages: int, kills: int, preset: str, fork_server: ForkServer, seed: int, **more: Any
 ) -> dict[str, Any]:
-    rest_ms = more.pop("rest")
+    rest_ms = more.pop("rest", 0.0)
     shape = {"replicas": replicas, "stages": stages, "microbatches": 4, "steps": 1_000_000}
     if rest_ms:
         rests = {"rest_ms": [rest_ms] * stages, "weight_ms": rest_ms}

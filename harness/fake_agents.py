@@ -134,8 +134,8 @@ class Crowd:
 
 
 class FakeAgent:
-    def __init__(self, name: str, crowd: Crowd, *, slots: int = 1) -> None:
-        self.name, self.crowd, self.slots = name, crowd, slots
+    def __init__(self, name: str, crowd: Crowd, *, slots: int = 1, rack: str = "") -> None:
+        self.name, self.crowd, self.slots, self.rack = name, crowd, slots, rack
         self._done = self._term = 0
         self._journal = ""
         self._number = 0
@@ -167,6 +167,7 @@ class FakeAgent:
             "slots": self.slots,
             "host": "127.0.0.1",
             "memory_port": 0,
+            "rack": self.rack,
             "protocol": PROTOCOL,
             "journal": self._journal,
             "runs": encode(runs),

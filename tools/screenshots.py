@@ -2,22 +2,34 @@
 
     python -m tools.screenshots /tmp/pictures             # all 36: three pages, three moments, four looks
     python -m tools.screenshots docs/dashboard --few      # those that the documentation shows
+    python -m tools.screenshots /tmp/pictures --nodes 1000
 
 Three nodes of two slots train a GPT on 3 replicas x 2 stages. One node is killed with all that runs on it;
 there is no spare slot, so its work is done by peers until the node is back.
+
+With `--nodes` so many agents without workers join, in racks of 16. A rack falls silent, and nodes are drained
+one by one: pictures of the page and of `everstep report`, and how long the page takes for its first picture
+and for a change (from the decision on record to the frame that shows it).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
+import subprocess
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
+
 from harness.browser import Page, browser
-from harness.cluster import Cluster, small_job
+from harness.cluster import EVERSTEP, Cluster, small_job
+from harness.fake_agents import Crowd, FakeAgent
 
 VIEWS = ("cluster", "task", "incident")
 LOOKS = {
@@ -83,6 +95,89 @@ def _shrink(path: Path) -> None:
         few.save(path, optimize=True)
 
 
+OBSERVE = """
+window.behind = []; window.long = 0;
+new PerformanceObserver((list) => { for (const mark of list.getEntriesByName("shown"))
+  for (const at of mark.detail) behind.push(performance.timeOrigin + mark.startTime - 1000 * at);
+}).observe({entryTypes: ["mark"]});
+new PerformanceObserver((list) => { long += list.getEntries().length; }).observe({entryTypes: ["longtask"]});
+"""
+RACK = 16
+CHANGES = 40
+
+
+@asynccontextmanager
+async def crowded(cluster: Cluster, number: int) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
+    """By rack, what keeps its nodes alive."""
+    headers = {"Authorization": f"Bearer {cluster.token}"}
+    crowd = Crowd([cluster.addresses["first"]], headers, beat_s=1.0)
+    racks: dict[str, list[FakeAgent]] = {}
+    for index in range(number):
+        name, rack = f"n{index:04}", f"rack {index // RACK + 1}"
+        crowd.agents[name] = FakeAgent(name, crowd, slots=8, rack=rack)
+        racks.setdefault(rack, []).append(crowd.agents[name])
+
+    async def live(session: aiohttp.ClientSession, nodes: list[FakeAgent]) -> None:
+        await asyncio.gather(*(node.live(session) for node in nodes))
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        living = {rack: asyncio.create_task(live(session, nodes)) for rack, nodes in racks.items()}
+        try:
+            yield living
+        finally:
+            for task in living.values():
+                task.cancel()
+            await asyncio.gather(*living.values(), return_exceptions=True)
+
+
+async def play_crowd(cluster: Cluster, folder: Path, number: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    address = cluster.addresses["first"]
+    async with crowded(cluster, number) as racks, browser() as chromium, chromium.page() as page:
+        await asyncio.to_thread(cluster.nodes_up, number)
+        for task, replicas in (("llama", number // 8), ("gpt", number // 16), ("waits", number + 1)):
+            job = small_job(folder, steps=100_000, replicas=replicas, stages=8)
+            asked = {"name": task, "job": job, "min_workers": 8 * replicas}
+            await asyncio.to_thread(cluster.client.post, "/v1/tasks", asked)
+        await page.sign_in(address, cluster.token)
+        await page.look(width=1280, height=900, dark=False)
+        first_ms = []
+        for _ in range(5):
+            await page.open("about:blank")
+            await page.open(f"{address}/#/")
+            first_ms.append(await page.until('performance.getEntriesByName("first")[0]?.startTime'))
+        await page.value(OBSERVE)
+        for index in range(CHANGES):
+            name, verb = f"n{number - 1 - index // 2:04}", ("drain", "readmit")[index % 2]
+            await asyncio.to_thread(cluster.client.post, f"/v1/nodes/{name}/{verb}", {})
+            await asyncio.sleep(0.15)
+        await asyncio.sleep(SETTLE_S)
+        behind_ms = sorted(await page.value("behind"))
+        long = await page.value("long")
+        racks[f"rack {max(1, len(racks) - 4)}"].cancel()
+        await page.until("document.getElementById('headline').innerText.includes('silent')")
+        await asyncio.sleep(SETTLE_S)
+        for view, place in (("cluster", "#/"), ("tasks", "#/tasks")):
+            await page.value(f"location.hash = {place!r}")
+            await asyncio.sleep(3 * SETTLE_S)
+            await page.picture(folder / f"{view}-{number}-nodes.png", whole=view == "cluster")
+            _shrink(folder / f"{view}-{number}-nodes.png")
+        if page.complaints:
+            raise RuntimeError(f"the page complains: {page.complaints}")
+        report = [*EVERSTEP, "report", "--since", "7d", "--picture", str(folder / "report.svg")]
+        environment = os.environ | {"EVERSTEP_ADDRESS": address, "EVERSTEP_TOKEN": cluster.token}
+        await asyncio.to_thread(subprocess.run, report, env=environment, check=True)
+    at = {share: behind_ms[min(len(behind_ms) - 1, int(share * len(behind_ms)))] for share in (0.5, 0.95, 1)}
+    return [
+        f"{number} nodes in {len(racks)} racks",
+        f"first picture, ms after the page was opened: {', '.join(f'{one:.0f}' for one in first_ms)}",
+        f"a change, ms from its record to its frame, p50 / p95 / max of {len(behind_ms)}: "
+        + " / ".join(f"{one:.0f}" for one in at.values()),
+        f"main-thread tasks over 50 ms meanwhile: {long}",
+    ]
+
+
 async def play(cluster: Cluster, folder: Path, *, few: bool) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     async with browser() as chromium, chromium.page() as page:
@@ -109,7 +204,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--few", action="store_true", help="only those of the documentation")
+    parser.add_argument("--nodes", type=int, default=0, help="so many without workers; how quick the page is")
     given = parser.parse_args()
+    if given.nodes:
+        with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name, Cluster(Path(name)) as cluster:
+            cluster.start_coordinator()
+            for line in asyncio.run(play_crowd(cluster, given.folder, given.nodes)):
+                print(line)
+        return
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name, Cluster(Path(name)) as cluster:
         cluster.start_coordinator()

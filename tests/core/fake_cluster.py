@@ -29,8 +29,9 @@ class FakeCluster:
         patience: msg.Patience | None = None,
         planned: bool = False,
         memory_port: int = 0,
+        racks: dict[str, str] | None = None,
     ) -> None:
-        self.memory_port = memory_port
+        self.memory_port, self.racks = memory_port, racks or {}
         self.coordinator = Coordinator(patience=patience, planned=planned)
         self.now = 0.001
         self.transcript: list[str] = []
@@ -60,7 +61,16 @@ class FakeCluster:
     def join(self, node: str, slots: int = 2, boot: str = "1") -> None:
         self.cut.discard(node)
         self.numbers[node] = 0 if boot != "1" else self.numbers.get(node, 0)
-        self.hear(msg.NodeJoined(node=node, boot=boot, slots=slots, host=node, memory_port=self.memory_port))
+        self.hear(
+            msg.NodeJoined(
+                node=node,
+                boot=boot,
+                slots=slots,
+                host=node,
+                memory_port=self.memory_port,
+                rack=self.racks.get(node, ""),
+            )
+        )
 
     def submit(self, name: str = "t", shape: Shape | None = None, steps: int = 9, **more: Any) -> None:
         shape = shape or Shape(2, 2, 2)

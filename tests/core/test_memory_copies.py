@@ -1,5 +1,8 @@
 """States in nodes' memory: where copies go, which are dropped, and how a task takes another shape by them."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import Keepers, copied_at_end, copies_for
 from everstep.core.cluster.snapshot import digest, freeze, thaw
@@ -33,6 +36,38 @@ def test_a_copy_goes_to_a_node_without_a_worker_of_its_stage() -> None:
     for worker in task.seats:
         node = Keepers(cluster.coordinator.roster, task).of(worker).name
         assert all(w.stage != worker.stage for w, seat in task.seats.items() if seat.node == node)
+
+
+def test_a_copy_goes_to_another_rack_and_those_of_a_rack_are_spread() -> None:
+    """By name alone the neighbour was in the same rack: one power supply took a state and its copy."""
+    racks = {f"n{number}": "abc"[number // 4] for number in range(12)}
+    cluster = FakeCluster(nodes=dict.fromkeys(racks, 1), memory_port=7, racks=racks)
+    cluster.submit(shape=Shape(4, 2, 4))
+    task = cluster.coordinator.tasks["t"]
+    copies = Keepers(cluster.coordinator.roster, task)
+    kept = {worker: copies.of(worker).name for worker in task.seats}
+    for worker, node in kept.items():
+        assert racks[node] != racks[task.seats[worker].node]
+        assert all(w.stage != worker.stage for w, seat in task.seats.items() if seat.node == node)
+    for rack in "ab":
+        keep = {node for worker, node in kept.items() if racks[task.seats[worker].node] == rack}
+        assert len(keep) > 1, "not all on the first node of the next rack"
+
+
+@given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=9), st.data())
+def test_a_copy_stays_in_its_rack_only_if_no_other_rack_can_keep_it(
+    racks: list[str], data: st.DataObject
+) -> None:
+    named = {f"n{number}": rack for number, rack in enumerate(racks)}
+    cluster = FakeCluster(nodes=dict.fromkeys(named, 1), memory_port=7, racks=named)
+    cluster.submit(shape=Shape(1, data.draw(st.integers(1, len(racks))), 2))
+    task = cluster.coordinator.tasks["t"]
+    for worker, seat in task.seats.items():
+        node, own = Keepers(cluster.coordinator.roster, task).of(worker).name, named[seat.node]
+        others = set(named) - {seat.node}
+        assert (node in others) == bool(others)
+        if own and any(named[other] != own for other in others):
+            assert named[node] != own
 
 
 def test_alone_on_a_node_without_a_door_a_copy_stays_where_it_is() -> None:

@@ -102,13 +102,13 @@ class WordyAgent:
 
 @contextlib.asynccontextmanager
 async def agent(
-    address: str, node: str, *, slots: int = 2, boot: str = "1", done: int = 0, token: str = ""
+    address: str, node: str, *, slots: int = 2, boot: str = "1", done: int = 0, token: str = "", **more: Any
 ) -> Any:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{address}/v1/agent", headers=headers) as line,
     ):
-        hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1"}
+        hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1", **more}
         await line.send_str(json.dumps({"hello": hello, "done": done}))
         yield WordyAgent(line, await line.receive_json(timeout=60))

@@ -388,3 +388,54 @@ def test_waf_is_added_up_once_per_second_and_when_a_page_asks(monkeypatch: pytes
     outlook.hear({"kind": "begin", "at": 3.0})
     assert outlook.past() == [(3.0, 5.0, 8.0)]
     assert looks == [4]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
+def test_nodes_are_shown_by_rack_with_their_checks_and_tasks_with_owner_goodput_and_queue(
+    tmp_path: Path,
+) -> None:
+    checked = {"check": "memory", "state": "passed", "says": "as usual", "figures": {"GB/s": 12.5}}
+
+    async def play() -> None:
+        async with browser() as chromium, chromium.page() as page, contextlib.AsyncExitStack() as held:
+            address = held.enter_context(served(tmp_path, token=TOKEN))
+            joined = [("n1", "b"), ("n2", "a"), ("n3", "b"), ("n4", "a"), ("n5", "")]
+            agents = [
+                await held.enter_async_context(
+                    agent(address, node, token=TOKEN, rack=rack, checks=[checked] if node == "n2" else [])
+                )
+                for node, rack in joined
+            ]
+            alive = asyncio.create_task(beating(*agents))
+            held.callback(alive.cancel)
+            await page.sign_in(address, TOKEN)
+            await says(page, "#cluster-figures", "5 / 5")
+            await page.value("document.getElementById('nodes').focus()")
+            for key, node, rack in (
+                ("Home", "n2", "a"),
+                ("ArrowDown", "n4", "a"),
+                ("ArrowRight", "n3", "b"),
+                ("ArrowUp", "n1", "b"),
+                ("ArrowLeft", "n2", "a"),
+                ("End", "n5", ""),
+            ):
+                await page.key(key)
+                await says(page, "#node-name", node)
+                if rack:
+                    await says(page, "#node-details", f"rack\n{rack}")
+            await page.key("Home")
+            await says(page, "#node-checks", "1 result")
+            await page.click("#node-checks")
+            await says(page, "#node-details", "memory: GB/s 12.5")
+            client = Client(address=address, token=TOKEN)
+            for name, replicas in (("small", 1), ("large", 400)):
+                submitted = {"name": name, "job": JOB | {"replicas": replicas}, "min_workers": replicas}
+                await asyncio.to_thread(client.post, "/v1/tasks", submitted)
+            await page.click("nav a[data-view=tasks]")
+            await says(page, "#all-tasks", "an operator")
+            await says(page, "#all-tasks", "0.0 %")
+            await says(page, "#queue", "it needs 400 slots")
+            await says(page, "#owners", "401")
+            assert page.complaints == []
+
+    asyncio.run(play())

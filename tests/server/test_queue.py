@@ -46,15 +46,16 @@ def test_the_command_says_why_a_task_waits(tmp_path: Path, capfd: pytest.Capture
         assert "no task waits; 0 of 0 slots are free" in capfd.readouterr().out
         client = Client(address=address, token="one")
         client.post("/v1/tasks", {"name": "light", "job": job})
-        client.post("/v1/tasks", {"name": "heavy", "job": job, "weight": 3})
+        heavy = {"name": "heavy", "job": job | {"replicas": 3}, "weight": 3, "min_workers": 4}
+        client.post("/v1/tasks", heavy)
         assert main.run(["queue", *options, "--json"]) == 0
         rows = json.loads(capfd.readouterr().out)["queue"]
         assert [(row["place"], row["task"], row["needs_slots"]) for row in rows] == [
-            (1, "heavy", 2),
+            (1, "heavy", 4),
             (2, "light", 2),
         ]
         assert rows[0]["starts_in_s"] is None
-        assert rows[0]["starts"] == "it needs 2 slots, and the cluster has 0"
+        assert rows[0]["starts"] == "it needs 4 slots, and the cluster has 0"
         assert main.run(["queue", *options]) == 0
         out = capfd.readouterr().out
         assert "heavy" in out

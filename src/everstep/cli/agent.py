@@ -53,6 +53,14 @@ def agent_command(
             show_default="--host",
         ),
     ] = "",
+    rack: Annotated[
+        str,
+        typer.Option(
+            help="Name of its rack, or of whatever shares power or a switch. Copies of states go to another "
+            "rack, and the page shows nodes by rack.",
+            show_default=False,
+        ),
+    ] = "",
     token: Annotated[
         str,
         typer.Option(
@@ -251,6 +259,7 @@ def agent_command(
         probe_port=probe_port,
         state=state,
         alone_s=alone,
+        rack=rack,
         users=None if users is None else UserTable(users),
         fabric=_fabric(fabric_ports, slots) if fabric_ports else None,
     )

@@ -112,6 +112,7 @@ class AgentSettings:
     checks_network: bool = False  # it gets no workers before its network is checked
     state: Path | None = None  # where workers wait for the next agent; None: they end with this one
     alone_s: float = 120.0  # and for how long
+    rack: str = ""  # it shares power or a switch with the nodes that say the same
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
     users: UserTable | None = None  # as whom the workers of each owner run; None: as the agent
 
@@ -651,6 +652,7 @@ class Agent:
             "journal": self.state.journal,
             "runs": encode(self.state.processes.runs()),
             "alone_s": 0.0 if self._record is None else self.settings.alone_s,
+            "rack": self.settings.rack,
         }
         self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}

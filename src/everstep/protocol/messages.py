@@ -1026,6 +1026,7 @@ class NodeJoined(OtherEvent):
     runs: tuple[tuple[str, Worker, int], ...] = ()  # its processes: task, worker, incarnation
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task: of the last facts it knows
     alone_s: float = 0.0  # so long its workers wait for another agent when this one is gone
+    rack: str = ""  # what it shares power or a switch with others in; empty: not said
 
 
 @message(since=4, says="the journal {journal} is kept by version {version}: {because}")

@@ -108,6 +108,7 @@ CALLS = (
     _call("POST", "/v1/tasks/{task}/{verb:update}", "task_verb", SUBMITTERS, "update a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb:reshape}", "task_verb", SUBMITTERS, "reshape a task", own=True),
     _call("POST", "/v1/tasks/{task}/{verb}", "no_task_verb", READERS, "change tasks"),
+    _call("GET", "/v1/nodes/{node}", "node", READERS, "read nodes"),
     _call("POST", "/v1/nodes/{node}/{verb:drain}", "node_verb", ADMINS, "drain a node"),
     _call("POST", "/v1/nodes/{node}/{verb:readmit}", "node_verb", ADMINS, "readmit a node"),
     _call("POST", "/v1/nodes/{node}/{verb:expect}", "node_verb", ADMINS, "announce a repair"),

@@ -314,7 +314,8 @@ def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
     for what, port in (("memory_port", hello.memory_port), ("pair_port", hello.pair_port)):
         if not 0 <= port <= MAX_PORT:
             raise PeerError(f"{what} is {port}, which is not a port")
-    for what, text, most in (("node", hello.node, 64), ("host", hello.host, 255), ("boot", hello.boot, 128)):
+    texts = [("node", hello.node, 64), ("host", hello.host, 255), ("boot", hello.boot, 128)]
+    for what, text, most in [*texts, *([("rack", hello.rack, 64)] if hello.rack else [])]:
         if not 1 <= len(text) <= most or not text.isprintable() or text != text.strip():
             raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")
     if "/" in hello.node or hello.node in (".", ".."):

@@ -167,6 +167,9 @@ class Api:
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(views.status(self.record, self._connected(), time.time()))
 
+    async def _node(self, request: web.Request) -> web.Response:
+        return web.json_response(views.node(self.record, self._named_node(request), self._connected()))
+
     async def _news(self, request: web.Request) -> web.Response:
         return web.json_response(list(self.record.news))
 

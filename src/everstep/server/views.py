@@ -76,6 +76,7 @@ class NodeMark(NamedTuple):
     connected: bool
     quiet_since: int | None  # instead of an age, which would be another one at every look
     isolations: int
+    rack: str
     workers: tuple[tuple[str, str, int], ...]  # task, worker, slot
 
     def row(self, name: str) -> dict[str, Any]:
@@ -101,6 +102,7 @@ def node_marks(record: ClusterRecord, connected: set[str], now: float) -> dict[s
             name in connected,
             round(now - age) if age is not None and age > QUIET_S else None,
             len(node.isolations),
+            node.rack,
             tuple(seated[name]) if name in seated else (),
         )
     return found
@@ -123,7 +125,33 @@ def _node(
         "connected": node.name in connected,
         "heard_s_ago": None if age is None else round(age, 3),
         "isolations": len(node.isolations),
+        "rack": node.rack,
         "workers": seated.get(node.name, []),
+    }
+
+
+def node(record: ClusterRecord, node: Node, connected: set[str]) -> dict[str, Any]:
+    """One node in full: with its last checks, and the network to the peers that it was measured with."""
+    run = node.checked[-1] if node.checked else None
+    checks = (
+        None if run is None else {"at": run.at + record.ahead_s, "figures": run.figures, "facts": run.facts}
+    )
+    pairs = [
+        {
+            "peer": pair.peer,
+            "at": pair.asked_at + record.ahead_s,
+            "out_mb_s": pair.found.out_mb_s,
+            "in_mb_s": pair.found.in_mb_s,
+            "answer_ms": pair.found.answer_ms,
+            "error": pair.found.error,
+        }
+        for pair in node.pairs
+        if pair.found is not None
+    ]
+    return _node(record, node, connected, _seated(record)) | {
+        "isolated_slots": sorted(node.isolated_slots),
+        "checks": checks,
+        "pairs": pairs,
     }
 
 

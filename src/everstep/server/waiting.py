@@ -116,7 +116,7 @@ def _row(record: ClusterRecord, task: Task, place: int, expected: Mapping[str, E
 
 
 def _slots(task: Task) -> int:
-    return task.least * task.shape.shards
+    return task.starts_with * task.shape.shards
 
 
 def _left_s(record: ClusterRecord, task: Task) -> float | None:

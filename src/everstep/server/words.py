@@ -71,6 +71,8 @@ TASK_COLUMNS = (  # heading, is it a number
     ("step", False),
     ("loss", True),
     ("seconds per step", True),
+    ("goodput", True),
+    ("owner", False),
     ("reason", False),
 )
 INCIDENT_COLUMNS = (

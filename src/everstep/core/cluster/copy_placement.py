@@ -23,19 +23,60 @@ MOST_KEPT = 3  # states of a task, where none of them is on two nodes
 MOST_ASKED = 4  # holders of a part, by one worker in one attempt
 
 
+_Place = tuple[int, str, str]  # number in its rack, rack, node
+
+
+def _interleaved(nodes: Mapping[str, Node]) -> dict[str, _Place]:
+    """Where each node is in the ring. Nodes whose rack is not known are in the order of their names."""
+    known, places = dict[str, int](), dict[str, _Place]()
+    for name in sorted(nodes):
+        if rack := nodes[name].rack:
+            known[rack] = known.get(rack, -1) + 1
+        places[name] = (known.get(rack, 0), rack, name)
+    return places
+
+
+class _Ring:
+    def __init__(self, places: Iterable[_Place]) -> None:
+        self.places = sorted(places)
+        number = len(self.places)
+        self._elsewhere = list(range(number))  # for each: the next one in another rack, or itself
+        if len({rack for _, rack, _ in self.places}) > 1:
+            found = 0
+            for turn in range(2 * number - 1, -1, -1):  # twice around: the first time the end is not known
+                at, following = turn % number, (turn + 1) % number
+                if self.places[following][1] != self.places[at][1]:
+                    found = following
+                self._elsewhere[at] = found
+
+    def after(self, own: _Place) -> str:
+        """Of the nodes after this place the first in another rack, else the first; empty: there is none."""
+        if not self.places:
+            return ""
+        at = bisect_right(self.places, own) % len(self.places)
+        if own[1] and own[1] == self.places[at][1]:
+            at = self._elsewhere[at]
+        name = self.places[at][2]
+        return "" if name == own[2] else name
+
+
 class Keepers:
     """Where copies of a task's workers go: to the next node in the ring that has no worker of their stage, or
-    to the next one where all have. Asked for thousands of workers at once.
+    to the next one where all have; of these, to one in another rack. Asked for thousands of workers at once.
+
+    The ring takes one node of each rack in turn, so that neighbours are in different racks and the copies of
+    a rack are spread over all others.
     """
 
     def __init__(self, roster: Roster, task: Task) -> None:
         self._nodes, self._task = roster.nodes, task
+        self._places = _interleaved(roster.nodes)
         up = (node for node in roster.nodes.values() if node.memory_port and node.state is NodeState.UP)
-        self._ring = sorted(node.name for node in up)
+        self._ring = _Ring(self._places[node.name] for node in up)
         self._at: list[set[str]] = [set() for _ in range(task.shape.stages)]
         for worker, seat in task.seats.items():
             self._at[worker.stage].add(seat.node)
-        self._without: dict[int, list[str]] = {}  # by stage: of the ring, the nodes without it
+        self._without: dict[int, _Ring] = {}  # by stage: of the ring, the nodes without it
         self._addresses: dict[str, MemoryAddress | None] = {}
 
     def of(self, worker: Worker) -> Node:
@@ -45,12 +86,8 @@ class Keepers:
         """The node that keeps the copy of a worker of this stage on node `own`."""
         if stage not in self._without:
             there = self._at[stage]
-            self._without[stage] = [name for name in self._ring if name not in there]
-        for ring in (self._without[stage], self._ring):
-            following = ring[bisect_right(ring, own) % len(ring)] if ring else own
-            if following != own:
-                return following
-        return own
+            self._without[stage] = _Ring(place for place in self._ring.places if place[2] not in there)
+        return self._without[stage].after(self._places[own]) or self._ring.after(self._places[own]) or own
 
     def address(self, node: str) -> MemoryAddress | None:
         if node not in self._addresses:

@@ -5,7 +5,8 @@ import { ClusterView } from "./cluster.js";
 import { IncidentView, IncidentsView } from "./incident.js";
 import { Link, call } from "./link.js";
 import { TaskView } from "./task.js";
-import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, headings, loss, sparkline, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { TasksView } from "./tasks.js";
+import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, headings, loss, percent, sparkline, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const KEPT_NEWS = 400;
 const byName = new Intl.Collator("en", { numeric: true }); // node-2 before node-10
@@ -16,13 +17,13 @@ const store = {
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
 };
 const views = {
-  cluster: new ClusterView(store, act), tasks: { paint: () => taskTable("all-tasks", true) }, task: new TaskView(store, act),
+  cluster: new ClusterView(store, act), tasks: new TasksView(store, () => taskTable("all-tasks", true)), task: new TaskView(store, act),
   incidents: new IncidentsView(store), incident: new IncidentView(store),
 };
 headings(document.getElementById("cluster-tasks"), TASK_COLUMNS.slice(0, -1));
 headings(document.getElementById("all-tasks"), TASK_COLUMNS);
 headings(document.getElementById("all-incidents"), INCIDENT_COLUMNS);
-let open = "cluster", awaited = false, away = null, landed = /^#\/./.test(location.hash);
+let open = "cluster", awaited = false, away = null, first = null, landed = /^#\/./.test(location.hash);
 
 // ------------------------------------------------------------------ hearing
 
@@ -41,10 +42,11 @@ function hear(row) {
     views.task.reload();
     views.incidents.said = null;
   }
-  const known = store.nodes.size;
+  const moved = (row.nodes ?? []).some((node) => store.nodes.get(node.node)?.rack !== node.rack);
   for (const node of row.nodes ?? []) { store.nodes.set(node.node, node); store.touched.add(node.node); }
-  if (store.nodes.size !== known) { // a new one has its place among the others, whenever it joined
-    store.nodes = new Map([...store.nodes].sort(([one], [other]) => byName.compare(one, other)));
+  if (moved) { // a new one has its place among the others of its rack, whenever it joined
+    store.nodes = new Map([...store.nodes].sort(([one, { rack: here }], [other, { rack: there }]) =>
+      !here - !there || byName.compare(here, there) || byName.compare(one, other)));
     store.renewed = true;
   }
   for (const task of row.tasks ?? []) store.tasks.set(task.task, task);
@@ -95,6 +97,7 @@ function paint() {
   if (open === "cluster") taskTable("cluster-tasks", false);
   views[open].paint();
   if (store.shown.length) painted.port2.postMessage(null);
+  first ??= document.body.dataset.known === undefined ? null : performance.mark("first");
 }
 
 function linkChanged(state, because) {
@@ -135,6 +138,8 @@ function taskTable(id, full) {
       [`${task.step}/${task.steps}`, () => element("span", {}, element("progress", { max: task.steps, value: task.step, "aria-label": `steps of ${task.task}` }), ` ${task.step}/${task.steps}`)],
       [`${loss(task.loss)} ${task.curve.length}`, () => lossCell(task), { class: "num" }],
       [task.step_seconds ? task.step_seconds.toFixed(3) : "–", null, { class: "num" }],
+      [percent(task.goodput), null, { class: "num" }],
+      [task.owner],
       ...(full ? [[task.because]] : []),
     ];
   });

@@ -3,13 +3,15 @@
 
 import { drawPast } from "./chart.js";
 import { call } from "./link.js";
-import { MOST_SEVERE_FIRST, NODE_STATES, clock, colour, count, decision, duration, element, figures, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
+import { MOST_SEVERE_FIRST, NODE_STATES, clock, colour, count, decision, duration, element, figures, short, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const NEWS_SHOWN = 40;
 const FORESEE_MS = 10000;
 const EXPLAIN_MS = 2000; // an answer of the planner is shown soon after the event that it is about
 const UNWELL_SHOWN = 16;
 const GAP = 4;
+const LABEL = 15; // above a rack
+const TALLEST = 16; // nodes of a rack below each other
 const ROUTINE = new Set(["CommitCheckpoint"]); // one line for all of them, so that deaths and drains stay in sight
 
 export class ClusterView {
@@ -19,6 +21,7 @@ export class ClusterView {
     this.canvas = document.getElementById("nodes");
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
+    this.map = { spots: [], labels: [], tall: 0 }; // where each node is drawn, in the order of the store
     this.foresaw = 0;
     this.asked = 0;
     this.lines = []; // decisions, newest first
@@ -47,21 +50,29 @@ export class ClusterView {
 
   click(event) {
     const box = this.canvas.getBoundingClientRect();
-    const { columns, width, height } = this.tiles;
-    const column = Math.floor((event.clientX - box.left - GAP) / (width + GAP));
-    const row = Math.floor((event.clientY - box.top - GAP) / (height + GAP));
-    const name = column < columns ? this.names()[row * columns + column] : undefined;
-    if (name !== undefined) this.choose(name);
+    const { width, height } = this.tiles, x = event.clientX - box.left, y = event.clientY - box.top;
+    const at = this.map.spots.findIndex(([left, top]) => x >= left && x < left + width + GAP && y >= top && y < top + height + GAP);
+    if (at >= 0) this.choose(this.names()[at]);
   }
 
   key(event) {
     const names = this.names();
-    const { columns } = this.tiles;
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -Infinity, End: Infinity }[event.key];
-    if (step === undefined || !names.length) return;
+    const turn = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1], Home: 0, End: names.length - 1 }[event.key];
+    if (turn === undefined || !names.length) return;
     event.preventDefault();
     const at = names.indexOf(this.chosen);
-    this.choose(names[Math.max(0, Math.min(names.length - 1, at < 0 ? 0 : at + step))]);
+    this.choose(names[typeof turn === "number" ? turn : at < 0 ? 0 : this.beside(at, ...turn)]);
+  }
+
+  // The nearest node in this direction; at the edge the next one in order, as at the end of a line of text.
+  beside(at, right, down) {
+    const { spots } = this.map, [x, y] = spots[at];
+    let best = Math.max(0, Math.min(spots.length - 1, at + right + down)), least = Infinity;
+    spots.forEach(([left, top], index) => {
+      const along = right * (left - x) + down * (top - y), aside = Math.abs(right ? top - y : left - x);
+      if (along > 0 && along + 8 * aside < least && aside < (right ? this.tiles.height : Infinity)) [best, least] = [index, along + 8 * aside];
+    });
+    return best;
   }
 
   find(text) {
@@ -190,7 +201,6 @@ export class ClusterView {
     const nodes = [...this.store.nodes.values()];
     const space = this.space;
     const tiles = this.tiles = this.measure(nodes, space);
-    const tall = Math.ceil(nodes.length / tiles.columns) * (tiles.height + GAP) + GAP;
     const palette = Object.fromEntries(Object.entries(NODE_STATES).map(([name, kind]) => [name, colour(kind.colour)]));
     for (const name of ["card", "ink", "free", "line", "accent"]) palette[name] = colour(`--${name}`);
     const order = new Map([...this.store.tasks.keys()].map((name, index) => [name, index]));
@@ -199,11 +209,12 @@ export class ClusterView {
     const touched = new Set(this.store.touched);
     if (this.chosen !== this.outlined) touched.add(this.chosen).add(this.outlined);
     if (!all && !touched.size) return;
-    const brush = sized(this.canvas, space, tall, !all);
+    if (all) this.map = this.place(nodes, tiles, space);
+    const brush = sized(this.canvas, space, this.map.tall, !all);
+    if (all) this.label(brush, palette);
     nodes.forEach((node, index) => {
       if (!all && !touched.has(node.node)) return;
-      const x = GAP + (index % tiles.columns) * (tiles.width + GAP);
-      const y = GAP + Math.floor(index / tiles.columns) * (tiles.height + GAP);
+      const [x, y] = this.map.spots[index];
       if (!all) brush.clearRect(x - 3, y - 3, tiles.width + 6, tiles.height + 6);
       this.tile(brush, node, x, y, palette, order);
     });
@@ -211,6 +222,35 @@ export class ClusterView {
     this.outlined = this.chosen;
     this.store.touched.clear();
     this.store.renewed = false;
+  }
+
+  // Line by line; or, where racks are known, each rack as a block of its own with its name above.
+  place(nodes, { columns, width, height }, space) {
+    if (!nodes.some((node) => node.rack)) {
+      const spots = nodes.map((_, index) => [GAP + (index % columns) * (width + GAP), GAP + Math.floor(index / columns) * (height + GAP)]);
+      return { spots, labels: [], tall: Math.ceil(nodes.length / columns) * (height + GAP) + GAP };
+    }
+    const spots = [], labels = [], racks = new Map();
+    for (const { rack } of nodes) racks.set(rack, (racks.get(rack) ?? 0) + 1);
+    let left = GAP, top = GAP, deepest = 0;
+    for (const [rack, number] of racks) {
+      const across = Math.min(columns, Math.ceil(number / TALLEST)), down = Math.ceil(number / across);
+      const wide = across * (width + GAP);
+      if (left > GAP && left + wide > space) [left, top, deepest] = [GAP, top + deepest + GAP, 0];
+      labels.push([rack || "no rack", left, top, wide - GAP]);
+      for (let index = 0; index < number; index++) spots.push([left + Math.floor(index / down) * (width + GAP), top + LABEL + (index % down) * (height + GAP)]);
+      left += wide + 2 * GAP;
+      deepest = Math.max(deepest, LABEL + down * (height + GAP));
+    }
+    return { spots, labels, tall: top + deepest + GAP };
+  }
+
+  label(brush, palette) {
+    brush.fillStyle = palette.ink;
+    brush.font = "600 11px system-ui, sans-serif";
+    brush.textBaseline = "middle";
+    brush.textAlign = "left";
+    for (const [text, x, y, wide] of this.map.labels) brush.fillText(fitted(brush, text, wide), x, y + LABEL / 2 - 1);
   }
 
   tile(brush, node, x, y, palette, order) {
@@ -272,12 +312,13 @@ export class ClusterView {
     const name = node ? node.node : "none selected", title = document.getElementById("node-name");
     write(title, name); // screen readers announce changes
     if (!node) return;
-    const said = JSON.stringify([node, Math.floor(this.store.now())]);
+    this.look(node);
+    const said = JSON.stringify([node, Math.floor(this.store.now()), this.looked?.checks?.at]);
     if (said === this.said) return;
     this.said = said;
     const out = ["draining", "isolated", "lemon"].includes(node.state);
     const verb = out ? "readmit" : "drain";
-    const focused = place.contains(document.activeElement);
+    const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
     const button = this.store.may.has(verb) && element("button", { type: "button", id: "node-verb", class: out ? "" : "danger", onclick: () => this.act(verb, node.node) },
       out ? "Readmit node" : "Drain node");
     if (button) button.disabled = ["gone", "left"].includes(node.state);
@@ -289,13 +330,33 @@ export class ClusterView {
         element("dt", {}, "last heartbeat"), element("dd", {}, this.heard(node)),
         element("dt", {}, "since"), element("dd", {}, node.since ? clock(node.since) : "–"),
         element("dt", {}, "host"), element("dd", {}, node.host),
+        ...(node.rack ? [element("dt", {}, "rack"), element("dd", {}, node.rack)] : []),
         element("dt", {}, "isolations"), element("dd", {}, `${node.isolations} recently`),
+        element("dt", {}, "checks"), element("dd", {}, this.checks(node)),
         ...workers.flatMap((worker) => [
           element("dt", {}, `slot ${worker.slot}`),
           element("dd", {}, element("a", { href: `#/task/${encodeURIComponent(worker.task)}` }, worker.task), ` ${worker.worker}`)]),
         element("dt", {}, "free"), element("dd", {}, free)),
       button || "");
-    if (focused && button) button.focus();
+    if (focused) document.getElementById(focused)?.focus();
+  }
+
+  // The last checks of the selected node, which are not in the picture of all.
+  async look(node) {
+    const key = `${node.node} ${node.state} ${node.since}`;
+    if (key === this.looking) return;
+    this.looking = key;
+    this.looked = { node: node.node, ...await call("GET", `/v1/nodes/${encodeURIComponent(node.node)}`).catch(() => ({})) };
+    this.paint();
+  }
+
+  checks(node) {
+    const { checks, pairs = [] } = this.looked?.node === node.node ? this.looked : {};
+    if (!checks) return "none";
+    const rows = [...Object.entries(checks.figures).map(([name, value]) => `${name} ${short(value)}`), ...Object.entries(checks.facts).map(([name, fact]) => `${name}: ${fact}`),
+      ...pairs.map((pair) => `network to ${pair.peer}: ${pair.error || `${short(pair.out_mb_s)} MB/s out, ${short(pair.in_mb_s)} in, ${short(pair.answer_ms)} ms`}`)];
+    return element("details", { open: this.unfolded, ontoggle: (event) => { this.unfolded = event.target.open; } },
+      element("summary", { id: "node-checks" }, `${clock(checks.at)}, ${count(rows.length, "result")}`), element("ul", { class: "plain" }, ...rows.map((row) => element("li", {}, row))));
   }
 
   heard(node) {

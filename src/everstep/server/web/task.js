@@ -3,7 +3,7 @@
 import { drawChart } from "./chart.js";
 import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
-import { OPS, PLACES, awaited, colour, duration, element, figures, happened, loss, short, tone, write } from "./words.js";
+import { OPS, PLACES, awaited, colour, duration, element, figures, happened, loss, percent, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
@@ -118,6 +118,7 @@ export class TaskView {
       ...(over ? [] : [[`${task.working} / ${task.asked}`, "workers", fewer ? "warn" : ""], [task.phase ?? "not started", "phase"]]),
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
       [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : `nothing saved${over ? "" : " yet"}`, task.saved.failing ? "warn" : ""],
+      [percent(task.goodput), "goodput"], [task.owner, "owner"],
       ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
         [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);

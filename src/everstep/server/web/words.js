@@ -49,6 +49,8 @@ export function duration(seconds) {
 
 export const short = (value, digits = 4) => (value == null ? "–" : Number(value.toPrecision(digits)).toString());
 
+export const percent = (part) => (part == null ? "–" : `${(100 * part).toFixed(1)} %`);
+
 // With all its digits, so that a column of them does not jump: 5.5110.
 export const loss = (value, digits = 5) => (value == null || Math.abs(value) >= 10 ** digits ? short(value, digits) : value.toPrecision(digits));
 
