@@ -161,7 +161,7 @@ async def play_crowd(cluster: Cluster, folder: Path, number: int) -> list[str]:
         for view, place in (("cluster", "#/"), ("tasks", "#/tasks")):
             await page.value(f"location.hash = {place!r}")
             await asyncio.sleep(3 * SETTLE_S)
-            await page.picture(folder / f"{view}-{number}-nodes.png", whole=view == "cluster")
+            await page.picture(folder / f"{view}-{number}-nodes.png")
             _shrink(folder / f"{view}-{number}-nodes.png")
         if page.complaints:
             raise RuntimeError(f"the page complains: {page.complaints}")

@@ -250,7 +250,7 @@ export class ClusterView {
     brush.font = "600 11px system-ui, sans-serif";
     brush.textBaseline = "middle";
     brush.textAlign = "left";
-    for (const [text, x, y, wide] of this.map.labels) brush.fillText(fitted(brush, text, wide), x, y + LABEL / 2 - 1);
+    for (const [text, x, y, wide] of this.map.labels) brush.fillText(fitted(brush, text, wide, true), x, y + LABEL / 2 - 1);
   }
 
   tile(brush, node, x, y, palette, order) {
@@ -410,9 +410,10 @@ function working(task) {
   return `${task.task} runs on ${task.working} of ${task.asked} workers${rest}`;
 }
 
-function fitted(brush, text, space) {
-  if (brush.measureText(text).width <= space) return text;
-  let end = text.length;
-  while (end > 1 && brush.measureText(`${text.slice(0, end)}…`).width > space) end--;
-  return `${text.slice(0, end)}…`;
+// Racks differ at the end of their names.
+function fitted(brush, text, space, end = false) {
+  const cut = (length) => (length === text.length ? text : end ? `…${text.slice(text.length - length)}` : `${text.slice(0, length)}…`);
+  let length = text.length;
+  while (length > 1 && brush.measureText(cut(length)).width > space) length--;
+  return cut(length);
 }
