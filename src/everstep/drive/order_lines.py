@@ -26,6 +26,7 @@ _KEPT = 16  # encoded facts; of a task two are in use at a time
 PACKED_FROM = 4096  # bytes of facts: shorter ones are sent as they are
 MOST_UNPACKED = 64 << 20
 _FACTS = "facts, encoded once for all lines"
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class FactTexts:
@@ -103,8 +104,4 @@ class OrderLine:
         assert facts is not None
         bare = encode(replace(order, facts=None, news=None))
         whole = _json({**said, "order": {**bare, name: _FACTS}})
-        return whole.replace(json.dumps(_FACTS), texts.of(facts, packed=self._packs), 1)
-
-
-def _json(value: Json) -> str:
-    return json.dumps(value, separators=(",", ":"))
+        return whole.replace(f'"{_FACTS}"', texts.of(facts, packed=self._packs), 1)

@@ -34,6 +34,7 @@ from everstep.protocol.ops import (
     Op,
     Replicas,
     Worker,
+    op_text,
     parse_microbatch,
     parse_op,
     parse_replicas,
@@ -45,7 +46,6 @@ Kind = Any  # a type, or what `typing` makes of types
 Value = TypeVar("Value")
 Coder = Callable[[Json], Json]  # to or from a value of core
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-_op_text = lru_cache(maxsize=1 << 16)(str)  # of ops alone: a worker and a microbatch can be equal tuples
 _FROM_TEXT: dict[Kind, Coder] = {
     Op: lru_cache(maxsize=1 << 16)(parse_op),
     Worker: lru_cache(maxsize=1 << 15)(parse_worker),
@@ -95,7 +95,7 @@ def _object_encoder(kind: Kind) -> Coder:
 
 def _encode_items(value: Sequence[object]) -> Json:
     if value and type(value[0]) is Op:
-        return " ".join(map(_op_text, value))
+        return " ".join(map(op_text, value))
     return [item if type(item) in _PLAIN else encode(item) for item in value]
 
 

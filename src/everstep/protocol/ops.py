@@ -99,6 +99,7 @@ def parse_microbatch(text: str) -> Microbatch:
 
 
 _cached_op = lru_cache(maxsize=1 << 16)(parse_op)
+op_text = lru_cache(maxsize=1 << 16)(str)  # of ops alone: a worker and a microbatch can be equal tuples
 
 
 def parse_ops(text: str) -> tuple[Op, ...]:
@@ -167,7 +168,7 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
 
     @classmethod
     def of(cls, lists: Mapping[Worker, Sequence[Op]]) -> OpLists:
-        return cls.of_texts({worker: " ".join(map(str, ops)) for worker, ops in lists.items()})
+        return cls.of_texts({worker: " ".join(map(op_text, ops)) for worker, ops in lists.items()})
 
     @classmethod
     def of_texts(cls, lists: Mapping[Worker, str]) -> OpLists:

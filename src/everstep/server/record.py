@@ -27,6 +27,7 @@ from everstep.server import words
 from everstep.server.step_files import StepFiles
 
 KEPT_NEWS = 2000
+MOST_ALIKE = 40  # orders that follow from one event are told one by one; a task may be on thousands of nodes
 KEPT_PLANS = 50
 KEPT_AUDIT = 1000
 KEPT_ROWS_OVER = 20_000  # of all tasks that are over, together
@@ -109,16 +110,29 @@ class ClusterRecord:
         if any(isinstance(action, msg.TaskEnded) for action in one.actions):
             self._trim_steps()
             self.accounts.forget(at)
+        begun: set[str] = set()
+        alike: dict[type[msg.Order], list[msg.Dispatch]] = {}
         for action in one.actions:
             if begins_training(action):
                 assert isinstance(action, msg.Dispatch)
-                self._steps(getattr(action.order, "task", "")).begin(at)
-            elif isinstance(action, msg.RecordRow):
+                if (task := getattr(action.order, "task", "")) not in begun:
+                    begun.add(task)
+                    self._steps(task).begin(at)
+                continue
+            if isinstance(action, msg.RecordRow):
                 self._record(action, at, live=not one.replayed)
-            else:
-                self._announce(action, at)
-                if not one.replayed:
-                    self._say(action)
+                continue
+            if isinstance(action, msg.Dispatch):
+                orders = alike.setdefault(type(action.order), [])
+                orders.append(action)
+                if len(orders) > MOST_ALIKE:
+                    continue
+            self._announce(action, at)
+            if not one.replayed:
+                self._say(action)
+        for orders in alike.values():
+            if rest := orders[MOST_ALIKE:]:
+                self._announce(rest[-1], at, more=f"the last of {len(rest)} more orders like these: ")
 
     def _keep_plan(self, chosen: msg.AssignmentChosen, number: int, at: float) -> None:
         plan = {
@@ -154,7 +168,9 @@ class ClusterRecord:
                 kept -= 1
 
     def _steps(self, task: str) -> StepRows:
-        return self.steps.setdefault(task, StepRows())
+        if task not in self.steps:
+            self.steps[task] = StepRows()
+        return self.steps[task]
 
     def _record(self, action: msg.RecordRow, at: float, *, live: bool) -> None:
         if action.record.scores:
@@ -189,11 +205,11 @@ class ClusterRecord:
             }
         )
 
-    def _announce(self, action: msg.ClusterAction, at: float) -> None:
+    def _announce(self, action: msg.ClusterAction, at: float, more: str = "") -> None:
         news: dict[str, Any] = {
             "at": at,
             "kind": type(action).__name__,
-            "text": words.decision(action),
+            "text": more + words.decision(action),
             "because": action.because,
             "event": action.cause,
         }

@@ -63,6 +63,7 @@ COLLECT_S, COLLECT_LATE_S = 5.0, 60.0  # between two collections of garbage, in 
 YOUNG_COLLECTIONS, MIDDLE_COLLECTIONS, FULL_COLLECTIONS = 50_000, 1000, 1_000_000
 LAST_S = 3.0  # an agent that is up tries again within 2.5 s (everstep.node.agent)
 _ZIPPED = b"z"
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def keep_collections_short() -> None:
@@ -596,7 +597,7 @@ def _readable(entries: Sequence[JournalEntry]) -> Iterator[tuple[float, msg.Clus
 
 
 def pack(event: msg.ClusterEvent, now: float) -> bytes:
-    body = json.dumps([now, encode(event)], separators=(",", ":")).encode()
+    body = _json([now, encode(event)]).encode()
     return body if len(body) < 4096 else _ZIPPED + zlib.compress(body, 1)
 
 
