@@ -21,16 +21,20 @@ def solve(
     closes = [model.new_int_var(0, horizon, "") for _ in range(instance.stages)]
     on_worker: dict[Worker, list[Any]] = {w: [] for w in instance.workers()}
     held: dict[Worker, list[Any]] = {w: [] for w in instance.workers()}
+    firsts: list[Any] = []
     for _ in instance.homes():
         places = [
             _place(model, instance, s, horizon, on_worker, held, fused=fused) for s in range(instance.stages)
         ]
+        firsts.append(places[0][0][0])
         for s, (first, _, last) in enumerate(places):
             model.add(opens[s] <= first[0])
             model.add(closes[s] >= last)
         for above, below in pairwise(places):
             model.add(below[0][0] >= above[0][1] + int(instance.hop))
             model.add(above[1][0] >= below[1][1] + int(instance.hop))
+    for one, other in pairwise(firsts):  # microbatches are alike: the solver need not try them in any order
+        model.add(one <= other)
     for worker, intervals in on_worker.items():
         model.add_no_overlap(intervals)
         if instance.stash_cap is not None and worker in instance.stash_cap:

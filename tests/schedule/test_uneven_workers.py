@@ -89,6 +89,29 @@ def test_no_solution_of_cp_sat_with_free_hosts_is_below_the_bound(seed: int | ra
             assert found >= planned.lower_bound - 1e-6
 
 
+def test_the_queue_below_a_slow_worker_is_in_the_bound() -> None:
+    """Two replicas, three stages, two microbatches each, worker 0:1 at half speed. Its peer runs three of the
+    four microbatches, in a burst, and the last stage cannot serve them as they come. The bound was 98.
+    """
+    pytest.importorskip("ortools.sat.python.cp_model")
+
+    def grid(weight: float) -> tuple[tuple[float, ...], ...]:
+        return ((weight, 2 * weight, weight), (weight, weight, weight))
+
+    instance = Instance(
+        replicas=2,
+        stages=3,
+        microbatches=2,
+        forward=grid(10.0),
+        input_grad=grid(11.0),
+        weight_grad=grid(9.0),
+        hop=1.0,
+    )
+    planned = plan(instance, "staggered")
+    assert planned.value == planned.lower_bound == 108.0
+    assert solve(instance, fused=False, staggered=True, seconds=60.0, most=130.0) == (108.0, 108.0)
+
+
 def slow_stage_step() -> Instance:
     """Three replicas, three stages; at the last stage two of three workers take three times as long."""
     speed = ((2.0, 1.0, 1.55), (3.0, 3.0, 4.65), (2.0, 1.0, 4.65))

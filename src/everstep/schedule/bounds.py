@@ -22,6 +22,14 @@ stages above. Each worker alone, with its own speed and stash, says how many mic
 both; the bound is the least T at which the workers of the stage together can run all of them. Rejected: the
 busiest worker alone, whichever it is (it forgets that the others have limits too).
 
+Where workers of a stage differ, those of the stages below wait for each other's microbatches, too: what comes
+from a slow worker comes late, what comes from a fast one comes in a burst. For two stages a < s let h(k) be
+the earliest moment, counted from the first F at a, at which k microbatches have come to s, and q(k) the least
+time from the start of the k-th last I above s to the end of a. Two workers of s begin with different
+microbatches and end with different ones, so the m workers of s, of which i takes p(i) for an F and an I, need
+
+    queue   a window T at stage a with  sum over i of (T - h(i) - q(i)) / p(i) >= jobs
+
 A staggered period is at least every span plus the stage's reduce and update. A makespan adds the way from
 stage 0. The simple bounds of the literature (work, or work plus idle) are the first line alone; with a
 tight stash they are up to a tenth too low, and would blame the schedule for it.
@@ -32,9 +40,10 @@ A fused backward is the same algebra with I := I + W and W := 0.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
@@ -43,6 +52,9 @@ from everstep.schedule.compact import UNLIMITED, stash_limit
 from everstep.schedule.hosts import least_busiest, work_time
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
+
+MOST_DIVISIONS = 256  # of losses among the workers of a stage that are looked at
+MOST_QUEUED = 16  # replicas: beyond, a slow worker's queue is lost among the others, and looking takes long
 
 
 class _Sort(NamedTuple):
@@ -113,6 +125,61 @@ class _Stage:
             heapreplace(nexts, (sort.cost(fits[at] + 1, trip, ends, inputs), at))
         return time
 
+    def done(self, times: dict[_Sort, float], come: list[float]) -> list[float]:
+        """The earliest moments at which one, two, three, ... microbatches have passed, which come at these
+        moments: no worker starts before the first, and the last of k comes when k have come."""
+        most, fastest = len(come), min(times.values())
+        in_turn = sorted(
+            number * times[sort]
+            for sort, count in self.sorts.items()
+            for number in range(1, -(-most // count) + 1)
+            for _ in range(count)
+        )
+        return [max(at + fastest, come[0] + in_turn[k]) for k, at in enumerate(come)]
+
+    def window(self, heads: list[float], tails: list[float], known: float) -> float:
+        """The least time in which its workers together fit F and I of all jobs, if each of them loses a head
+        and a tail of its own: in fractions of jobs first, the fastest losing least, then in whole ones, which
+        takes at most one job of the slowest longer. Of interest only above `known`."""
+        sorts = [(sort.forward + sort.backward, count) for sort, count in self.sorts.items()]
+        paces = sorted(max(pace, 1e-12) for pace, count in sorts for _ in range(count))
+        heads, tails = heads[: len(paces)], tails[: len(paces)]
+        best, speed, lost = math.inf, 0.0, 0.0
+        for pace, head, tail in zip(paces, heads, tails, strict=True):
+            speed += 1.0 / pace
+            lost += (head + tail) / pace
+            best = min(best, (self.jobs + lost) / speed)
+        divisions, slowest = math.prod(count + 1 for _, count in sorts), paces[-1]
+        if best + slowest <= known or divisions > MOST_DIVISIONS or paces[0] == 1e-12:
+            return best
+        # Of k workers one loses at least so much: the smallest head goes with the largest tail.
+        losses = [
+            max(head + tail for head, tail in zip(heads[: k + 1], tails[k::-1], strict=True))
+            for k in range(len(paces))
+        ]
+        ends = {
+            loss + n * pace
+            for loss in losses
+            for pace, _ in sorts
+            for n in range(int((best - loss) / pace), int((best + slowest - loss) / pace) + 2)
+        }
+        times = [best, *sorted(end for end in ends if end > best)]
+        return times[bisect_left(times, True, key=lambda t: self._most_jobs(sorts, losses, t) >= self.jobs)]
+
+    def _most_jobs(self, sorts: list[tuple[float, int]], losses: list[float], time: float) -> int:
+        """Whole jobs that fit, with the best division of these losses among the workers."""
+        best = {tuple(count for _, count in sorts): 0}  # by the workers of each sort that are left
+        for loss in losses:
+            after: dict[tuple[int, ...], int] = {}
+            for left, jobs in best.items():
+                for at, (pace, _) in enumerate(sorts):
+                    if left[at]:
+                        rest = (*left[:at], left[at] - 1, *left[at + 1 :])
+                        more = max(0, int((time - loss) / pace + 1e-9))
+                        after[rest] = max(after.get(rest, 0), jobs + more)
+            best = after
+        return max(best.values())
+
 
 def _jobs_within(sort: _Sort, time: float, trip: float, ends: float, inputs: float) -> int:
     """How many jobs one worker fits into a time."""
@@ -131,8 +198,30 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
     if instance.done:
         return _bound_of_the_rest(instance)
     if instance.virtual > 1:
-        return _folded_bound(instance, mode, caps)
-    return _slowest(instance, _stages(instance, mode, caps), mode)
+        return max(_folded_bound(instance, mode, caps), lower_bound(_apart(instance), mode))
+    stages = _stages(instance, mode, caps)
+    best = _slowest(instance, stages, mode)
+    differ = any(len(stage.sorts) > 1 for stage in stages) and instance.replicas <= MOST_QUEUED
+    return _queued(instance, stages, mode, best) if differ else best
+
+
+def _queued(instance: Instance, stages: list[_Stage], mode: str, best: float) -> float:
+    """The bound that the queues below uneven workers give, if it is better."""
+    most = max(sum(stage.sorts.values()) for stage in stages)
+    staggered, hop = MODES[mode].staggered, instance.hop
+    come = [0.0] * most  # to stage a: with a barrier counted from the first F of all
+    for a, above in enumerate(stages):
+        heads = [0.0] * most if staggered else come
+        tails = [0.0] * most
+        for s in range(a + 1, len(stages)):
+            over = stages[s - 1]
+            last = s == a + 1  # each I of a is followed by its W, on the same worker
+            heads = [x + hop for x in over.done({sort: sort.forward for sort in over.sorts}, heads)]
+            back = {sort: sort.backward + (sort.weight if last else 0.0) for sort in over.sorts}
+            tails = [x + hop for x in over.done(back, tails)]
+            best = max(best, stages[s].window(heads, tails, best - above.closing) + above.closing)
+        come = [x + hop for x in above.done({sort: sort.forward for sort in above.sorts}, come)]
+    return best
 
 
 def balanced_bound(instance: Instance, mode: str, workers: int) -> float:
@@ -306,6 +395,27 @@ def _folded_bound(instance: Instance, mode: str, caps: list[int] | None) -> floa
         weight = 0.0 if fused else min(instance.weight_grad[k][0] for k in live[0])
         best = max(best, once + weight + instance.closing(at[0]))
     return best
+
+
+def _apart(instance: Instance) -> Instance:
+    """Every part on workers of its own, which share neither time nor a stash, and no hops, as parts of one
+    worker have none: no order of the fold is shorter. It sees how long a microbatch is under way, which
+    counts where there are few of them.
+    """
+    return replace(
+        instance,
+        virtual=1,
+        hop=0.0,
+        reduce=(),
+        update=(),
+        stash_cap=None,
+        memory=None,
+        dead=frozenset(
+            Worker(worker.replica, part)
+            for worker in instance.dead
+            for part in instance.fold.parts_of(worker.stage)
+        ),
+    )
 
 
 def _forwards_before(instance: Instance, replica: int, parts: Sequence[int], caps: list[int] | None) -> float:
