@@ -9,11 +9,13 @@ import torch
 from pipeline import by_name, run_step, stages
 from torch import Tensor, nn
 
+from everstep.engine.datasets.data import Synthetic
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
 from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.model import Model, partition, skeleton, slots
 from everstep.engine.layers.taken_over import share_in_two
+from everstep.engine.prepare.figures import layer_figures, stage_figures
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
 from everstep.engine.stage.evaluation import Evaluation
@@ -25,17 +27,20 @@ transformers = pytest.importorskip("transformers")
 NUMBERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SMALL = {**NUMBERS, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+_GEMMA = "gemma2: scaled embeddings, two kinds of layers"
+_MIXTRAL = "mixtral: experts, a router's loss"
 CONFIGS = {
     "llama, tied": LLAMA,
-    "gemma2: scaled embeddings, two kinds of layers": transformers.Gemma2Config(**SMALL, sliding_window=4),
+    _GEMMA: transformers.Gemma2Config(**SMALL, sliding_window=4),
     "gpt2: no plan, Conv1D, positions added": transformers.GPT2Config(
         n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0
     ),
-    "mixtral: experts, a router's loss": transformers.MixtralConfig(
-        **SMALL, num_local_experts=4, output_router_logits=True
-    ),
+    _MIXTRAL: transformers.MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True),
     "falcon: layers give tuples": transformers.FalconConfig(**NUMBERS, alibi=True),
 }
+
+
+PLAIN = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 
 
 class Masked:
@@ -47,6 +52,33 @@ class Masked:
         mask = torch.ones_like(ids)
         mask[1, 5 + microbatch :] = 0
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, CONFIGS[_GEMMA], CONFIGS[_MIXTRAL]], ids=["llama", "gemma2", "mixtral"]
+)
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_the_memory_model_knows_what_a_stage_holds(config: Any, recompute: int) -> None:
+    model = hf(config)
+    figures = layer_figures(model, PLAIN.batch(1, 0), "fp32")
+    pipeline = stages(model, 2, PLAIN, recompute=recompute)
+    x = None
+    for stage in pipeline:
+        x = stage.forward(1, 0, x)
+        found = stage_figures(figures, stage.layers, recompute=recompute)
+        assert found.held_forward == pytest.approx(stage.stash_bytes(), rel=0.05)
+
+
+def test_of_layers_that_are_compiled_whole_the_memory_model_counts_what_matrices_and_attention_read() -> None:
+    model = hf(LLAMA)
+    eager, compiled = (
+        [one.held_forward for one in layer_figures(model, PLAIN.batch(1, 0), "fp32", compiled=compiled)]
+        for compiled in (False, True)
+    )
+    tokens = 2 * 16 * 4  # bytes of one number of each
+    # Inputs of q, k and v, of o, of gate and up, of down; queries, keys and values.
+    assert compiled[1] == tokens * (32 + 32 + 32 + 48 + 32 + 16 + 16)
+    assert eager[1] > 1.5 * compiled[1]
 
 
 def step_of(pipeline: list[Stage]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -28,7 +28,8 @@ def show_memory(file: Path, as_json: bool) -> None:
     job.refuse_contradictions()
     model = model_of(job)
     memory = memory_here(job)
-    layers = layer_figures(model, batch_of(job, data_of(job)), job.precision, job.device)
+    batch = batch_of(job, data_of(job))
+    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compile)
     found = fit(job, model, layers, memory)
     document: dict[str, Any] = {
         "per_parameter": footprint.per_parameter(settings_of(job)),

@@ -1,15 +1,14 @@
 """What each layer holds of a microbatch, found without memory or arithmetic: on the meta device.
 
-A layer is run forward and backward on meta tensors, with its Linears taken over as on a worker. What autograd
-saves is what a stash holds from F to I; what the queue holds afterwards is what it holds from I to W.
+All layers are run forward and backward on meta tensors, with their Linears taken over as on a worker. What
+autograd saves is what a stash holds from F to I; what the queue holds afterwards, what it holds from I to W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from everstep.engine.layers.model import (
     Model,
     every_parameter,
     in_precision,
-    one_after_the_other,
     skeleton,
     slots,
 )
@@ -42,7 +40,7 @@ class LayerFigures:
     largest: int
     held_forward: float
     held_weight: float
-    kept_input: float  # all that is held from F to I with recompute
+    kept_input: float  # all that is held from F to I with recompute, apart from what layers before were given
     kept_beside: float  # the same, if attention alone is run again
     saves_input: bool  # is its input in `held_forward`?
     output: float  # what it gives to the next layer
@@ -52,6 +50,8 @@ class LayerFigures:
     workspace: float = 0.0  # of exact attention, where cuDNN's front end is installed
     keys_values: float = 0.0  # of `held_forward`, what attention reads of all tokens
     queries: float = 0.0  # of `held_forward`, what it reads of its own ones
+    shared_input: float = 0.0  # of what it is given, what layers before it were given too: once per stage
+    again: bool = True  # is it one that `recompute` is about?
 
 
 def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) -> Settings:
@@ -89,12 +89,16 @@ def _saved(job: Job) -> float:
 
 
 def layer_figures(
-    model: Model, batch: tuple[Value, Value], precision: str, device: str = "cpu"
+    model: Model, batch: tuple[Value, Value], precision: str, device: str = "cpu", *, compiled: bool = False
 ) -> list[LayerFigures]:
-    """For a microbatch like this one. Stashes are 0 where a layer cannot be run on the meta device."""
+    """For a microbatch like this one. Stashes are 0 where a layer cannot be run on the meta device.
+
+    `compiled`: layers that are compiled whole keep what matrices and attention read; what lies between may be
+    made again, and is not counted.
+    """
+    whole = compiled and not model.assembly.has_regions
     try:
-        if model.assembly.join is one_after_the_other:
-            return _run(model, batch, DTYPES[precision], on_gpu=device.startswith("cuda"))
+        return _run(model, batch, DTYPES[precision], on_gpu=device.startswith("cuda"), compiled=whole)
     except Exception:  # an op without a meta form; a user's mistake is the preflight's business
         pass
     return [_static(model, name) for name in model.layers]
@@ -113,15 +117,15 @@ def stage_figures(
     attention_alone: bool = False,
     offload: bool = False,
 ) -> StageFigures:
-    """`recompute`: one layer of so many; the last one of the model, which is the head, never. `offload`: nor
-    does what the head keeps wait in host memory.
-    """
+    """`recompute`: one of so many of the layers that it is about. `offload` is about the same layers."""
     here = [layers[index] for index in part]
     last = part.stop == len(layers)
-    again = set(range(0, len(layers) - 1, recompute)) & set(part) if recompute else set()
-    away = set(range(len(layers) - 1)) & set(part) - again if offload else set()
+    about = [at for at, layer in enumerate(layers) if layer.again]
+    again = set(about[::recompute]) & set(part) if recompute else set()
+    away = set(about) & set(part) - again if offload else set()
     of_again = [layers[at].kept_beside if attention_alone else layers[at].kept_input for at in again]
-    held = sum(of_again) + sum(layers[at].held_forward for at in part if at not in again | away)
+    held = sum(of_again) + (layers[min(again)].shared_input if again and not attention_alone else 0.0)
+    held += sum(layers[at].held_forward for at in part if at not in again | away)
     kept = (part.start in again and not attention_alone) or here[0].saves_input or not part.start
     kept = kept and part.start not in away
     entering = 0.0 if kept or not part.start else layers[part.start - 1].output
@@ -164,68 +168,93 @@ def _static(model: Model, name: str) -> LayerFigures:
         saves_input=False,
         output=0.0,
         graded=0.0,
+        again=index in model.recomputed(1),
     )
 
 
-def _run(model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu: bool) -> list[LayerFigures]:
+def _run(
+    model: Model, batch: tuple[Value, Value], dtype: torch.dtype, *, on_gpu: bool, compiled: bool
+) -> list[LayerFigures]:
+    """All layers as one stage, forward and backward."""
     value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
-    value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
-    found = []
-    seen: Storages = {}
-    alive: list[Tensor] = []  # a storage that is gone would leave its identity to another
-    for index, name in enumerate(model.layers):
-        module = in_precision(skeleton(model, name), dtype)
-        queue: Queue = []
-        take_over(module, queue)
-        weights = _storages(every_parameter(name, module).values())
-        value = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()), value)
-        given = _storages(tensors_in(value))
-        saved = _Saved(module)
-        attended: list[tuple[Tensor, ...]] = []
-        with _saving(saved, attended, on_gpu=on_gpu):
-            value = module(value)
-            last = index + 1 == len(model.layers)
-            made = model.loss(value, targets) if last else value
-        outputs = tensors_in(made[0] if last and isinstance(made, tuple) else made)
-        graded = [t for t in outputs if t.requires_grad]
-        torch.autograd.backward(graded, [torch.empty_like(t) for t in graded])
-        held, beside = (
-            {k: n for k, n in _storages(tensors).items() if k not in weights and k not in seen}
-            for tensors in (saved.all, saved.beside)
-        )
-        queued = [t for entry in queue for t in entry if isinstance(t, Tensor)]
-        others = [p.grad for p in every_parameter(name, module).values() if p.grad is not None]
-        later = {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
-        seen |= held
-        alive += saved.all
-        static = _static(model, name)
-        found.append(
-            LayerFigures(
-                parameters=static.parameters,
-                largest=static.largest,
-                tied=static.tied,
-                held_forward=_bytes(held),
-                held_weight=_bytes(later),
-                kept_input=_bytes(given),
-                kept_beside=_bytes(beside),
-                saves_input=any(k in held for k in given),
-                output=0.0 if last else _bytes(_storages(outputs)),
-                graded=0.0 if last else _bytes(_storages(graded)),
-                largest_held=float(max(held.values(), default=0)),
-                workspace=_workspace(attended) if on_gpu and attention_library.installed() else 0.0,
-                keys_values=_bytes(_storages(one for _, *both in attended for one in both)),
-                queries=_bytes(_storages(queries for queries, *_ in attended)),
+    value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
+    looks = [_Look(model, name, dtype) for name in model.layers]
+    through = model.assembly.join(range(len(looks)), [look.module for look in looks], torch.device("meta"))
+    at = looks[0]
+
+    def run(index: int, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal at
+        at = looks[index]
+        at.given = _tensors((args, kwargs))
+        made = layer(*args, **kwargs)
+        at.made = _tensors(made)
+        return made
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: at.saved.pack(t), lambda t: t)
+    with hooks, _Fused(on_gpu, lambda *read: at.attended.append(read)):
+        made = model.loss(through(value, run), targets)
+    graded = [t for t in tensors_in(made[0] if isinstance(made, tuple) else made) if t.requires_grad]
+    torch.autograd.backward(graded, [torch.empty_like(t) for t in graded])
+    at.made = []  # the last layer gives it to no one
+    seen = _Seen({}, {})
+    return [look.figures(seen, on_gpu=on_gpu, compiled=compiled) for look in looks]
+
+
+class _Seen(NamedTuple):
+    """Of layers before: what they hold, and what they were given."""
+
+    held: Storages
+    given: Storages
+
+
+class _Look:
+    """What is seen of a layer while it runs."""
+
+    def __init__(self, model: Model, name: str, dtype: torch.dtype) -> None:
+        self._static = _static(model, name)
+        self.module = in_precision(skeleton(model, name), dtype, name, model.assembly.in_fp32)
+        self._queue: Queue = []
+        take_over(self.module, self._queue)
+        self._parameters = every_parameter(name, self.module).values()
+        self.saved = _Saved(self.module)
+        self.attended: list[tuple[Tensor, ...]] = []  # queries, keys and values of each attention
+        self.given: list[Tensor] = []
+        self.made: list[Tensor] = []
+
+    def figures(self, seen: _Seen, *, on_gpu: bool, compiled: bool) -> LayerFigures:
+        """After the backward. What is counted here is not counted for the next ones."""
+        weights = _storages(self._parameters)
+        held, beside, given = (
+            {k: n for k, n in _storages(tensors).items() if k not in weights and k not in before}
+            for tensors, before in (
+                (self.saved.all, seen.held),
+                (self.saved.beside, seen.held),
+                (self.given, seen.given),
             )
         )
-    return found
-
-
-@contextmanager
-def _saving(saved: _Saved, attended: list[tuple[Tensor, ...]], *, on_gpu: bool) -> Iterator[None]:
-    """`attended`: gets queries, keys and values of each attention."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
-    with hooks, _Fused(on_gpu, attended):
-        yield
+        queued = [t for entry in self._queue for t in entry if isinstance(t, Tensor)]
+        others = [p.grad for p in self._parameters if p.grad is not None]
+        later = {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
+        if compiled:
+            read = later | _storages(one for parts in self.attended for one in parts)
+            held, beside = ({k: n for k, n in some.items() if k in read} for some in (held, beside))
+        seen.held.update(held)
+        seen.given.update(given)
+        return replace(
+            self._static,
+            held_forward=_bytes(held),
+            held_weight=_bytes(later),
+            kept_input=_bytes(given),
+            shared_input=_bytes({k: n for k, n in _storages(self.given).items() if k not in given}),
+            kept_beside=_bytes(beside),
+            saves_input=any(k in held for k in given),
+            output=_bytes(_storages(self.made)),
+            graded=_bytes(_storages(t for t in self.made if t.requires_grad)),
+            largest_held=float(max(held.values(), default=0)),
+            workspace=_workspace(self.attended) if on_gpu and attention_library.installed() else 0.0,
+            keys_values=_bytes(_storages(one for _, *both in self.attended for one in both)),
+            queries=_bytes(_storages(queries for queries, *_ in self.attended)),
+        )
 
 
 class _Saved:
@@ -247,7 +276,7 @@ class _Saved:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside += 1
-        self.beside.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.beside.extend(_tensors((args, kwargs)))
 
     def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
         self._inside -= 1
@@ -255,17 +284,21 @@ class _Saved:
 
 class _Fused(TorchFunctionMode):
     """On the meta device attention writes its scores, and RMSNorm all that it computes in between; on a real
-    one a fused kernel does not, for RMSNorm only on a GPU.
+    one a fused kernel does not, for RMSNorm only on a GPU. A question to a mask, which has no values there,
+    is answered with yes: models ask whether all tokens count and whether a row is one document.
     """
 
-    def __init__(self, on_gpu: bool, attended: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, on_gpu: bool, attends: Callable[..., None]) -> None:
+        """`attends`: is told queries, keys and values of each attention."""
         super().__init__()
-        self._on_gpu, self._attended = on_gpu, attended
+        self._on_gpu, self._attends = on_gpu, attends
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
-            self._attended.append(args[:3])
+            self._attends(*args[:3])
             return _Attention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        if func is Tensor.__bool__ and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
         if self._on_gpu and func is torch.nn.functional.rms_norm and (kwargs or {}).get("weight") is not None:
             return _RMSNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
@@ -300,6 +333,10 @@ def _workspace(attended: list[tuple[Tensor, ...]]) -> float:
     alike = [q for q, k, _ in attended if q.ndim == 4 and q.shape == k.shape]
     sizes = [attention_library.workspace(q.shape, q.dtype) for q in alike]
     return float(max(sizes, default=0))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _storages(tensors: Iterable[Tensor]) -> Storages:

@@ -156,7 +156,7 @@ def refuse_what_does_not_fit(job: Job, model: Model, batch: tuple[Value, Value],
     """One sentence: which stage, how much, and what to change."""
     if memory.worker is None and memory.machine is None:
         return
-    layers = layer_figures(model, batch, job.precision, job.device)
+    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compile)
     found = fit(job, model, layers, memory)
     if fits(job, found, memory):
         return
