@@ -67,7 +67,7 @@ def run(server: ForkServer, job: Job, kill: str) -> dict[str, Any]:
         "failure": outcome.failure,
         "losses": [row.loss for row in rows],
         "step_s": [round(row.seconds, 3) for row in rows],
-        "incidents": len(outcome.incidents),
+        "incidents": [incident.what for incident in outcome.incidents],
         "issued": outcome.issued,
         "committed": outcome.committed,
         "peak_gib": {worker: round(peak, 2) for worker, peak in sorted(peaks.items())},
