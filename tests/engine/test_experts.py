@@ -246,14 +246,14 @@ def test_a_number_of_shards_that_does_not_divide_the_experts_is_refused() -> Non
         preflight(job, model=theirs("mixtral", num_local_experts=6, num_key_value_heads=4))
     split = Job.from_dict(
         {
-            "model": {"preset": "gpt-tiny"},
+            "model": {"preset": "moe-tiny"},
             "shards": 2,
             "sequence_parallel": True,
             "data": {"kind": "synthetic"},
         }
     )
     with pytest.raises(UserError, match="sequence_parallel = true cannot be combined with experts"):
-        preflight(split, model=theirs("mixtral"))
+        preflight(split)
 
 
 def test_products_by_expert_are_those_of_a_loop() -> None:

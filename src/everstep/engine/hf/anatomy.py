@@ -17,8 +17,10 @@ on eight tokens, with a stand-in for every module, which says when it was called
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ class Anatomy:
     layers: tuple[str, ...]
     after: tuple[str, ...]
     given: int  # what a layer gives: 0, hidden states; else a tuple of so many, hidden states first
+    takes_tokens: bool = False  # do layers take the tokens of the batch besides, as `input_ids`?
+    passed_on: tuple[str, ...] = ()  # arguments of a layer that the one before has given beside hidden states
 
     def as_given(self, hidden: Tensor) -> Any:
         """Hidden states in the form in which a layer gives them."""
@@ -114,7 +118,15 @@ def anatomy_of(model: Any) -> Anatomy:
             continue
         if trace.is_sound:
             before, after = trace.split(others)
-            return Anatomy(before=before, layers=layers, after=after, given=given)
+            takes = any(kwargs.get("input_ids") is not None for _, kwargs in trace.calls.values())
+            return Anatomy(
+                before=before,
+                layers=layers,
+                after=after,
+                given=given,
+                takes_tokens=takes,
+                passed_on=tuple(sorted(trace.passed_on)),
+            )
     why = f": {type(last_error).__name__}: {last_error}" if last_error else ""
     raise UserError(f"{kind} does not pass hidden states from layer to layer in a way we know{why}.")
 
@@ -128,6 +140,9 @@ class _Trace:
         self.width = getattr(model.config.get_text_config(), "hidden_size", 1)
         self.called: list[str] = []
         self.hidden: list[tuple[int, ...]] = []  # what each layer was given
+        self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of each layer
+        self.passed_on: set[str] = set()
+        self._beside: list[Tensor] = []  # what the layer before has given beside hidden states
         acts = {name: self._other(name, model.get_submodule(name)) for name in others}
         acts |= {name: self._layer(name) for name in layers}
         self.frame = frame_of(model, acts)
@@ -141,7 +156,7 @@ class _Trace:
     @property
     def is_sound(self) -> bool:
         called = [name for name in self.called if name in self.layers]
-        whole = self.hidden and len(self.hidden[0]) == 3
+        whole = self.hidden and len(self.hidden[0]) >= 3  # some have several streams of hidden states
         return bool(whole) and called == list(self.layers) and len(set(self.hidden)) == 1
 
     def split(self, others: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -173,9 +188,13 @@ class _Trace:
     def _layer(self, name: str) -> Act:
         def act(*args: Any, **kwargs: Any) -> Any:
             self.called.append(name)
+            self.calls[name] = args, kwargs
             hidden, rest = given_to(args, kwargs)
             self.hidden.append(tuple(hidden.shape))
             for key, value in rest.items():
+                if any(value is one for one in self._beside):
+                    self.passed_on.add(key)
+                    continue
                 if any(tensor.requires_grad for tensor in _tensors(value)):
                     raise UserError(
                         f"the layers of {self.kind} take {_argument(key)} that parts of the model with "
@@ -186,11 +205,72 @@ class _Trace:
                         f"the layers of {self.kind} pass values to each other in {_argument(key)}; only "
                         "hidden states pass from stage to stage."
                     )
-            made = self.form.as_given(hidden)
             # What else a layer gives is marked as computed, so that a layer that is given it is noticed.
-            return (hidden, *(torch.zeros(1) + hidden.sum() for _ in made[1:])) if self.form.given else made
+            self._beside = [torch.zeros(1) + hidden.sum() for _ in range(1, self.form.given)]
+            return (hidden, *self._beside) if self.form.given else hidden
 
         return act
+
+
+def blocks_of(model: Any, anatomy: Anatomy) -> dict[str, tuple[str, ...]]:
+    """Of each layer the parts with matrices in them, such as attention and MLP, where all that the layer does
+    around them it does to each token alone. So a shard may do it to its tokens; inside of blocks it has all.
+
+    It is tried and not read off: with blocks that change each token by itself the layer must make of a part
+    of a row that part of what it makes of the row.
+    """
+    trace = _Trace(model, (*anatomy.before, *anatomy.after), anatomy.layers, anatomy.given)
+    trace.run()
+    found: dict[str, tuple[str, ...]] = {}
+    tried: set[Any] = set()
+    for name in anatomy.layers:
+        layer = model.get_submodule(name)
+        children = dict(layer.named_children())
+        found[name] = tuple(key for key, one in children.items() if any(p.ndim > 1 for p in one.parameters()))
+        form = (type(layer), *((key, type(one)) for key, one in children.items()))
+        if form not in tried and not _works_on_tokens(layer, found[name], *trace.calls[name]):
+            raise UserError(
+                f"sequence_parallel = true gives each shard a part of every row around the attention and the "
+                f"MLP of a layer, and {type(layer).__name__} does not work on each token alone there, or "
+                "drops values by a function; leave sequence_parallel out."
+            )
+        tried.add(form)
+    return found
+
+
+def _works_on_tokens(layer: Any, blocks: tuple[str, ...], args: tuple[Any, ...], kwargs: Any) -> bool:
+    draw = torch.Generator().manual_seed(1)
+    row = torch.randn(given_to(args, kwargs)[0].shape, generator=draw)
+    half = row.shape[1] // 2
+    for forms in itertools.product((0, 2, 3), repeat=len(blocks)):  # what each block gives
+        pairs = zip(blocks, forms, strict=True)
+        acts: dict[str, Act] = {key: partial(_token_by_token, form) for key, form in pairs}
+        tried = with_stand_ins(layer, acts)
+        materialize(tried)
+        for parameter in tried.parameters():
+            parameter.data = torch.rand(parameter.shape, generator=draw) + 0.5
+        for dropout in (part for part in tried.modules() if isinstance(part, nn.Dropout)):
+            dropout.p = 0.0  # these are drawn for whole rows
+        made: list[Any] = []
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                before = torch.get_rng_state()
+                for part in (row, row[:, :half], row[:, half:]):
+                    more_args, more_kwargs = replaced(args, kwargs, part)
+                    given = tried.train()(*more_args, **more_kwargs)
+                    made.append(given[0] if isinstance(given, tuple) else given)
+                draws = not torch.equal(before, torch.get_rng_state())
+        except Exception:  # the layer's own: a block does not give that
+            continue
+        same = made[0].shape == row.shape and torch.allclose(made[0], torch.cat(made[1:], dim=1), atol=1e-5)
+        return same and not draws
+    return False
+
+
+def _token_by_token(form: int, *args: Any, **kwargs: Any) -> Any:
+    given = (*args, *kwargs.values())
+    made = next(v for v in given if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 3).tanh()
+    return (made, *[None] * (form - 1)) if form else made
 
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -221,7 +301,8 @@ def _argument(key: str) -> str:
 def _row_of_layers(model: Any) -> str:
     """The path of the ModuleList of decoder layers: by the model's own plan, or by its usual name."""
     base, prefix = model.base_model, model.base_model_prefix
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    text = model.config.get_text_config()
+    depth, decoders = (getattr(text, key, None) for key in ("num_hidden_layers", "decoder_layers"))
     plan = getattr(base, "_pp_plan", None) or getattr(model.config, "base_model_pp_plan", None) or {}
     for name in plan:
         row = getattr(base, name, None)
@@ -230,7 +311,7 @@ def _row_of_layers(model: Any) -> str:
     rows = {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
+        if isinstance(module, nn.ModuleList) and len(module) in (depth, decoders)
     }
     for usual in ROWS_OF_LAYERS:
         fitting = [path for path in rows if path.rpartition(".")[2] == usual]

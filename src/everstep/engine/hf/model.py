@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine.hf import weights
-from everstep.engine.hf.anatomy import Anatomy, anatomy_of, with_stand_ins
+from everstep.engine.hf.anatomy import Anatomy, anatomy_of, blocks_of, with_stand_ins
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
 from everstep.engine.layers.model import FeedPart, Model, ModelAssembly, Through, in_short, token_loss
 from everstep.engine.layers.shard_plan import STYLES, from_theirs
+from everstep.engine.layers.taken_over import QueuedEmbedding, queued_forward
 from everstep.errors import UserError
 
 Prepare = Callable[[Any], Any]  # changes the model in place: freezes, puts adapters in
@@ -80,6 +81,7 @@ class Family:
             self.folder = found if found.is_there else None
         self.whole = self._prepared(copy.deepcopy(self.bare)) if prepare is not None else self.bare
         self._set_trained(self.whole)
+        self._shards = 1  # that have a part of each row between blocks
 
     def model(self) -> Model:
         anatomy = self.anatomy
@@ -98,6 +100,7 @@ class Family:
                 shared_out=self._heads(),
                 in_fp32=tuple(sorted(getattr(self.bare, "_keep_in_fp32_modules_strict", None) or ())),
                 split_rows=self.split_rows if rows_can_be_split(self.whole, anatomy.layers) else None,
+                split_sequence=self.split_sequence,
             ),
             shard_plan=self._shard_plan(),
         )
@@ -137,7 +140,7 @@ class Family:
         every = [p for module in modules for p in module.parameters() if p.is_floating_point()]
         dtype = max(every, key=lambda p: p.numel()).dtype
         whole = self.whole if dtype == torch.float32 else self._bare(dtype)
-        return StageModel(whole, self.anatomy, layers, modules, device)
+        return StageModel(whole, self.anatomy, layers, modules, device, shards=self._shards)
 
     def split_rows(self, attend: Callable[..., Tensor]) -> FeedPart:
         """Layers and frames that are made from now on attend as shards do that have a part of each row."""
@@ -148,6 +151,11 @@ class Family:
         for config in (self.config, self.bare.config, self.whole.config):
             config._attn_implementation = CONTEXT_PARALLEL
         return _with_places
+
+    def split_sequence(self, shards: int) -> dict[str, tuple[str, ...]]:
+        """Stages that are made from now on pass parts of rows from layer to layer."""
+        self._shards = shards
+        return blocks_of(self.whole, self.anatomy)
 
     def check(self, inputs: Value, targets: Value) -> None:
         """The first batch: are its keys and tokens those of a language model?"""
@@ -237,7 +245,8 @@ class Family:
 
     def _shard_plan(self) -> dict[str, str]:
         """Its experts, wherever they are, and for the rest its own `tp_plan`. The head's table and the
-        embedding's are split alike, for they may be one.
+        embedding's are split alike, for they may be one. An embedding that does more than look up is whole,
+        and so is what is tied to it.
         """
         inner = getattr(self.config.get_text_config(), "base_model_tp_plan", None) or {}
         experts = expert_patterns(self.bare)
@@ -249,6 +258,9 @@ class Family:
         table = next((n for n in self.anatomy.names if n.endswith("embed_tokens")), None)
         if table is not None and table not in found:
             found[table] = "embedding_rowwise"
+        if table is not None and queued_forward(self.bare.get_submodule(table)) is not QueuedEmbedding:
+            tied = next((pair for pair in self._tied().items() if f"{table}.weight" in pair), (table,))
+            found |= {name.removesuffix(".weight"): "replicated" for name in (table, *tied)}
         return experts | _beside(experts, from_theirs(found))
 
     def _heads(self) -> dict[str, int | None]:

@@ -25,6 +25,7 @@ from everstep.engine.layers.model import evaluating
 
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): seeds, and recomputes if asked to
 _KEPT_APART = ("self", "input_ids", "inputs_embeds", "labels", "use_cache")
+_OF_LAYERS = ("hidden", "router", "tokens", "passed_on")  # in what a stage sends the next: not for the frame
 # Of rows that hold several documents: what attention takes as further keywords.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -39,17 +40,26 @@ def taken_by(kind: type) -> set[str]:
 class _Reached(Exception):
     """The end of this stage, inside the model's forward."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden: Tensor, passed_on: dict[str, Any]) -> None:
+        self.hidden, self.passed_on = hidden, passed_on
 
 
 class StageModel:
     """Called with what the stage before has sent, or with a batch; gives what the next one gets."""
 
     def __init__(
-        self, model: Any, anatomy: Anatomy, layers: range, modules: list[nn.Module], device: torch.device
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        layers: range,
+        modules: list[nn.Module],
+        device: torch.device,
+        *,
+        shards: int = 1,
     ) -> None:
-        """`model`: all of it, on the meta device. `layers`: which of `anatomy.names` are `modules`."""
+        """`model`: all of it, on the meta device. `layers`: which of `anatomy.names` are `modules`. `shards`:
+        each has a part of every row from the first decoder layer to the last.
+        """
         self.anatomy, self.layers = anatomy, layers
         names = anatomy.names
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(names)
@@ -57,6 +67,8 @@ class StageModel:
         self._end = self._first_layer + len(anatomy.layers)  # the first of `after`
         self._run: Run = lambda index, function, *args, **kwargs: function(*args, **kwargs)
         self._given: dict[str, Any] = {}
+        # Of what arrives each shard may have a part; masks and positions are made for the whole.
+        self._parts = shards if self._first_layer < layers.start < self._end else 1
         acts = {
             name: self._foreign(index) if self._is_layer(index) else _pass for index, name in enumerate(names)
         }
@@ -72,15 +84,20 @@ class StageModel:
             batch = value if isinstance(value, Mapping) else {"input_ids": value}
             self._given = {key: item for key, item in batch.items() if key in self._takes}
             source = {"input_ids": batch["input_ids"]}
+            self._tokens = batch["input_ids"]
         else:
-            self._given = {key: item for key, item in value.items() if key not in ("hidden", "router")}
-            self._hidden, self._router = value["hidden"], value["router"]
-            source = {"inputs_embeds": self._hidden.detach()}
+            self._given = {key: item for key, item in value.items() if key not in _OF_LAYERS}
+            self._hidden, self._router, self._tokens, self._passed = (value.get(key) for key in _OF_LAYERS)
+            whole = self._hidden.detach()
+            whole = whole.flatten(2, -2)[:, :, 0] if whole.ndim > 3 else whole  # of several streams one
+            source = {"inputs_embeds": whole.repeat(1, self._parts, 1) if self._parts > 1 else whole}
         try:
             with nullcontext() if torch.is_grad_enabled() else evaluating([self.frame]):
                 output = self.frame(**source, **self._given, use_cache=False)
         except _Reached as reached:
-            return {**self._given, "hidden": reached.hidden, "router": self._routed}
+            tokens = {"tokens": self._tokens} if self.anatomy.takes_tokens else {}
+            passed = {"passed_on": reached.passed_on} if reached.passed_on else {}
+            return {**self._given, **tokens, **passed, "hidden": reached.hidden, "router": self._routed}
         finally:
             self._run = _no_run
         logits = {"logits": output.logits}
@@ -93,9 +110,9 @@ class StageModel:
         """A decoder layer of another stage: before ours, it gives what has arrived; behind, it is the end."""
 
         def act(*args: Any, **kwargs: Any) -> Any:
-            hidden, _ = given_to(args, kwargs)
+            hidden, rest = given_to(args, kwargs)
             if index >= self.layers.stop:
-                raise self._leave(hidden)
+                raise self._leave(hidden, {key: rest[key] for key in self.anatomy.passed_on})
             if index == self.layers.start - 1:
                 hidden = self._entered()
             return self.anatomy.as_given(hidden)
@@ -106,9 +123,17 @@ class StageModel:
         def act(*args: Any, **kwargs: Any) -> Any:
             if not self.is_first and index == self.layers.start == self._first_layer:
                 args, kwargs = replaced(args, kwargs, self._entered())
+            if self.anatomy.takes_tokens and self._is_layer(index):
+                kwargs = {**kwargs, "input_ids": self._tokens}
+            if not self.is_first and index == self.layers.start and self._passed:
+                args = tuple(self._passed.get(str(at), value) for at, value in enumerate(args))
+                kwargs = {
+                    **kwargs,
+                    **{key: value for key, value in self._passed.items() if not key.isdigit()},
+                }
             output = self._run(index, forward, *args, **kwargs)
             if not self.is_last and index == self.layers.stop - 1 == self._end - 1:
-                raise self._leave(output[0] if self.anatomy.given else output)
+                raise self._leave(output[0] if self.anatomy.given else output, {})
             return output
 
         return act
@@ -120,9 +145,9 @@ class StageModel:
             record.extend(self._router)
         return self._hidden
 
-    def _leave(self, hidden: Tensor) -> _Reached:
+    def _leave(self, hidden: Tensor, passed_on: dict[str, Any]) -> _Reached:
         self._routed = list(_router_record() or ())
-        return _Reached(hidden)
+        return _Reached(hidden, {key: value for key, value in passed_on.items() if value is not None})
 
     def _is_layer(self, index: int) -> bool:
         return self._first_layer <= index < self._end

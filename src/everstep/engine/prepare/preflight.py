@@ -100,12 +100,14 @@ def preflight(
         for layer, module in built.items():
             refuse_unsplittable(layer, module, cut)
         slots(model, range(len(model.layers)), cut=cut)
-        if job.sequence_parallel and "experts" in model.shard_plan.values():
+        if job.sequence_parallel and model.assembly.split_sequence is not None:
+            model.assembly.split_sequence(1)  # a look: here layers get whole rows
+        elif job.sequence_parallel and "experts" in model.shard_plan.values():
             raise UserError(
                 "sequence_parallel = true cannot be combined with experts that are spread over shards: each "
                 "shard routes all tokens; leave sequence_parallel out."
             )
-        if job.sequence_parallel and "sequence" not in model.shard_plan.values():
+        elif job.sequence_parallel and "sequence" not in model.shard_plan.values():
             raise UserError(
                 "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
                 'as "*.input_norm": "sequence"; this model\'s plan names none.'
@@ -129,6 +131,8 @@ def preflight(
     model.assembly.check(*batch)
     if job.context_parallel:
         _refuse_unequal_parts(job, model, batch)
+    if job.sequence_parallel and model.assembly.split_sequence is not None:
+        _refuse_uneven_rows(job, batch[0])
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
@@ -196,6 +200,16 @@ def _refuse_undivided_rows(model: Model) -> None:
         raise UserError(
             "context_parallel = true splits rows over shards, and the loss is your own; use "
             "everstep.token_loss or the model's own, or leave context_parallel out."
+        )
+
+
+def _refuse_uneven_rows(job: Job, inputs: Value) -> None:
+    """A later batch of another length is refused when it comes."""
+    tokens = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+    if tokens.shape[1] % job.shards:
+        raise UserError(
+            f"sequence_parallel = true splits every row over {job.shards} shards, and data gives rows of "
+            f"{tokens.shape[1]} tokens; give a multiple of {job.shards}."
         )
 
 

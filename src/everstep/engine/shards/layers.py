@@ -23,6 +23,7 @@ its forward runs and no longer.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
@@ -97,12 +98,16 @@ class _AddedUpInParts(torch.autograd.Function):
 
 def _own_part(x: Tensor, collectives: Collectives) -> Tensor:
     """The sum over the shards, of this shard's part of the sequence."""
-    if x.ndim < 2 or x.shape[-2] % collectives.count:
-        raise UserError(
-            f"sequence_parallel splits every sequence over {collectives.count} shards, and a value of shape "
-            f"{list(x.shape)} cannot be split evenly; give a data.sequence that {collectives.count} divides."
-        )
+    refuse_uneven(x, -2, collectives.count)
     return collectives.sum_of_part(torch.stack(x.chunk(collectives.count, dim=-2)))
+
+
+def refuse_uneven(x: Tensor, dim: int, shards: int) -> None:
+    if x.ndim < 2 or x.shape[dim] % shards:
+        raise UserError(
+            f"sequence_parallel splits every sequence over {shards} shards, and a value of shape "
+            f"{list(x.shape)} cannot be split evenly; give a data.sequence that {shards} divides."
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +237,117 @@ class PartDropout:
         whole = (*input.shape[:-2], size * shards.count, input.shape[-1])
         drawn = nn.functional.dropout(input.new_ones(whole), self.module.p)
         return input * drawn.narrow(-2, shards.index * size, size)
+
+
+# Layers of models that are not ours: inside of their blocks every shard has all of a row, as it has without
+# `splits_sequence`; around them each shard has its part.
+
+
+class _Whole(torch.autograd.Function):
+    """Of what each shard has a part of, what all have; gradients of it are alike on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return torch.cat(collectives.gather(x), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.collectives.count, dim=1)[ctx.collectives.index].contiguous(), None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        refuse_uneven(x, 1, collectives.count)
+        return x.chunk(collectives.count, dim=1)[collectives.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(ctx.collectives.gather(grads[0]), dim=1), None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeInside:
+    """The forward of a block: given parts of rows, it works on the rows and gives its part of the result."""
+
+    name: str
+    forward: Callable[..., Any]
+    shards: Collectives
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next(value for value in (*args, *kwargs.values()) if _is_hidden(value))
+        part, rows = hidden.shape, (hidden.shape[0], hidden.shape[1] * self.shards.count, hidden.shape[2])
+
+        def whole(value: Any) -> Any:
+            alike = _is_hidden(value) and value.shape == part
+            return _Whole.apply(value, self.shards) if alike else value  # type: ignore[no-untyped-call]
+
+        def cut(value: Any) -> Any:
+            alike = _is_hidden(value) and value.shape == rows
+            return _Part.apply(value, self.shards) if alike else value  # type: ignore[no-untyped-call]
+
+        made = self.forward(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+        first = made[0] if isinstance(made, tuple) else made
+        if not _is_hidden(first) or first.shape != rows:
+            raise UserError(
+                f"sequence_parallel = true gives each shard a part of every row, and {self.name} gives "
+                f"{list(first.shape)}, not hidden states of {list(rows)}; leave sequence_parallel out."
+            )
+        return tuple(map(cut, made)) if isinstance(made, tuple) else cut(made)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerOfParts:
+    """The forward of the first layer of a row of them, which is given whole rows, or of the last."""
+
+    forward: Callable[..., Any]
+    shards: Collectives
+    is_first: bool
+    is_last: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first and args:
+            args = (_Part.apply(args[0], self.shards), *args[1:])  # type: ignore[no-untyped-call]
+        elif self.is_first:
+            kwargs["hidden_states"] = _Part.apply(kwargs["hidden_states"], self.shards)  # type: ignore[no-untyped-call]
+        made = self.forward(*args, **kwargs)
+        if not self.is_last:
+            return made
+        first, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        whole = _Whole.apply(first, self.shards)  # type: ignore[no-untyped-call]
+        return whole if rest is None else (whole, *rest)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
+
+
+def without_parts(collectives: Collectives) -> Collectives:
+    """The same shards, of which each has all of a row."""
+    made = copy.copy(collectives)
+    made.splits_sequence = False
+    return made
+
+
+def join_blocks(
+    module: nn.Module, blocks: tuple[str, ...], collectives: Collectives, ends: tuple[bool, bool]
+) -> list[nn.Parameter]:
+    """Around its blocks a layer works on this shard's part of each row. `ends`: is it the first of all
+    layers, and the last? Returns the parameters around them, whose gradients must be added up over shards.
+    """
+    summed = list(module.parameters(recurse=False))
+    for name, child in module.named_children():
+        if name in blocks:
+            child.forward = WholeInside(name, child.forward, collectives)
+            continue
+        summed += child.parameters()
+        for part in child.modules():
+            if isinstance(part, nn.Dropout):
+                part.forward = PartDropout(module=part, collectives=collectives)  # type: ignore[method-assign]
+    module.forward = _LayerOfParts(module.forward, collectives, *ends)
+    return summed
 
 
 # Experts.

@@ -56,7 +56,7 @@ from everstep.engine.layers.shard_plan import ALL_WHOLE, Cut
 from everstep.engine.layers.taken_over import take_over
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.shards.context import ContextAttention, ContextPart, join_context
-from everstep.engine.shards.layers import cut, join, refuse_unequal, sum_whole
+from everstep.engine.shards.layers import cut, join, join_blocks, refuse_unequal, sum_whole, without_parts
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.stage.kept import AttentionAgain, Offload, attention_in
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
@@ -136,6 +136,10 @@ class Stage:
         if self._part is not None:
             assert model.assembly.split_rows is not None
             self._feed_part = model.assembly.split_rows(ContextAttention(self._part))
+        # Of layers that have a part of each row on every shard: those parts of them that have all of it.
+        self._blocks: dict[str, tuple[str, ...]] = {}
+        if shards is not None and shards.splits_sequence and model.assembly.split_sequence is not None:
+            self._blocks = model.assembly.split_sequence(shards.count)
         if isinstance(empty, StageWeights):
             self.weights = empty
         else:
@@ -256,7 +260,12 @@ class Stage:
         if self._part is not None:
             join_context(module, self._part)
         elif self.shards is not None:
-            self._summed.extend(join(layer, module, self.cut, self.shards))
+            whole = without_parts(self.shards) if self._blocks else self.shards
+            self._summed.extend(join(layer, module, self.cut, whole))
+            if layer in self._blocks:
+                ends = layer == next(iter(self._blocks)), layer == next(reversed(self._blocks))
+                around = join_blocks(module, self._blocks[layer], self.shards, ends)
+                self._summed.extend(one for one in around if all(one is not other for other in self._summed))
         self._modules.append(in_training(module))
         if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
             module.forward = regions.compiled(f"layer {layer!r}", module.forward)
