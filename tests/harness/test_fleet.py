@@ -12,6 +12,7 @@ import pytest
 from everstep.core.cluster.snapshot import digest, freeze
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.server.record import MOST_ALIKE
 from harness.fleet import MOST_BYTES, Busy, Fleet, budget_ms, measure
 
 STAGES = 8
@@ -74,6 +75,21 @@ def test_the_loss_of_a_node_is_one_change_of_membership() -> None:
     assert epochs(fleet, falls_silent) <= 3  # they are gone; others have copied the state and join
     assert not fleet.machine.nodes[lost].reachable
     assert len(fleet.machine.tasks["t"].seats) == 256  # on other nodes
+
+
+def test_of_orders_that_are_alike_the_first_are_told_and_the_rest_is_counted() -> None:
+    """Each of thousands of nodes was a line of news."""
+    fleet = Fleet()
+    fleet.join(64, slots=1)
+    fleet.submit(Shape(32, 2, 2))
+    fleet.seal()
+    fleet.record.news.clear()
+    fleet.exits(Worker(3, 0))
+    texts = [news["text"] for news in fleet.record.news if news.get("order") == "InterruptTask"]
+    alone = [text for text in texts if text.startswith("pause the workers of t on")]
+    counted = [text for text in texts if "more orders like these" in text]
+    assert len(alone) == MOST_ALIKE * len(counted) < 63 * len(counted)
+    assert counted[0].startswith(f"the last of {63 - MOST_ALIKE} more orders")
 
 
 def test_nodes_that_are_given_up_at_once_are_one_change_of_membership() -> None:

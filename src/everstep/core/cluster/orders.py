@@ -35,7 +35,8 @@ class Orders:
         """A node has carried out its orders up to this one. Changes no decision, only what is kept."""
         if node in self._nodes:
             known = self._nodes[node]
-            known.pending = [order for order in known.pending if order.number > number]
+            if known.pending and known.pending[0].number <= number:  # asked at every heartbeat
+                known.pending = [order for order in known.pending if order.number > number]
 
     def unfinished(self) -> Actions:
         """The orders that nodes may not have got."""
