@@ -59,8 +59,13 @@ def resumes(cluster: FakeCluster) -> list[msg.ResumeWorker]:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_task_that_was_to_leave_a_node_that_is_gone_does_not_stop_for_it(paused: bool) -> None:
-    """It healed, and then stopped, left all its workers and was started again. A pause is a pause."""
+@pytest.mark.parametrize("readmitted", [False, True])
+def test_a_task_that_need_not_leave_a_node_any_more_does_not_stop_for_it(
+    paused: bool, readmitted: bool
+) -> None:
+    """The node was gone, or readmitted: the task healed, stopped, let all its workers go and was started
+    again. A pause is a pause.
+    """
     cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1}, memory_port=9)
     cluster.submit(shape=Shape(1, 2, 2), has_checkpoints=True)
     cluster.seal()
@@ -70,10 +75,13 @@ def test_a_task_that_was_to_leave_a_node_that_is_gone_does_not_stop_for_it(pause
         cluster.hear(msg.PauseRequested(task="t"))
     task = task_of(cluster)
     assert len(task.seats) == 2, "its state is made safe first"
-    cluster.cut.add("a")
-    cluster.hear(msg.NodeLeft(node="a"))
+    if readmitted:
+        cluster.hear(msg.ReadmitRequested(node="a", by="p"))
+    else:
+        cluster.cut.add("a")
+        cluster.hear(msg.NodeLeft(node="a"))
+        assert {seat.node for seat in task.seats.values()} == {"b", "c"}
     assert task.state is TaskState.RUNNING
-    assert {seat.node for seat in task.seats.values()} == {"b", "c"}
     until = {order.facts.until for order in resumes(cluster) if isinstance(order.facts, EpochFacts)}
     assert (until == {None}) != paused, until
 

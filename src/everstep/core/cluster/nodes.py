@@ -511,7 +511,10 @@ class Nodes:
         node.gray = gray.GrayRecord(since=self._gray_time(now))
         node.check_asked_at = None
         self._later.slots_changed(f"node {node.name} was readmitted")
-        return self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
+        actions = self._set_admin(node, NodeAdmin.UP, f"readmitted by {by}", now)
+        for task in self._roster.tasks_on_node(node.name):
+            actions += self._tasks.need_not_leave(task, node.name, "was readmitted", now)
+        return actions
 
     def promised(self, node: Node, back_in_s: float, now: Moment) -> Actions:
         """Somebody repairs it: the planner counts on it until the time has passed."""
@@ -623,7 +626,7 @@ class Nodes:
                 gone += [(worker, seat, reason) for worker, seat in seats]
             actions += self._staffing.gone(task, gone, now)
             for one in lost:
-                actions += self._tasks.need_not_leave(task, one.node.name, now)
+                actions += self._tasks.need_not_leave(task, one.node.name, "is gone", now)
         for one in lost:
             because = f"node {one.node.name}, which kept copies of its state in memory, is gone"
             for task in one.losers:

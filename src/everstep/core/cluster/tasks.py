@@ -165,12 +165,12 @@ class Tasks:
         task.leaves = ""
         return self._training.inform(task, stop, now)
 
-    def need_not_leave(self, task: Task, node: str, now: Moment) -> Actions:
-        """A node is gone. If a task was to stop only to leave it, it goes on where it is."""
-        if not node or task.leaves != node or task.state is not TaskState.RUNNING:
+    def need_not_leave(self, task: Task, node: str, why: str, now: Moment) -> Actions:
+        """If it was to stop only to leave this node, it goes on where it is."""
+        if task.leaves != node or task.state is not TaskState.RUNNING:
             return []
         task.leaves, task.progress.held = "", None
-        because = f"node {node}, which it was to leave, is gone"
+        because = f"node {node}, which it was to leave, {why}"
         return self._training.inform(task, ev.StopAbandoned(because=because), now)
 
     def assigned(self, event: msg.AssignmentChosen, now: Moment) -> Actions:
