@@ -307,7 +307,7 @@ def _asked(port: int, method: str, path: str) -> str:
 # ------------------------------------------------------------------ encryption
 
 
-def encryption(kills: int) -> Iterator[Line]:
+def encryption(kills: int, preset: str) -> Iterator[Line]:
     server = ForkServer().start()
     try:
         for name, net in (
@@ -315,10 +315,10 @@ def encryption(kills: int) -> Iterator[Line]:
             ("authenticated", NetSpec(authenticate="always")),
             ("encrypted", NetSpec(encrypt=True)),
         ):
-            told = heal.measure(2, 2, kills, "gpt-tiny", server, 0, transport="tcp", net=net)
+            told = heal.measure(2, 2, kills, preset, server, 0, transport="tcp", net=net)
             found = {"step ms": told["healthy_step_ms"], "first op ms": told["first_op_ms"]}
             once = told["microbatches"]["issued"] == told["microbatches"]["committed"]
-            yield Line(what=f"steps and recoveries over TCP, {name}", holds=once, found=found)
+            yield Line(what=f"steps and recoveries over TCP, {preset}, {name}", holds=once, found=found)
     finally:
         server.close()
 
@@ -357,6 +357,7 @@ def main() -> int:
     parser.add_argument("lines", nargs="*", help=", ".join(known), metavar="LINE")
     parser.add_argument("--away", type=float, default=60.0, help="seconds")
     parser.add_argument("--kills", type=int, default=8, help="for encryption")
+    parser.add_argument("--preset", default="gpt-tiny", help="the model, for encryption")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if unknown := set(given.lines) - set(known):
@@ -367,7 +368,7 @@ def main() -> int:
             "notices": notices,
             "away": lambda folder: away(folder, given.away),
             "ports": ports,
-            "encryption": lambda folder: encryption(given.kills),
+            "encryption": lambda folder: encryption(given.kills, given.preset),
             "tests": tests,
         }
         for part in given.lines or known:

@@ -111,6 +111,16 @@ def test_a_loss_that_leaves_its_band_brings_the_old_job_back_at_a_step_boundary(
     assert task.state is TaskState.RUNNING
 
 
+def test_gradients_that_are_not_finite_bring_the_old_job_back_though_the_loss_is_in_its_band() -> None:
+    """Such steps are skipped, so the loss stayed where it was, and the update stayed for good."""
+    cluster, task = updated(most_loss=1.25)
+    for squares in (1.0, math.inf, math.nan, math.inf, math.inf, math.inf):
+        assert task.trial is not None
+        cluster.seal(sum_of_squares=squares)
+    because = "the gradients of 5 steps in a row were not finite"
+    assert task.updated == f"the update by alice is rolled back: {because}"
+
+
 def test_a_task_that_would_fail_on_trial_goes_back_instead() -> None:
     cluster, task = updated()
     cluster.seal()

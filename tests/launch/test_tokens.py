@@ -51,3 +51,10 @@ def test_a_file_that_is_no_token_is_refused_in_words(tmp_path: Path, text, mode,
         held.chmod(mode)
     with pytest.raises(UserError, match=why):
         coordinator_token.read_token(held)
+
+
+@pytest.mark.parametrize("written", [b"secret\n", b"secret\r\n", b"\xef\xbb\xbfsecret\r\n", b"  secret\n\n"])
+def test_a_token_is_read_as_editors_write_it(tmp_path: Path, written: bytes) -> None:
+    (file := tmp_path / "token").write_bytes(written)
+    file.chmod(0o600)
+    assert coordinator_token.read_token(file) == "secret"

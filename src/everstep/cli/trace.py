@@ -58,7 +58,9 @@ def trace_command(
     document: dict[str, Any] = client.get(f"/v1/tasks/{quote(task)}/trace?first={first}&last={last}")
     if not any(worker["ops"] for worker in document["workers"]):
         kept = [worker["steps"] for worker in document["workers"] if worker["steps"]]
-        known = f"steps {min(s[0] for s in kept)} to {max(s[1] for s in kept)} are" if kept else "none is"
+        if not kept:
+            raise UserError(f"task {task} has no workers now; everstep status shows its state.")
+        known = f"steps {min(s[0] for s in kept)} to {max(s[1] for s in kept)} are"
         raise UserError(f"no op of steps {first} to {last} is kept any more; {known}. Give other --steps.")
     made = chrome_trace(document)
     try:

@@ -170,7 +170,7 @@ def read_private(path: Path, what: str, most: int = MAX_TOKEN) -> str:
     try:
         mode = path.stat().st_mode
         with path.open("rb") as file:
-            text = file.read(most + 1).decode()
+            text = file.read(most + 1).decode("utf-8-sig")  # as some editors begin a file
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"{what} {path} cannot be read: {reason}.") from None

@@ -352,7 +352,7 @@ class Training:
 
     def _judge_trial(self, task: Task, trial: Trial, wish: act.RecordStep, now: Moment) -> None:
         """A step of an updated job."""
-        because = trial.recorded([loss for _, loss in wish.losses], now.at)
+        because = trial.recorded([loss for _, loss in wish.losses], now.at, norm=wish.norm)
         if because:
             ending = self.rolled_back(task, because)
             self._later.leaving.append((task, ending.because))

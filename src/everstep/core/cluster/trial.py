@@ -28,22 +28,30 @@ class Trial:
     num_steps: int = 0  # of the new job
     last_at: float | None = None
     losses: list[float] = field(default_factory=list)
+    num_skipped: int = 0  # in a row: their gradients were not finite
     seconds: list[float] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
         return self.num_steps >= self.request.steps
 
-    def recorded(self, losses: list[float], at: float) -> str:
-        """A step of the new job. Why it must go; empty: it stays so far. The first step is not timed: it
-        holds the start.
+    def recorded(self, losses: list[float], at: float, *, norm: float = 0.0) -> str:
+        """A step of the new job, and the norm of its gradient. Why the job must go; empty: it stays so far.
+        The first step is not timed: it holds the start.
         """
         self.num_steps += 1
         if self.last_at is not None:
             self.seconds.append(at - self.last_at)
         self.last_at = at
         self.losses.append(fmean(losses) if losses else math.nan)
-        return self._loss_is_out() or self._pace_is_out()
+        self.num_skipped = 0 if math.isfinite(norm) else self.num_skipped + 1
+        return self._nothing_is_learned() or self._loss_is_out() or self._pace_is_out()
+
+    def _nothing_is_learned(self) -> str:
+        """A skipped step changes no weight, so its loss can stay in the band. A few are usual in fp16."""
+        if self.num_skipped < min(NUM_JUDGED, self.request.steps):
+            return ""
+        return f"the gradients of {self.num_skipped} steps in a row were not finite"
 
     def _loss_is_out(self) -> str:
         loss, most = self.losses[-1], self.request.most_loss
