@@ -151,13 +151,15 @@ def steps_done(storm: Storm, state: Path, seconds: float) -> dict[str, int]:
 
 
 def check_rows(name: str, path: Path, losses: dict[int, float], *, restored: bool) -> list[str]:
-    """`restored`: to an older journal, so that the log has rows of which it does not know."""
+    """`restored`: to an older journal, so that the log has rows of which it does not know, and attempts are
+    counted again from where it was.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     logged = {row["step"]: row["loss"] for row in lines}  # of a step done again the last line counts
     keys = [(row["step"], row["attempt"]) for row in lines]
     same = losses.items() <= logged.items() if restored else logged == losses
     wrong = [] if same else [f"{name}: the step log lacks rows, or has others"]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    twice = sorted({key for key in keys if keys.count(key) > (2 if restored else 1)})
     return wrong + ([f"{name}: rows of (step, attempt) {twice[:5]} are there twice"] if twice else [])
 
 

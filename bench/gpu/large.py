@@ -62,7 +62,7 @@ def run(server: ForkServer, job: Job, kill: str) -> dict[str, Any]:
     began = time.monotonic()
     faults = (parse_fault(kill),) if kill else ()
     outcome = LocalTask(job, fork_server=server, faults=faults, watch=watch).run()
-    rows = list(outcome.steps.rows)
+    rows = list(outcome.by_step().values())
     return {
         "failure": outcome.failure,
         "losses": [row.loss for row in rows],

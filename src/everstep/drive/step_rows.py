@@ -67,9 +67,15 @@ class StepRows:
         self.rows.clear()
         self.rows.extend(shifted)
 
-    def begin(self, now: float) -> None:
-        """Workers are ordered to continue: the first step's time starts here."""
+    def begin(self, now: float, *, done: int = 0, microbatches: int = 0) -> None:
+        """Workers are ordered to continue: the first step's time starts here. `done`: the last step in the
+        state that they have. Where it is later than the last row, from a checkpoint that was written while no
+        coordinator was there or that an older journal does not know, the steps between were done once too.
+        """
         self.last_at = self.last_at or now
+        if 0 < self.last < done:
+            self.committed += (done - self.last) * microbatches
+            self.last = done
 
     def add(self, record: RecordStep, now: float) -> StepRow:
         losses = dict(record.losses)

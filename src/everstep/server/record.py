@@ -117,7 +117,7 @@ class ClusterRecord:
                 assert isinstance(action, msg.Dispatch)
                 if (task := getattr(action.order, "task", "")) not in begun:
                     begun.add(task)
-                    self._steps(task).begin(at)
+                    self._begin(task, at, is_recorded=any(row.task == task for row in rows))
                 continue
             if isinstance(action, msg.RecordRow):
                 self._record(action, at, live=not one.replayed)
@@ -166,6 +166,15 @@ class ClusterRecord:
             while kept > KEPT_ROWS_OVER and len(rows) > LEAST_ROWS_OVER:
                 rows.popleft()
                 kept -= 1
+
+    def _begin(self, name: str, at: float, *, is_recorded: bool) -> None:
+        """`is_recorded`: rows of the same event bring the steps up to where it stands."""
+        task = self.machine.tasks.get(name)
+        if task is None or task.managed is None or is_recorded:
+            return self._steps(name).begin(at)
+        done = min(task.managed.recorded, task.steps or task.managed.recorded)
+        total = task.shape.replicas * task.shape.microbatches
+        self._steps(name).begin(at, done=done, microbatches=total)
 
     def _steps(self, task: str) -> StepRows:
         if task not in self.steps:
