@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if a_gpu_per_rank() else "gloo")
     train(parse())  # its model is gone when it returns: torch 2.13 may hang if DDP outlives its process group
     dist.destroy_process_group()
 
@@ -46,8 +46,13 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
 
 
+def a_gpu_per_rank() -> bool:
+    """NCCL refuses two ranks on one GPU: with fewer GPUs than ranks, all of them train on the CPU."""
+    return torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def local_device() -> torch.device:
-    if not torch.cuda.is_available():
+    if not a_gpu_per_rank():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda", torch.cuda.current_device())

@@ -111,10 +111,19 @@ def test_an_owner_without_a_user_is_refused_unless_the_table_names_others(tmp_pa
 
 
 def test_workers_of_a_user_have_a_cgroup_of_their_own(tmp_path: Path) -> None:
+    """Whatever cgroup this test is in itself: on some machines a container does not even see its own."""
     alice, _ = two_users()
-    assert unix_users.own_cgroup(alice, 1, root=tmp_path) is None, "no cgroup v2"
-    (tmp_path / "cgroup.procs").touch()
-    group = unix_users.own_cgroup(alice, 4711, root=tmp_path)
-    assert group is not None
-    assert group.name == f"everstep-{alice.name}"
+    top, membership = tmp_path / "cgroup", tmp_path / "membership"
+    (top / "pod/agent").mkdir(parents=True)
+    membership.write_text("4:memory:/elsewhere\n0::/pod/agent\n")
+
+    assert unix_users.own_cgroup(alice, 1, top, membership) is None, "no cgroup v2 is mounted"
+    (top / "cgroup.procs").touch()
+    group = unix_users.own_cgroup(alice, 4711, top, membership)
+    assert group == top / f"pod/agent/everstep-{alice.name}"
     assert (group / "cgroup.procs").read_text() == "4711"
+
+    membership.write_text("0::/the/host/s/name/for/it\n")
+    assert unix_users.own_cgroup(alice, 4711, top, membership) is None, "the agent's cgroup is not shown here"
+    membership.write_text("4:memory:/elsewhere\n")
+    assert unix_users.own_cgroup(alice, 4711, top, membership) is None, "cgroup v1 alone"

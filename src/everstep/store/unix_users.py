@@ -147,15 +147,21 @@ def _set_groups(groups: Sequence[int]) -> None:
         raise OSError(error, f"setgroups: {os.strerror(error)}")
 
 
-def own_cgroup(user: UnixUser, pid: int, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
+def own_cgroup(
+    user: UnixUser,
+    pid: int,
+    root: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> Path | None:
     """Put a process, and so all that it will fork, into the cgroup of its user, below that of the agent: an
-    administrator can set limits there. None: this agent may not make cgroups, or there is no cgroup v2.
+    administrator can set limits there. None: this agent may not make cgroups, its own cgroup is outside of
+    what its container shows, or there is no cgroup v2.
     """
     top = next((each for each in (root, root / "unified") if (each / "cgroup.procs").exists()), None)
     if top is None:
         return None
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
         here = next(line[3:] for line in lines if line.startswith("0::"))
         group = top / here.strip("/") / f"everstep-{user.name}"
         group.mkdir(exist_ok=True)
