@@ -20,8 +20,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	.venv/bin/mypy
 
+# Many tests wait for processes that they start: two more than there are cores keep the cores busy.
+TESTERS := $(shell n=$$(( $$(nproc) + 2 )); echo $$(( n < 12 ? n : 12 )))
 unit: $(STAMP)
-	$(PY) -m tools.second_look -n 3 --dist worksteal
+	$(PY) -m tools.second_look -n $(TESTERS) --dist worksteal
 
 docs: $(STAMP)           ## the API reference, every picture and every quoted output, made again (minutes)
 	$(PY) -m tools.docs

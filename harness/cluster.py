@@ -25,6 +25,7 @@ MEASURED_POLL_S = 0.02  # where what is waited for is also timed
 CLOSE_S = 60.0  # a busy machine takes its time; an agent that is killed leaves its folder to the next one
 GUARD = """while read -r pid && [ "$pid" != ended ]; do pids="$pids $pid"; done
 [ "$pid" = ended ] || { kill -CONT $pids; kill $pids; sleep 10; kill -KILL $pids; } 2>/dev/null"""
+ROOT = Path(__file__).parents[1]
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 
 
@@ -310,3 +311,12 @@ def small_job(folder: Path, *, steps: int, replicas: int = 2, stages: int = 2, *
         "data": {"kind": "synthetic"},
         **more,
     }
+
+
+def paced_job(folder: Path, *, steps: int, rest_s: float = 0.05, **more: Any) -> dict[str, Any]:
+    """A small job whose steps take as long, but compute next to nothing: for scenes in which training goes on
+    beside what is tried. `rest_s`: so long takes the data of each microbatch.
+    """
+    options = {"preset": "gpt-tiny", "rows": 1, "rest_s": rest_s, "sequence": 16}
+    data = {"build": "harness.slow_data:SlowSynthetic", "rows": 1, "sequence": 16, "options": options}
+    return small_job(folder, steps=steps, data=data, **more) | {"base": str(ROOT)}

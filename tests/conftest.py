@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("everstep", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=200)
 settings.load_profile("everstep")
+gc.disable()  # until all tests are imported
 BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was over"
 
 
@@ -54,8 +55,8 @@ def pytest_collection_finish() -> None:
     """What imports have left lives to the end. Looking through it again takes half a second per collection,
     and some tests and ops collect often.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,6 @@
 """pytest with a second look: what fails is run again alone, and what fails then too has failed.
 
-    python -m tools.second_look -n 3 --dist worksteal        what `make unit` runs
+    python -m tools.second_look -n 4 --dist worksteal        what `make unit` runs
     python -m tools.second_look tests --slow -m slow         what `make cluster` runs
 
 A test of real processes can fail because the machine was busy with the test beside it. Alone on a quiet

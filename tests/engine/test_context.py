@@ -61,11 +61,13 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_losses_and_norms_are_those_of_one_process(count: int) -> None:
-    work = partial(each, OURS)
+@pytest.mark.parametrize(
+    ("count", "names"), [(2, list(OURS)), (4, ["documents, a sum over tokens", "strict sums"])]
+)
+def test_losses_and_norms_are_those_of_one_process(count: int, names: list[str]) -> None:
+    work = partial(each, {name: OURS[name] for name in names})
     one, found = work(), in_shards(count, work, splits_context=True)
-    for name in OURS:
+    for name in names:
         alike(one[name], [shard[name] for shard in found])
 
 

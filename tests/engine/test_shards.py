@@ -357,7 +357,15 @@ def resident_mib(shards: GroupCollectives, *, recompute: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("recompute", "splits_sequence"), [(False, False), (True, False), (True, True)])
+# That no input outlives its microbatch is asked of every case above; here the process as a whole is weighed.
+@pytest.mark.parametrize(
+    ("recompute", "splits_sequence"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        (True, True),
+    ],
+)
 def test_the_memory_of_shards_does_not_grow_with_the_microbatches(
     recompute: bool, splits_sequence: bool
 ) -> None:

@@ -15,7 +15,6 @@ from harness.cluster import Cluster
 cluster = Cluster(Path(sys.argv[1]))
 cluster.start_coordinator()
 cluster.start_agent("a", slots=1)
-cluster.nodes_up(1)
 print(cluster.coordinators["first"].pid, cluster.agents["a"].pid, flush=True)
 signal.pause()
 """

@@ -22,9 +22,10 @@ from harness.sweep import SHORT, Sweep, compare, points
 CHOSEN = [
     pytest.param("op stage=0,replica=0,step=3,op=F3", marks=pytest.mark.slow),
     "inside stage=1,replica=1,step=3,op=F2",
-    "inside stage=0,replica=0,step=3,op=I1",
+    pytest.param("inside stage=0,replica=0,step=3,op=I1", marks=pytest.mark.slow),
     pytest.param("reduce stage=1,replica=0,step=3,op=R,when=sending", marks=pytest.mark.slow),
-    "lost stage, checkpoint",
+    # Without shards in `test_deaths.py`; with sharded states of shards below.
+    pytest.param("lost stage, checkpoint", marks=pytest.mark.slow),
 ]
 
 

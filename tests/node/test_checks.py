@@ -179,8 +179,11 @@ def test_the_command_prints_one_document_and_bad_input_is_one_sentence(
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_an_unfit_node_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfit_node_does_not_join(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it calls any coordinator."""
+    monkeypatch.setattr(checks, "checked_apart", partial(checked_apart, only=["clock"]))  # not for seconds
     given = ["agent", "--coordinator", "http://127.0.0.1:1", "--check", "--check-command", "echo no; false"]
     assert everstep(given) == 2
     assert (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness.cluster import Cluster, descendants, small_job
+from harness.cluster import Cluster, descendants, paced_job
 
 TALKING = """
 import time
@@ -67,7 +67,7 @@ def test_the_token_is_in_no_environment_and_in_no_log(cluster: Cluster) -> None:
 
 def test_a_paused_task_does_no_step_twice(cluster: Cluster, tmp_path: Path) -> None:
     """It was ended at once, and went back to its last checkpoint."""
-    job = small_job(tmp_path, steps=24, replicas=1, stages=2)
+    job = paced_job(tmp_path, steps=24, replicas=1, stages=2)
     job |= {"checkpoint": {"folder": str(tmp_path / "saved"), "interval": 100}}
     cluster.submit(job, "paused")
     cluster.step_reached(4, "paused")

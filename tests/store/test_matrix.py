@@ -71,6 +71,8 @@ def test_deepspeeds_offline_tool_is_not_asked_for_a_parameter_without_dimensions
     assert has_atoms(spec, "zero-3"), "there it never gives parameters their shapes"
 
 
+# By default `test_formats.py` and `test_nothing_is_lost.py` go there and back through every format.
+@pytest.mark.slow
 def test_odd_checkpoints_survive_pairs_of_formats(tmp_path: Path) -> None:
     assert ran(SAMPLE, tmp_path) == []
 

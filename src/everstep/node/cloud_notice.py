@@ -41,7 +41,7 @@ _AZURE_ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CloudEvent:
     """A notice: what it is, and when the machine goes, in seconds since 1970."""
 
     what: str
@@ -86,7 +86,7 @@ class CloudNotice:
 
     # -------------------------------------------------------------- providers
 
-    def _aws(self) -> list[Found]:
+    def _aws(self) -> list[CloudEvent]:
         token, until = self._session
         if self.clock() > until:
             wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(SESSION_S)}
@@ -96,20 +96,20 @@ class CloudNotice:
         found = []
         if text := self._ask("/latest/meta-data/spot/instance-action", headers):
             action = json.loads(text)
-            found.append(Found(f"spot {action['action']}", _iso(action["time"])))
+            found.append(CloudEvent(f"spot {action['action']}", _iso(action["time"])))
         if text := self._ask("/latest/meta-data/events/maintenance/scheduled", headers):
             for event in json.loads(text):
                 if event.get("State") == "active" and event.get("Code") in _AWS_ENDS:
-                    found.append(Found(event["Code"], _written(event["NotBefore"])))
+                    found.append(CloudEvent(event["Code"], _written(event["NotBefore"])))
         return found
 
-    def _gcp(self) -> list[Found]:
+    def _gcp(self) -> list[CloudEvent]:
         headers, now, found = {"Metadata-Flavor": "Google"}, self.clock(), []
         base = "/computeMetadata/v1/instance"
         if (self._ask(f"{base}/preempted", headers) or "").strip() == "TRUE":
-            found.append(Found("preempted", self._first_seen("preempted", now) + GCP_PREEMPTED_S))
+            found.append(CloudEvent("preempted", self._first_seen("preempted", now) + GCP_PREEMPTED_S))
         if (self._ask(f"{base}/maintenance-event", headers) or "").startswith("TERMINATE"):
-            found.append(Found("maintenance", self._first_seen("maintenance", now) + GCP_MAINTENANCE_S))
+            found.append(CloudEvent("maintenance", self._first_seen("maintenance", now) + GCP_MAINTENANCE_S))
         return found
 
     def _first_seen(self, what: str, now: float) -> float:
@@ -117,7 +117,7 @@ class CloudNotice:
         wait = {"preempted": GCP_PREEMPTED_S, "maintenance": GCP_MAINTENANCE_S}[what]
         return next((at - wait for name, at in self._told if name == what), now)
 
-    def _azure(self) -> list[Found]:
+    def _azure(self) -> list[CloudEvent]:
         headers = {"Metadata": "true"}
         if not self._name:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -129,7 +129,7 @@ class CloudNotice:
             if ours and event["EventType"] in _AZURE_ENDS:
                 began = event.get("EventStatus") == "Started" or not event.get("NotBefore")
                 at = 0.0 if began else _written(event["NotBefore"])
-                found.append(Found(f"{event['EventType']} {event['EventId']}", at))
+                found.append(CloudEvent(f"{event['EventType']} {event['EventId']}", at))
         return found
 
     def _ask(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:

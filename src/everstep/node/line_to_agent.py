@@ -39,7 +39,7 @@ CALL_EVERY_S = 0.1
 ANSWER_S = 10.0  # for an agent that has been called
 
 
-class Inbox(Protocol):
+class Listener(Protocol):
     def put(self, order: Any) -> None: ...
 
 
@@ -102,7 +102,7 @@ class AgentLine:
                 self._kept.append(data)
             self._send(data)
 
-    def listen(self, inbox: Inbox) -> None:
+    def listen(self, inbox: Listener) -> None:
         self._listens = True
         threading.Thread(target=self._listen, args=(inbox,), name="agent", daemon=True).start()
 
@@ -137,7 +137,7 @@ class AgentLine:
             except OSError:
                 self._socket = None
 
-    def _listen(self, inbox: Inbox) -> None:
+    def _listen(self, inbox: Listener) -> None:
         line: socket.socket | None = self._first
         while line is not None:
             unpacker = Unpacker(WorkerOrder | RankOrder | LineWord)

@@ -273,10 +273,11 @@ def _meet(
     """All shards of the worker are here."""
     mark = None if spec.beacon_path is None else ShardMark(spec.beacon_path, group.index)
 
-    def entering() -> None:
+    def inside(is_inside: bool) -> None:
         if mark is not None:
-            mark.entering()
-        signs.entering()
+            (mark.entering if is_inside else mark.leaving)()
+        if is_inside:
+            signs.entering()
 
     return GroupCollectives(
         group.store,
@@ -286,8 +287,7 @@ def _meet(
         splits_sequence=job.sequence_parallel,
         splits_context=job.context_parallel,
         ordered=job.accumulate != "fp32" and device.type == "cuda",
-        entered=entering,
-        left=_nothing if mark is None else mark.leaving,
+        inside=inside,
     )
 
 

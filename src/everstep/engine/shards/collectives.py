@@ -46,7 +46,7 @@ class Collectives(Protocol):
 class GroupCollectives:
     """Over a process group of its own: torch's global group stays free for the user's code.
 
-    `entered` is called before each one and `left` after it, so that a shard that stays behind can be named.
+    `inside` is told True before each one and False after it, so that a shard that stays behind can be named.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class GroupCollectives:
         splits_sequence: bool = False,
         splits_context: bool = False,
         ordered: bool = False,
-        entered: Callable[[], None] = lambda: None,
-        left: Callable[[], None] = lambda: None,
+        inside: Callable[[bool], None] = lambda is_inside: None,
     ) -> None:
-        self.index, self.count, self._entered, self._left = index, count, entered, left
+        self.index, self.count, self._inside = index, count, inside
         self.splits_sequence, self.splits_context = splits_sequence, splits_context
         self._in_order = ordered and count > 2
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
@@ -81,28 +80,28 @@ class GroupCollectives:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """As bytes: gloo and NCCL do not know every type."""
-        self._entered()
+        self._inside(True)
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.count)]
         self._group.allgather([[*map(_bytes, found)]], [_bytes(tensor.contiguous())]).wait()
-        self._left()
+        self._inside(False)
         return found
 
     def sum_of_part(self, parts: Tensor) -> Tensor:
         if self._in_order:
             return self._sum_in_order(parts.contiguous())
-        self._entered()
+        self._inside(True)
         made = parts.new_empty(parts.shape[1:])
         flat = parts.contiguous().view(-1)
         self._group._reduce_scatter_base(made.view(-1), flat, dist.ReduceScatterOptions()).wait()
-        self._left()
+        self._inside(False)
         return made
 
     def _sum_in_order(self, parts: Tensor) -> Tensor:
         """One row per shard; of the rows for this shard the sum, rounded once."""
-        self._entered()
+        self._inside(True)
         rows = torch.empty_like(parts)
         self._group.alltoall_base(rows, parts, [], [], dist.AllToAllOptions()).wait()
-        self._left()
+        self._inside(False)
         wide = torch.float32 if parts.dtype.itemsize < 4 else parts.dtype
         total = rows[0].to(wide, copy=True)
         for row in rows[1:]:
@@ -110,11 +109,11 @@ class GroupCollectives:
         return total.to(parts.dtype)
 
     def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
-        self._entered()
+        self._inside(True)
         options = dist.AllreduceOptions()
         options.reduceOp = how
         self._group.allreduce([tensor], options).wait()
-        self._left()
+        self._inside(False)
         return tensor
 
 
