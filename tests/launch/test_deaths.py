@@ -36,6 +36,7 @@ ALSO = {
     "reduce stage=0,replica=1,step=3,op=R,when=during",
     "reduce stage=0,replica=0,step=3,op=U,when=before",
     "reduce stage=1,replica=1,step=3,op=U,when=after",
+    "pair same stage of three",
     "pair neighbours crossed",
     "pair whole replica after the last stage has reduced",
     "pair while the first heals",

@@ -16,6 +16,7 @@ from everstep.errors import EverstepError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local import api
 from everstep.launch.local.outcome import Outcome
+from everstep.launch.local.report import stopped_line
 from everstep.node.fork_server import ForkServer
 from everstep.store.folder import complete_steps
 
@@ -91,6 +92,14 @@ def test_a_second_signal_stops_it_at_once(
     with pytest.raises(KeyboardInterrupt):
         api.run_job(job_in(tmp_path), watch=at_step(2, signal.SIGINT, times=2), fork_server=fork_server)
     assert complete_steps(tmp_path) == []
+
+
+def test_a_run_that_has_completed_no_step_has_saved_none(tmp_path: Path) -> None:
+    """It was "stopped after step 0, whose state is saved", and there was no checkpoint."""
+    for folder in (tmp_path, None):
+        assert stopped_line(Outcome(), 0, job_in(folder)) == (
+            "stopped before a step was complete; the next start begins where this one did"
+        )
 
 
 class FailsWhileItStops:

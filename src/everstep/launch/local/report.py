@@ -150,6 +150,8 @@ def resume_line(outcome: Outcome, folder: str) -> str | None:
 
 def stopped_line(outcome: Outcome, last: int, job: Job) -> str:
     """A run that was interrupted after this step: is it saved?"""
+    if not last:
+        return "stopped before a step was complete; the next start begins where this one did"
     if job.checkpoint is None:
         return f"stopped after step {last}; nothing is saved, for the job has no [checkpoint]"
     if outcome.saved >= last:
