@@ -156,7 +156,7 @@ def _text_decoder(kind: Kind, parse: Coder) -> Coder:
     older = getattr(kind, "from_older", None)
     if older is not None:
         return lambda data: older(data) if isinstance(data, list) else parse(_of(str, data))
-    return lambda data: parse(_of(str, data))
+    return lambda data: parse(data if type(data) is str else _of(str, data))
 
 
 def _of(kind: Kind, data: Json) -> Json:
@@ -237,7 +237,7 @@ def _named_tuple_decoder(kind: Kind) -> Coder:
 def _object_decoder(kind: Kind) -> Coder:
     hints = get_type_hints(kind)
     given = [field for field in fields(kind) if field.init]
-    coders = {field.name: _decoder(hints[field.name]) for field in given}
+    coders = {field.name: (hints[field.name], _decoder(hints[field.name])) for field in given}
     needed = [field.name for field in given if field.default is MISSING and field.default_factory is MISSING]
 
     older = getattr(kind, "from_older", None)
@@ -249,7 +249,12 @@ def _object_decoder(kind: Kind) -> Coder:
         for name in needed:
             if name not in data:
                 raise TypeError(f"{kind.__name__} lacks {name!r}")
-        return kind(**{name: coders[name](value) for name, value in data.items() if name in coders})
+        made = {}
+        for name, value in data.items():
+            if name in coders:
+                plain, coder = coders[name]
+                made[name] = value if type(value) is plain else coder(value)
+        return kind(**made)
 
     return whole
 
