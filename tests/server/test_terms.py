@@ -20,6 +20,7 @@ from everstep import __version__
 from everstep.cli.client import Client
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest
+from everstep.drive.order_lines import OrderLine
 from everstep.errors import EverstepError, InternalError, UserError
 from everstep.plan.ask import PlanQuestion, Thought
 from everstep.protocol import events as ev
@@ -578,3 +579,57 @@ def test_a_decision_that_raised_leaves_no_snapshot_of_its_half_changed_state(
 
     monkeypatch.setattr(Coordinator, "handle", handle)
     asyncio.run(play())
+
+
+class ScriptedLine:
+    """The coordinator's end of an agent's connection."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[str] = asyncio.Queue()
+
+    def __aiter__(self) -> ScriptedLine:
+        return self
+
+    async def __anext__(self) -> aiohttp.WSMessage:
+        return aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, await self.says.get(), None)
+
+    async def send_str(self, text: str) -> None:
+        """It is not read."""
+
+    async def close(self) -> None:
+        """What was sent before is still to be read."""
+
+
+def test_an_acknowledgement_of_an_old_line_drops_no_order_of_the_new_one(tmp_path: Path) -> None:
+    """An agent that has called again has not seen what is pending, whatever its old line still says."""
+
+    async def play() -> None:
+        journal = SqliteJournal(tmp_path / "journal.sqlite")
+        await journal.open()
+        term = await Daemon(journal, folder=tmp_path).begin()
+        running = asyncio.create_task(term.run())
+        hello = msg.NodeJoined(node="a", boot="1", slots=2, host="127.0.0.1", memory_port=0)
+        before, after = ScriptedLine(), ScriptedLine()
+        talks = []
+        for line in (before, after):
+            joined = term.lines._queues.get("a")
+            talks.append(asyncio.create_task(term.lines._converse(line, hello, OrderLine({}))))  # type: ignore[arg-type]
+            while term.lines._queues.get("a") is joined or "a" not in term.lines.nodes:
+                await asyncio.sleep(0.001)
+        node = term.machine.nodes["a"]
+        order = msg.CloseTask(task="t", gently=True)
+        node.pending = [msg.Dispatch(node="a", number=99, order=order, because="", cause=1)]
+        for _ in range(2):
+            await before.says.put('{"beat":0,"done":99}')
+        while not talks[0].done() and not before.says.empty():
+            await asyncio.sleep(0.001)
+        assert len(node.pending) == 1
+        await after.says.put('{"beat":0,"done":99}')
+        while node.pending:
+            await asyncio.sleep(0.001)
+        for job in (talks[1], running):
+            job.cancel()
+        await asyncio.gather(talks[1], running, return_exceptions=True)
+        await journal.close()
+
+    asyncio.run(asyncio.wait_for(play(), LIMIT_S))
