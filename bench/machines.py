@@ -45,7 +45,7 @@ from harness.switch import UserSwitch
 TOKEN = "machines"
 STEPS, FAULT_AT = 24, 5
 # Training goes on meanwhile, and must not be over when the worker dies, or when a hung start is noticed.
-LONGER = {"coordinator-lost": 90, "hang-import": 400, "hang-build": 400}
+LONGER = {"coordinator-lost": 90, "hang-import": 400, "hang-build": 400, "hang-connect": 150}
 NODES = ("n1", "n2", "n3")
 WHOLE_RATE = 12.5e6  # bytes/s of every cable, where bandwidth is the fault
 HUNG_START = """
