@@ -14,7 +14,7 @@ from everstep.core.faults.xids import place_of_xid
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec
 from everstep.launch.local.run import LocalTask
-from everstep.node import slot_devices
+from everstep.node import slot_devices, worker
 from everstep.node.agent import Agent, AgentSettings
 from everstep.node.fork_server import ForkServer
 from everstep.node.slot_devices import DevicesUnknownError, NodeDevices, SlotDevice, parsed, visible
@@ -280,3 +280,13 @@ def test_slots_that_share_one_gpu_are_all_named() -> None:
     place = place_of_xid("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
     assert place is not None
     assert slot_devices.slots_named(place, every(WHOLE), slots=4, pids={}) == (0, 2)
+
+
+def test_a_compiled_job_on_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler opened each GPU of the machine: half a GiB of its memory per worker."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(worker.regions, "enable", lambda: None)
+    worker._device_of(Job(model=ModelSpec()))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    worker._device_of(Job(model=ModelSpec(), compile=True))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

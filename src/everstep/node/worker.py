@@ -253,6 +253,8 @@ def _device_of(job: Job) -> torch.device:
     torch.set_num_threads(job.threads)
     device = devices.pick(job.device)
     if job.compile:
+        if device.type == "cpu":  # the compiler would ask each GPU what it is: half a GiB of its memory
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         regions.enable()
     if job.accumulate != "fp32":
         devices.exact(device)
