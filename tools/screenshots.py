@@ -110,7 +110,7 @@ CHANGES = 40
 async def crowded(cluster: Cluster, number: int) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
     """By rack, what keeps its nodes alive."""
     headers = {"Authorization": f"Bearer {cluster.token}"}
-    crowd = Crowd([cluster.addresses["first"]], headers, beat_s=1.0)
+    crowd = Crowd([cluster.addresses["first"]], headers, beat_s=0.4)
     racks: dict[str, list[FakeAgent]] = {}
     for index in range(number):
         name, rack = f"n{index:04}", f"rack {index // RACK + 1}"
