@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from everstep.fabric import Flow, Routing, allocate
-from everstep.fabric.document import hops_of, topology_document
+from everstep.fabric.document import topology_document
 from everstep.fabric.flows import connection_name
 from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.net.envelope import Envelope
 from everstep.net.links import Address, LinkEvents, Links
-from everstep.node.steer import RoutesFile, SourcePorts, Steering
+from everstep.node.steer import PlannedPath, RoutesFile, SourcePorts, Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
@@ -124,7 +124,7 @@ def _source_ports(testbed: Testbed, routing: Routing) -> dict[str, SourcePorts]:
             {
                 (testbed.host(int(one.target[0][1:])), FIRST_PORT + number): (
                     one.name,
-                    hops_of(routing.topology, routing.path(number)),
+                    PlannedPath.of(routing.topology, routing.path(number)),
                 )
                 for number, one in enumerate(routing.flows)
                 if one.source[0] == node
@@ -137,10 +137,10 @@ def _connect(where: tuple[str, int], ports: SourcePorts | None) -> socket.socket
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if ports is not None:
-        port = ports(*where)
-        if port is None:
+        way = ports(*where)
+        if way is None:
             raise RuntimeError(f"no source port for {where}")
-        sock.bind((ports.source, port))
+        sock.bind((way.source, way.port))
     sock.connect(where)
     return sock
 
@@ -222,13 +222,13 @@ def watched_run(
     def deliver(frame: object) -> None:
         streams[frame.parcel.sender].delivered(frame.parcel.step)  # type: ignore[attr-defined]
 
-    def links(host: str, source_port: object = None) -> Links:
+    def links(host: str, way: object = None) -> Links:
         made = Links(
             LinkEvents(deliver=deliver, broken=broken, failed=lambda error: print(error, file=sys.stderr)),
             token=b"t" * 16,
             host=host,
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
-            source_port=source_port,  # type: ignore[arg-type]
+            way=way,  # type: ignore[arg-type]
         )
         made.start()
         return made

@@ -5,6 +5,9 @@
                ├── s3 ──┤                 (addresses and ports), answer from the interface a packet came in
                └── s4 ──┘                 by, and take their seed from us.
 
+With two planes every host has a second port, at leaf l1p1 with spines s1p1, s2p1, ...: another network, which
+shares nothing with the first.
+
 It needs root, and only for making it. Everything lives in a mount and a network namespace of its own: when
 the process ends, however it ends, the kernel removes all of it. Threads enter a host by `setns`, so one
 process can hold sockets in every host.
@@ -37,33 +40,46 @@ class Testbed:
     spines: int
     rate_mbit: float
     mtu: int = 1500
+    planes: int = 1
 
-    def host(self, number: int) -> str:
-        return f"10.1.{number}.2"
+    def host(self, number: int, plane: int = 0) -> str:
+        return f"10.{1 + plane}.{number}.2"
 
     def topology(self) -> Topology:
         """What a user would write into the fabric file."""
         gbps = self.rate_mbit / 1e3
-        cables = [(leaf, spine) for leaf in self._leaves for spine in self._spines]
+        cables = [(leaf, spine, p) for p in self._planes for leaf in self._leaves for spine in self._spines]
         return Topology(
             name="testbed",
             nodes=tuple(
                 FabricNode(
                     name=f"h{n}",
-                    ports=(
-                        Port(nic=0, plane=0, leaf=f"l{n}", gbps=gbps * self.spines, address=self.host(n)),
+                    ports=tuple(
+                        Port(
+                            nic=0,
+                            plane=p,
+                            leaf=_switch("l", n, p),
+                            gbps=gbps * self.spines,
+                            address=self.host(n, p),
+                        )
+                        for p in self._planes
                     ),
                 )
                 for n in self._leaves
             ),
-            leaves=tuple(Switch(name=f"l{n}") for n in self._leaves),
-            spines=tuple(Switch(name=f"s{n}") for n in self._spines),
+            leaves=tuple(
+                Switch(name=_switch("l", n, p), plane=p) for p in self._planes for n in self._leaves
+            ),
+            spines=tuple(
+                Switch(name=_switch("s", n, p), plane=p) for p in self._planes for n in self._spines
+            ),
             fabric_links=tuple(
                 link
-                for n, s in cables
+                for n, s, p in cables
+                for up, down in [(_switch("l", n, p), _switch("s", s, p))]
                 for link in (
-                    Link(sender=f"l{n}", receiver=f"s{s}", gbps=gbps, address=f"10.{10 + n}.{s}.2"),
-                    Link(sender=f"s{s}", receiver=f"l{n}", gbps=gbps, address=f"10.{10 + n}.{s}.1"),
+                    Link(sender=up, receiver=down, gbps=gbps, address=f"{_cable_net(n, s, p)}.2"),
+                    Link(sender=down, receiver=up, gbps=gbps, address=f"{_cable_net(n, s, p)}.1"),
                 )
             ),
         )
@@ -78,8 +94,13 @@ class Testbed:
     def _spines(self) -> range:
         return range(1, self.spines + 1)
 
+    @property
+    def _planes(self) -> range:
+        return range(self.planes)
+
     def namespaces(self) -> list[str]:
-        return [f"{k}{n}" for k in "hl" for n in self._leaves] + [f"s{n}" for n in self._spines]
+        switches = [("l", n) for n in self._leaves] + [("s", n) for n in self._spines]
+        return [f"h{n}" for n in self._leaves] + [_switch(k, n, p) for p in self._planes for k, n in switches]
 
     @contextlib.contextmanager
     def up(self) -> Iterator[Testbed]:
@@ -100,25 +121,41 @@ class Testbed:
             _call("ip", "-n", name, "link", "set", "lo", "up")
             for key, value in _SETTINGS.items():
                 self.sysctl(name, key, value)
+        for plane in self._planes:
+            self._build_plane(plane)
+
+    def _build_plane(self, p: int) -> None:
+        hosts = f"10.{1 + p}"
         for n in self._leaves:
-            self._cable(f"h{n}", "e0", f"10.1.{n}.2/24", f"l{n}", f"h{n}", f"10.1.{n}.1/24")
-            _call("ip", "-n", f"h{n}", "route", "add", "default", "via", f"10.1.{n}.1")
+            leaf = _switch("l", n, p)
+            self._cable(f"h{n}", f"e{p}", f"{hosts}.{n}.2/24", leaf, f"h{n}", f"{hosts}.{n}.1/24")
+            beyond = "default" if p == 0 else f"{hosts}.0.0/16"
+            _call("ip", "-n", f"h{n}", "route", "add", beyond, "via", f"{hosts}.{n}.1")
             for s in self._spines:
-                net = f"10.{10 + n}.{s}"
-                self._cable(f"l{n}", f"s{s}", f"{net}.1/24", f"s{s}", f"l{n}", f"{net}.2/24")
-                for name, device in ((f"l{n}", f"s{s}"), (f"s{s}", f"l{n}")):
+                spine, net = _switch("s", s, p), _cable_net(n, s, p)
+                self._cable(leaf, f"s{s}", f"{net}.1/24", spine, f"l{n}", f"{net}.2/24")
+                for name, device in ((leaf, f"s{s}"), (spine, f"l{n}")):
                     self.set_rate(name, device, self.rate_mbit, "add")
         for n in self._leaves:
             for s in self._spines:
-                _call("ip", "-n", f"s{s}", "route", "add", f"10.1.{n}.0/24", "via", f"10.{10 + n}.{s}.1")
+                via = f"{_cable_net(n, s, p)}.1"
+                _call("ip", "-n", _switch("s", s, p), "route", "add", f"{hosts}.{n}.0/24", "via", via)
             for other in self._leaves:
                 if other != n:
                     ways = [
                         word
                         for s in self._spines
-                        for word in ("nexthop", "via", f"10.{10 + n}.{s}.2", "dev", f"s{s}", "weight", "1")
+                        for word in (
+                            "nexthop",
+                            "via",
+                            f"{_cable_net(n, s, p)}.2",
+                            "dev",
+                            f"s{s}",
+                            "weight",
+                            "1",
+                        )
                     ]
-                    _call("ip", "-n", f"l{n}", "route", "add", f"10.1.{other}.0/24", *ways)
+                    _call("ip", "-n", _switch("l", n, p), "route", "add", f"{hosts}.{other}.0/24", *ways)
 
     def _cable(self, one: str, device: str, address: str, other: str, far: str, far_address: str) -> None:
         _call("ip", "-n", one, "link", "add", device, "type", "veth", "peer", "name", far, "netns", other)
@@ -177,6 +214,14 @@ class Testbed:
         if failure:
             raise failure[0]
         return outcome[0]
+
+
+def _switch(kind: str, number: int, plane: int) -> str:
+    return f"{kind}{number}" if plane == 0 else f"{kind}{number}p{plane}"
+
+
+def _cable_net(leaf: int, spine: int, plane: int) -> str:
+    return f"10.{10 + 100 * plane + leaf}.{spine}"
 
 
 _SETTINGS = {

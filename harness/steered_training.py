@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--at", type=int, default=40, help="the step at which it happens")
     parser.add_argument("--seeds", type=int, default=0, help="a run of --steps for each, nothing harmed")
     parser.add_argument("--stages", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--planes", type=int, default=1, choices=(1, 2), help="ports of a host")
     parser.add_argument("--unsteered", action="store_true", help="workers that know nothing of the fabric")
     parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of a cable")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for the run")
@@ -80,7 +81,7 @@ def main() -> int:
         print(f"steered training: {reason}.", file=sys.stderr)
         return 2
     fabric_testbed.move_into_own_namespaces()
-    testbed = Testbed(leaves=2, spines=4, rate_mbit=args.rate)
+    testbed = Testbed(leaves=2, spines=4, rate_mbit=args.rate, planes=args.planes)
     with testbed.up(), tempfile.TemporaryDirectory() as folder:
         testbed.seed(1)
         if args.dead:
@@ -114,7 +115,7 @@ def train(testbed: Testbed, folder: Path, args: argparse.Namespace) -> dict[str,
                 "--slots",
                 str(args.stages),
             ]
-            words += ["--host", testbed.host(number)]
+            words += ["--host", testbed.host(number), *(["--bind", "0.0.0.0"] if args.planes > 1 else [])]
             if not args.unsteered:
                 words += ["--fabric-ports", "24000-27999"]
             running.append(start(f"h{number}", [*everstep, *words]))
@@ -218,12 +219,12 @@ def planned_spines(routing: Routing) -> set[int]:
         if flow.source[0] == "h1"
         for link in routing.path(number)[1:-1]
     ]
-    return {int(name[1:]) for name in used if name.startswith("s")}
+    return {int(name[1:].partition("p")[0]) for name in used if name.startswith("s")}
 
 
-def spine_bytes() -> dict[int, int]:
-    """What each cable out of leaf 1 has carried."""
-    command = ["ip", "-n", "l1", "-s", "-j", "link"]
+def spine_bytes(leaf: str = "l1") -> dict[int, int]:
+    """What each cable out of a leaf has carried."""
+    command = ["ip", "-n", leaf, "-s", "-j", "link"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     sent = {row["ifname"]: row["stats64"]["tx"]["bytes"] for row in json.loads(shown.stdout)}
     return {int(name[1:]): count for name, count in sent.items() if name[0] == "s"}
@@ -266,6 +267,9 @@ def summary(
     return {
         "finished": task["step"] >= args.steps,
         "spine_bytes": spine_bytes(),
+        "plane_bytes": [
+            sum(spine_bytes(leaf).values()) for leaf in ("l1", *(["l1p1"] if args.planes > 1 else []))
+        ],
         "steered": not args.unsteered,
         "harm": args.harm,
         "step_before_s": statistics.median(before) if before else None,

@@ -16,7 +16,7 @@ from everstep.fabric.catalogue import Tuple4
 from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 from everstep.net.envelope import Envelope
 from everstep.net.links import LinkEvents, Links
-from everstep.net.sockets import progress_of
+from everstep.net.sockets import Way, progress_of
 from everstep.node.probe import REACHED, Budget, Prober, probe
 from everstep.protocol.parcels import Parcel, ParcelKind
 
@@ -113,7 +113,7 @@ def test_a_link_takes_the_source_port_it_is_given_and_another_one_after_a_move()
     wanted = list(free_ports(2))
     here, there = queue.Queue(), queue.Queue()
     left = list(wanted)
-    sender = links(here, source_port=lambda host, port: left.pop(0))
+    sender = links(here, way=lambda host, port: Way("127.0.0.1", left.pop(0), host))
     receiver = links(there)
     try:
         send(sender, receiver.address, 1)
@@ -139,11 +139,11 @@ def test_a_path_that_is_probed_for_long_does_not_hold_up_the_thread_that_sends()
     here, there = queue.Queue(), queue.Queue()
     probed = threading.Event()
 
-    def probe(host: str, port: int) -> int | None:
+    def probe(host: str, port: int) -> Way | None:
         assert probed.wait(30)
         return None
 
-    sender, receiver = links(here, source_port=probe), links(there)
+    sender, receiver = links(here, way=probe), links(there)
     try:
         for step in (1, 2):
             send(sender, receiver.address, step)

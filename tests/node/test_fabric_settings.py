@@ -4,10 +4,12 @@ coordinator with `--fabric` plans.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from everstep.fabric import Flow, Routing, allocate
 from everstep.fabric.document import routes_document
 from everstep.fabric.flows import connection_name
 from everstep.node.fabric_settings import FabricSettings
-from everstep.node.steer import Steering
+from everstep.node.steer import PlannedPath, SourcePorts, Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from harness import fabric_testbed
@@ -82,6 +84,30 @@ def test_a_worker_takes_its_own_flows_and_opens_again_only_what_has_another_path
     assert moved == [PEERS[1]]
     assert steering.watch is not None
     steering.watch.validate()
+
+
+def test_a_path_has_the_addresses_of_its_plane(tmp_path: Path) -> None:
+    """Both planes are planned for a worker's two peers; each connection takes the ports of its own."""
+    two = replace(TESTBED, planes=2)
+    flows = [replace(flow, bytes=1e6) for flow in routing().flows[:2]]
+    settings().take(tmp_path, routes_document(allocate(two.topology(), flows)))
+    steering, _ = follows(tmp_path)
+    ends = {(path.source, path.target) for path in steering.ports.paths.values()}
+    assert ends == {("10.1.1.2", "10.1.2.2"), ("10.2.1.2", "10.2.2.2")}
+
+
+def test_a_peer_that_does_not_listen_in_a_plane_is_reached_as_before(tmp_path: Path) -> None:
+    """Its agent was started without --bind: every connection to the other plane would be refused for ever."""
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        port = peer.getsockname()[1]
+        flow = replace(routing().flows[0], name=connection_name("job", "0:1", "127.0.0.1", port))
+        topology = replace(TESTBED, planes=2).topology()
+        path = PlannedPath(("10.111.1.2",), "127.0.0.1", "127.0.0.2")
+        ports = SourcePorts("127.0.0.1", range(24000, 24100), told.append)
+        ports.take(topology, {("127.0.0.1", port): (flow.name, path)})
+        assert ports("127.0.0.1", port) is None
+    assert "start the agents of nodes with several planes with --bind 0.0.0.0" in told[0]
 
 
 def test_a_peer_that_was_replaced_is_another_flow_and_one_that_is_gone_is_none(tmp_path: Path) -> None:
@@ -156,10 +182,36 @@ def test_workers_send_by_the_spines_that_the_coordinator_has_planned(dead: int) 
     """Real agents and workers on two hosts of a network of namespaces; the cables count the bytes. A cable
     that is dead from the start is found by the agents, and no flow is planned over it.
     """
+    found = _trained("--dead", str(dead))
+    sent = {int(spine): count for spine, count in found["spine_bytes"].items()}
+    busy = {spine for spine, count in sent.items() if count > sum(sent.values()) / 5}
+    assert found["finished"]
+    assert len(found["planned_spines"]) == 2
+    assert busy == set(found["planned_spines"]) - {dead}, found
+
+
+@pytest.mark.slow
+def test_workers_send_by_both_planes_where_a_host_has_a_port_in_each() -> None:
+    """The plan puts the two workers of a host into different planes; only one had been used."""
+    found = _trained("--planes", "2")
+    assert found["finished"]
+    assert min(found["plane_bytes"]) > sum(found["plane_bytes"]) / 4, found
+
+
+def _trained(*words: str) -> Any:
     root = _needs_testbed()
-    words = ["--harm", "none", "--steps", "8", "--json", "--dead", str(dead)]
     done = subprocess.run(
-        [sys.executable, "-m", "harness.steered_training", *words],
+        [
+            sys.executable,
+            "-m",
+            "harness.steered_training",
+            "--harm",
+            "none",
+            "--steps",
+            "8",
+            "--json",
+            *words,
+        ],
         capture_output=True,
         text=True,
         timeout=240,
@@ -168,9 +220,4 @@ def test_workers_send_by_the_spines_that_the_coordinator_has_planned(dead: int) 
         env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    sent = {int(spine): count for spine, count in found["spine_bytes"].items()}
-    busy = {spine for spine, count in sent.items() if count > sum(sent.values()) / 5}
-    assert found["finished"]
-    assert len(found["planned_spines"]) == 2
-    assert busy == set(found["planned_spines"]) - {dead}, found
+    return json.loads(done.stdout)

@@ -229,6 +229,15 @@ def hops_of(topology: Topology, path: Sequence[int]) -> tuple[str, ...]:
     return tuple(hop for hop in hops if hop is not None) if all(hops) else ()
 
 
+def ends_of(topology: Topology, path: Sequence[int]) -> tuple[str, str]:
+    """The addresses of the two ports that a path joins, of one plane; empty where they are not given."""
+    if not path:
+        return "", ""
+    up, down = topology.links[path[0]], topology.links[path[-1]]
+    back = topology.links[topology.index[f"{up.receiver}>{up.sender}"]]
+    return back.address or "", down.address or ""
+
+
 def _bare(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 

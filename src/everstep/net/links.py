@@ -34,7 +34,7 @@ from everstep.net import frames
 from everstep.net.envelope import Envelope, FrameKind
 from everstep.net.handshake import PLAIN, Acceptor, Opener
 from everstep.net.seal import Sealer, Suite, TamperedError
-from everstep.net.sockets import FlowProgress, family_of, in_numbers, listening, progress_of, watch_path
+from everstep.net.sockets import FlowProgress, Way, family_of, in_numbers, listening, progress_of, watch_path
 from everstep.protocol.parcels import Parcel
 
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER: on, no time
@@ -90,8 +90,8 @@ class LinkEvents:
 
 class Links:
     """All connections of one worker. `empty`: memory to receive into. `identity`: what a peer hears of this
-    worker. `source_port` is asked with the peer's host and port when a connection is opened, for fabrics on
-    which the source port decides the path; in a thread of its own, because it may probe paths for seconds.
+    worker. `way` is asked with the peer's host and port when a connection is opened, for fabrics on which
+    addresses and source port decide the path; in a thread of its own, because it may probe for seconds.
     `bind`: where it listens, if that is not `host`, where peers reach
     it. `accepts`: how a connection with this host may be protected.
     """
@@ -103,17 +103,17 @@ class Links:
         token: bytes,
         host: str,
         empty: frames.Empty,
-        source_port: Callable[[str, int], int | None] | None = None,
+        way: Callable[[str, int], Way | None] | None = None,
         identity: bytes = b"",
         listener: socket.socket | None = None,
         accepts: Callable[[str], Sequence[Suite]] = lambda host: PLAIN,
     ) -> None:
         self.events, self._token, self._identity, self._accepts = events, token, identity, accepts
-        self._empty, self._source_port = empty, source_port
+        self._empty, self._way = empty, way
         self._selector = selectors.DefaultSelector()
         self._listener = listener or listening(host)
         self._listener.setblocking(False)
-        self._here, port = self._listener.getsockname()[:2]
+        port = self._listener.getsockname()[1]
         self.address = Address(in_numbers(host), port)  # where peers reach the listener
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
@@ -129,7 +129,7 @@ class Links:
         self._to_dial: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        if self._source_port is not None:
+        if self._way is not None:
             threading.Thread(target=self._dial_planned, name="paths", daemon=True).start()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
@@ -228,29 +228,29 @@ class Links:
         sock.setblocking(False)
         watch_path(sock)
         link = self._out[to] = _Outgoing(to, sock)
-        if self._source_port is None:
-            self._dial(link)
+        if self._way is None:
+            self._dial(link, link.address)
         else:
             self._to_dial.put(link)
         return link
 
     @staticmethod
-    def _dial(link: _Outgoing) -> None:
+    def _dial(link: _Outgoing, to: tuple[str, int]) -> None:
         with contextlib.suppress(BlockingIOError):
-            link.socket.connect(link.address)
+            link.socket.connect(to)
         link.dialled = True
 
     def _dial_planned(self) -> None:
         """In a thread: which source port takes the connection onto its path is probed."""
-        assert self._source_port is not None
+        assert self._way is not None
         while (link := self._to_dial.get()) is not None:
-            port = self._source_port(*link.address)
+            way = self._way(*link.address)
             try:
-                if port is not None:
+                if way is not None:
                     link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     with contextlib.suppress(OSError):  # taken since: any path is better than none
-                        link.socket.bind((self._here, port))
-                self._dial(link)
+                        link.socket.bind((way.source, way.port))
+                self._dial(link, link.address if way is None else (way.target, link.address.port))
             except OSError as error:  # no way there, or the link was closed meanwhile
                 link.broken, link.error = True, str(error)
             self._ask.append(link)

@@ -58,7 +58,7 @@ from everstep.net.lanes import Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
-from everstep.net.sockets import FlowProgress, listening
+from everstep.net.sockets import FlowProgress, Way, listening
 from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
@@ -168,7 +168,7 @@ class PlaneSettings:
     computes: str = ""  # as in `Identity`
     waits: bool = False  # for a lane that the job asks for; else tcp carries messages until it is open
     listener: socket.socket | None = None  # for peers; None: one of its own
-    source_port: Callable[[str, int], int | None] | None = None
+    way: Callable[[str, int], Way | None] | None = None  # onto its planned path
 
 
 # By transport: what carries the bytes of a lane. All others of `chosen` need no lane.
@@ -213,7 +213,7 @@ class DataPlane:
             token=settings.secret,
             host=settings.host,
             empty=lambda shape, dtype: host_memory.host_empty(shape, dtype, device),
-            source_port=settings.source_port,
+            way=settings.way,
             identity=self.identity.encode(),
             listener=listener,
             accepts=partial(seal.accepted, settings.net),

@@ -34,6 +34,16 @@ def listening(host: str, port: int = 0) -> socket.socket:
     return socket.create_server(at, family=family, backlog=128)
 
 
+class Way(NamedTuple):
+    """How a connection to a peer is opened: from which of this machine's addresses and ports, and to which of
+    the peer's addresses.
+    """
+
+    source: str
+    port: int
+    target: str
+
+
 def family_of(address: str) -> socket.AddressFamily:
     """Of an address in numbers."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

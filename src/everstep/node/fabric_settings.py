@@ -69,8 +69,13 @@ class FabricSettings:
     def look(self, host: str) -> tuple[str, ...]:
         """Which links are dead, as far as this node can tell."""
         assert self._topology is not None
-        budget = Budget(packets=LOOK_PACKETS, seconds=LOOK_S)
-        return dead_links(Prober(topology=self._topology, ports=self._ports, budget=budget), host)
+        ports = next((n.ports for n in self._topology.nodes if host in {p.address for p in n.ports}), ())
+        found: dict[str, None] = {}
+        for source in [port.address for port in ports if port.address] or [host]:
+            budget = Budget(packets=LOOK_PACKETS, seconds=LOOK_S)
+            prober = Prober(topology=self._topology, ports=self._ports, budget=budget)
+            found |= dict.fromkeys(dead_links(prober, source))
+        return tuple(found)
 
     def looked(self, found: Any) -> None:
         if isinstance(found, tuple) and found != self.dead:  # else the look has failed, and was told

@@ -135,13 +135,14 @@ class Prober:
 
 def dead_links(prober: Prober, source: str) -> tuple[str, ...]:
     """Links that no probe from this address comes over: those up from its leaf, and those from spines down to
-    the next few leaves; nodes of other leaves look at others. So many ports are tried before a link is
-    accused that hashes leave out a healthy one once in millions of looks. Where no switch answers, or the
-    budget is used up, nothing is known.
+    the next few leaves of its plane; nodes of other leaves look at others. So many ports are tried before a
+    link is accused that hashes leave out a healthy one once in millions of looks. Where no switch answers, or
+    the budget is used up, nothing is known.
     """
     links = prober.topology.fabric_links
-    at = {p.leaf: p.address for node in prober.topology.nodes for p in node.ports if p.address}
-    leaf = next((p.leaf for n in prober.topology.nodes for p in n.ports if p.address == source), "")
+    ports = [port for node in prober.topology.nodes for port in node.ports if port.address]
+    leaf, plane = next(((p.leaf, p.plane) for p in ports if p.address == source), ("", 0))
+    at = {p.leaf: p.address for p in ports if p.plane == plane or prober.topology.cross_planes}
     up = {link.address: link for link in links if link.sender == leaf and link.address}
     others = sorted(other for other in at if other != leaf)
     first = sum(other < leaf for other in others)

@@ -20,18 +20,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.errors import UserError
 from everstep.fabric.catalogue import Hops, Tuple4
-from everstep.fabric.document import hops_of, routes_from
+from everstep.fabric.document import ends_of, hops_of, routes_from
 from everstep.fabric.flows import connection_name
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Topology
 from everstep.fabric.watch import Action, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 from everstep.log import say
 from everstep.net.links import Address, Links
-from everstep.net.sockets import progress_of
+from everstep.net.sockets import Way, progress_of
 from everstep.node.probe import Budget, Prober
 from everstep.protocol.messages import Sender
 
@@ -40,54 +40,83 @@ _PROBE_S = 2.0
 Peer = tuple[str, int]  # where it listens
 
 
+class PlannedPath(NamedTuple):
+    """Of a flow: where its links arrive, and the addresses of its two ports, which are in one plane."""
+
+    hops: Hops
+    source: str
+    target: str
+
+    @classmethod
+    def of(cls, topology: Topology, path: Sequence[int]) -> PlannedPath:
+        return cls(hops_of(topology, path), *ends_of(topology, path))
+
+
 @dataclass(slots=True)
 class SourcePorts:
-    """`ports(host, port)`: the source port that takes a connection to this peer onto its planned path; None,
-    for any port, where no path is planned.
+    """`ports(host, port)`: the addresses and the source port that take a connection to this peer onto its
+    planned path; None, for any, where no path is planned.
     """
 
     source: str
     ports: range
     because: Callable[[str], None] = say
     flow_of: dict[Peer, str] = field(default_factory=dict)
-    hops: dict[str, Hops] = field(default_factory=dict)
+    paths: dict[str, PlannedPath] = field(default_factory=dict)
     _prober: Prober | None = None
     _used: set[int] = field(default_factory=set)
 
-    def __call__(self, host: str, port: int) -> int | None:
+    def __call__(self, host: str, port: int) -> Way | None:
         flow, prober = self.flow_of.get((host, port)), self._prober
         if flow is None or prober is None:
             return None
-        key = Tuple4(protocol="tcp", source=self.source, target=host, target_port=port)
+        path = self.paths[flow]
+        source, target = path.source or self.source, path.target or host
+        if target != host and not _listens(source, target, port):
+            self.because(
+                f"{flow} does not take its planned plane: {target}:{port} does not answer; start the agents "
+                "of nodes with several planes with --bind 0.0.0.0."
+            )
+            return None
+        key = Tuple4(protocol="tcp", source=source, target=target, target_port=port)
         prober.budget = Budget(packets=_PROBE_PACKETS, seconds=_PROBE_S, reply_s=prober.budget.reply_s)
         try:
-            found = prober.port_for(key, self.hops[flow], taken=self._used)
+            found = prober.port_for(key, path.hops, taken=self._used)
         except UserError as error:  # a worse path is no reason to stop training
             self.because(f"{flow} takes the kernel's port: {error}")
             return None
         if found is None:
-            self.because(f"{flow} takes the kernel's port: none to {host}:{port} has the planned path.")
+            self.because(f"{flow} takes the kernel's port: none to {target}:{port} has the planned path.")
             return None
         self._used.add(found)
-        return found
+        return Way(source, found, target)
 
-    def take(self, topology: Topology, planned: dict[Peer, tuple[str, Hops]]) -> list[Peer]:
+    def take(self, topology: Topology, planned: dict[Peer, tuple[str, PlannedPath]]) -> list[Peer]:
         """Other paths are planned. The peers whose connections are to be opened again."""
-        moved = [peer for peer, (flow, hops) in planned.items() if self.hops.get(flow) != hops]
+        moved = [peer for peer, (flow, path) in planned.items() if self.paths.get(flow) != path]
         if self._prober is None or self._prober.topology != topology:
             self._prober = Prober(topology=topology, ports=self.ports)
         self.flow_of = {peer: flow for peer, (flow, _) in planned.items()}
-        self.hops = dict(planned.values())
+        self.paths = dict(planned.values())
         return moved
 
-    def reassign(self, flow: str, hops: Hops) -> None:
+    def reassign(self, flow: str, path: PlannedPath) -> None:
         """The flow's next connection goes another way. What was known of ports may be stale by now."""
-        self.hops[flow] = hops
+        self.paths[flow] = path
         if self._prober is not None:
             self._prober.catalogue.forget_all()
 
     def peer_of(self, flow: str) -> Peer | None:
         return next((peer for peer, name in self.flow_of.items() if name == flow), None)
+
+
+def _listens(source: str, target: str, port: int) -> bool:
+    """Does the peer listen at its address in this plane, too?"""
+    try:
+        socket.create_connection((target, port), timeout=_PROBE_S, source_address=(source, 0)).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -158,12 +187,12 @@ class Steering:
 
     def follow(self, routing: Routing) -> None:
         """Of this plan, what is this worker's."""
-        mine: dict[Peer, tuple[str, Hops]] = {}
+        mine: dict[Peer, tuple[str, PlannedPath]] = {}
         start = connection_name(self.me.task, str(self.me.worker), "", 0).removesuffix(":0")
         for number, flow in enumerate(routing.flows):
             if flow.name.startswith(start):
                 host, _, port = flow.name.removeprefix(start).rpartition(":")
-                mine[host, int(port)] = flow.name, hops_of(routing.topology, routing.path(number))
+                mine[host, int(port)] = flow.name, PlannedPath.of(routing.topology, routing.path(number))
         for peer in self.ports.take(routing.topology, mine):
             self.move(peer)
         if self.watch is None:
@@ -200,6 +229,6 @@ class Steering:
                 peer = self.ports.peer_of(action.flow)
                 if peer is None:
                     continue  # another worker's; it sees the same and moves it
-                self.ports.reassign(action.flow, hops_of(self.watch.topology, action.after))
+                self.ports.reassign(action.flow, PlannedPath.of(self.watch.topology, action.after))
                 self.move(peer)
             self.report(action)

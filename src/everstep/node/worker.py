@@ -187,7 +187,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             computes=_computes_with(job, device),
             waits=sender.incarnation == 1,
             listener=None if group is None else group.listener,
-            source_port=None if steering is None else steering.ports,
+            way=None if steering is None else steering.ports,
         ),
         _nothing if recorder is None else recorder.got,
     )
