@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from everstep.errors import EverstepError, InternalError, UserError
 from everstep.plan.ask import PlanQuestion, Thought
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.codec import encode
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
@@ -586,6 +587,7 @@ class ScriptedLine:
 
     def __init__(self) -> None:
         self.says: asyncio.Queue[str] = asyncio.Queue()
+        self.told: list[dict[str, Any]] = []
 
     def __aiter__(self) -> ScriptedLine:
         return self
@@ -594,42 +596,71 @@ class ScriptedLine:
         return aiohttp.WSMessage(aiohttp.WSMsgType.TEXT, await self.says.get(), None)
 
     async def send_str(self, text: str) -> None:
-        """It is not read."""
+        self.told.append(json.loads(text))
 
     async def close(self) -> None:
         """What was sent before is still to be read."""
+
+
+@contextlib.asynccontextmanager
+async def leading(folder: Path) -> AsyncIterator[terms.Term]:
+    journal = SqliteJournal(folder / "journal.sqlite")
+    await journal.open()
+    term = await Daemon(journal, folder=folder).begin()
+    running = asyncio.create_task(term.run())
+    yield term
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await journal.close()
+
+
+async def called(term: terms.Term, line: ScriptedLine) -> asyncio.Task[None]:
+    """The one agent of these tests has another line."""
+    before = term.lines._queues.get("a")
+    talk = asyncio.create_task(term.lines._converse(line, joined("a"), OrderLine({})))  # type: ignore[arg-type]
+    while term.lines._queues.get("a") is before or "a" not in term.lines.nodes:
+        await asyncio.sleep(0.001)
+    return talk
 
 
 def test_an_acknowledgement_of_an_old_line_drops_no_order_of_the_new_one(tmp_path: Path) -> None:
     """An agent that has called again has not seen what is pending, whatever its old line still says."""
 
     async def play() -> None:
-        journal = SqliteJournal(tmp_path / "journal.sqlite")
-        await journal.open()
-        term = await Daemon(journal, folder=tmp_path).begin()
-        running = asyncio.create_task(term.run())
-        hello = msg.NodeJoined(node="a", boot="1", slots=2, host="127.0.0.1", memory_port=0)
         before, after = ScriptedLine(), ScriptedLine()
-        talks = []
-        for line in (before, after):
-            joined = term.lines._queues.get("a")
-            talks.append(asyncio.create_task(term.lines._converse(line, hello, OrderLine({}))))  # type: ignore[arg-type]
-            while term.lines._queues.get("a") is joined or "a" not in term.lines.nodes:
+        async with leading(tmp_path) as term:
+            old, new = await called(term, before), await called(term, after)
+            node = term.machine.nodes["a"]
+            order = msg.CloseTask(task="t", gently=True)
+            node.pending = [msg.Dispatch(node="a", number=99, order=order, because="", cause=1)]
+            for _ in range(2):
+                await before.says.put('{"beat":0,"done":99}')
+            while not old.done() and not before.says.empty():
                 await asyncio.sleep(0.001)
-        node = term.machine.nodes["a"]
-        order = msg.CloseTask(task="t", gently=True)
-        node.pending = [msg.Dispatch(node="a", number=99, order=order, because="", cause=1)]
-        for _ in range(2):
-            await before.says.put('{"beat":0,"done":99}')
-        while not talks[0].done() and not before.says.empty():
-            await asyncio.sleep(0.001)
-        assert len(node.pending) == 1
-        await after.says.put('{"beat":0,"done":99}')
-        while node.pending:
-            await asyncio.sleep(0.001)
-        for job in (talks[1], running):
-            job.cancel()
-        await asyncio.gather(talks[1], running, return_exceptions=True)
-        await journal.close()
+            assert len(node.pending) == 1
+            await after.says.put('{"beat":0,"done":99}')
+            while node.pending:
+                await asyncio.sleep(0.001)
+            new.cancel()
 
     asyncio.run(asyncio.wait_for(play(), LIMIT_S))
+
+
+def test_reports_are_acknowledged_after_all_lines_were_closed(tmp_path: Path) -> None:
+    """As where a journal was put back: agents call again in the same term."""
+
+    async def play() -> None:
+        async with leading(tmp_path) as term:
+            for number in (1, 2):
+                line = ScriptedLine()
+                await called(term, line)
+                spoke = {"number": number, "report": encode(EVENT), "sender": None}
+                await line.says.put(json.dumps(spoke))
+                while term.machine.nodes["a"].heard < number:
+                    await asyncio.sleep(0.001)
+                if number == 1:
+                    term.lines.close()
+            while not any(told.get("heard") == 2 and "welcome" not in told for told in line.told):
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(play(), 20.0))

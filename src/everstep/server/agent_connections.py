@@ -83,8 +83,10 @@ class AgentConnections:
         for queue in self._queues.values():
             queue.put_nowait(None)
         self._queues.clear()
+        self._heard.clear()
         if self._telling is not None:
             self._telling.cancel()
+            self._telling = None
 
     def _send(self, node: str, message: Queued) -> None:
         queue = self._queues.get(node)
