@@ -216,6 +216,7 @@ class AgentConnections:
             if self._queues.get(node) is queue:
                 del self._queues[node]
                 del self._boots[node]
+                self._heard.pop(node, None)
                 self._term.closed.add(node)
                 if self._term.traffic is not None:
                     self._term.traffic.heard(node, ())
@@ -230,7 +231,8 @@ class AgentConnections:
         """Orders are encoded here, one at a time: the loop turns between two of them."""
         around = {"term": self._term.number}
         while (message := await queue.get()) is not None:
-            number = self._heard.pop(node, None)
+            is_current = self._queues.get(node) is queue
+            number = self._heard.pop(node, None) if is_current else None
             heard = {} if number is None else {"heard": number}
             if isinstance(message, msg.Dispatch):
                 await line.send_str(orders.text(message, self._facts, **around, **heard))
