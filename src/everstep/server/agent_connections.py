@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +32,8 @@ MAX_MESSAGE = 64 << 20
 MAX_QUEUED = 100_000  # messages to one agent that does not read
 MAX_SLOTS = 4096
 MAX_PORT = 65_535
-HEARD_S = 0.5  # until an agent is told at the latest which of its reports are durable
+# Until an agent is told which of its reports are durable; and where more than a few agents wait for that.
+HEARD_S, HEARD_BY_MANY_S, FEW = 0.02, 0.5, 64
 PROTOCOL_WITHOUT_A_NUMBER = 3  # agents of that version do not say which one they speak
 
 Queued = msg.Dispatch | dict[str, Any]
@@ -65,9 +67,12 @@ class AgentConnections:
         if node in self._queues:
             self._heard[node] = number
             if self._telling is None:
-                self._telling = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard)
+                self._telling = asyncio.get_running_loop().call_later(HEARD_S, self._tell_heard, FEW)
 
-    def _tell_heard(self) -> None:
+    def _tell_heard(self, most: float = math.inf) -> None:
+        if len(self._heard) > most:
+            self._telling = asyncio.get_running_loop().call_later(HEARD_BY_MANY_S, self._tell_heard)
+            return
         self._telling = None
         for node in self._heard:
             self._send(node, {})
