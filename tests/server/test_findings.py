@@ -12,6 +12,7 @@ from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
 from everstep.server import outlook, views
+from tests.core.fake_cluster import FakeCluster
 from tests.diagnose.test_watch import SLOW, slow_between, story
 
 
@@ -136,3 +137,29 @@ def test_waf_falls_with_a_death_and_full_stays() -> None:
     less, same = outlook.waf(machine)
     assert less < now
     assert same == full
+
+
+@pytest.mark.parametrize(
+    ("copied", "says"),
+    [
+        (None, "back at the initial state: 3 steps are done again"),
+        (2, "back at step 2, from the memory of nodes: 1 step is done again"),
+        (3, "back at step 3, from the memory of nodes: no step is lost"),
+    ],
+)
+def test_an_incident_says_what_was_lost_with_the_last_worker_of_a_stage(
+    copied: int | None, says: str
+) -> None:
+    """It said that the rest of the step was rescheduled, as if nothing was lost."""
+    cluster = FakeCluster(nodes={"a": 1, "b": 1, "c": 1}, memory_port=7)
+    cluster.submit(shape=Shape(1, 2, 2))
+    for step in (1, 2, 3):
+        cluster.seal()
+        if step == copied:
+            cluster.copy_to_memory(step)
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    incident = cluster.coordinator.log.incidents[-1]
+    assert incident.restored_from == (copied or 0)
+    assert [text for _, text in views._timeline(incident, False)][:1] == [
+        f"{says}, in epoch {incident.epoch}"
+    ]

@@ -436,10 +436,28 @@ def _timeline(one: Incident, is_script: bool) -> list[tuple[float, str]]:
             found.append((one.resumed_at, "the ranks of the new life have started"))
         return found
     if one.planned_at is not None:
-        found.append((one.planned_at, f"rescheduled the rest of step {one.step}, in epoch {one.epoch}"))
+        found.append((one.planned_at, f"{_planned(one)}, in epoch {one.epoch}"))
     if one.resumed_at is not None and one.stops_training:
         found.append((one.resumed_at, "training resumed: the first op of the new epoch has run"))
     return found
+
+
+def _planned(one: Incident) -> str:
+    """What is done after it; and, where no worker of a stage was left, what is lost."""
+    if one.restored_from is None:
+        return f"rescheduled the rest of step {one.step}"
+    lost = max(0, (one.first_step or one.step) - 1 - one.restored_from)
+    kept = (
+        f"step {one.restored_from}, from {one.restored_where}" if one.restored_from else "the initial state"
+    )
+    again = (
+        "no step is lost"
+        if not lost
+        else "1 step is done again"
+        if lost == 1
+        else f"{lost} steps are done again"
+    )
+    return f"back at {kept}: {again}"
 
 
 def finite(value: float | None) -> float | None:
