@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -177,6 +179,14 @@ def test_the_command_prints_one_document_and_bad_input_is_one_sentence(
     ):
         assert everstep(["check", *wrong]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
+    command = [sys.executable, "-m", "everstep.cli.main", "check", "--only", "clock", "--only", "room"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "clock" in ran.stdout
 
 
 def test_an_unfit_node_does_not_join(

@@ -92,7 +92,7 @@ def check_command(
         everstep check --socket /var/run/nvhcd.sock --taints "$NODE_NAME" --tolerate example.com/team
     """
     from everstep.node import foreign_checks
-    from everstep.node.checks import CHECKS, Probe, run_checks
+    from everstep.node.checks import CHECKS, QUICK, Probe, run_checks
 
     if list_only:
         print(json.dumps(list(CHECKS)) if as_json else "\n".join(CHECKS))
@@ -112,7 +112,8 @@ def check_command(
     ]
     if taints:
         others.append(partial(foreign_checks.taints, taints, tolerate or ()))
-    probe = Probe(where, _devices(device))
+    is_quick = device == "auto" and only and set(only) <= set(QUICK)
+    probe = Probe(where) if is_quick else Probe(where, _devices(device))  # to count GPUs, torch is loaded
     found = run_checks(probe, only=only or (), others=others, baseline=known)
     ok = all(one.state != "failed" for one in found)
     if as_json:
