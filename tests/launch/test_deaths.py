@@ -32,6 +32,7 @@ CHOSEN = [
 ]
 # `make sweep` (`.ci/run`) has all of these by tcp; by default one of each kind, and of each transport.
 ALSO = {
+    "op stage=0,replica=0,step=3,op=F0",
     "op stage=0,replica=1,step=3,op=W3",
     "reduce stage=0,replica=1,step=3,op=R,when=during",
     "reduce stage=0,replica=0,step=3,op=U,when=before",

@@ -27,9 +27,9 @@ def sweep(fork_server: ForkServer) -> Sweep:
     ("toy", "stages"),
     [
         ("GroupCount", 2),
-        # Lists in a state are cut, saved and moved in `tests/engine/test_optimizer_state.py`.
+        # What these keep is cut, saved and moved in `tests/engine/test_optimizer_state.py`.
         pytest.param("ListInState", 2, marks=pytest.mark.slow),
-        ("Coupled", 1),
+        pytest.param("Coupled", 1, marks=pytest.mark.slow),
         pytest.param("ObjectInState", 2, marks=pytest.mark.slow),
     ],
 )
