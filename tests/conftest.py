@@ -25,7 +25,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("everstep", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=200)
 settings.load_profile("everstep")
-gc.disable()  # until all tests are imported
 BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was over"
 
 
@@ -38,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        getattr(config.option, "numprocesses", None) is None
+    ):  # the process that starts others imports no tests
+        gc.disable()  # until all of them are imported
     if config.getoption("--fresh"):
         settings.load_profile("fresh")
     config.addinivalue_line("markers", "slow: takes about a minute; run by `make cluster`")
