@@ -4,6 +4,7 @@
     python -m bench.reshape --preset gpt-10m --shapes 2x2,1x4 --json
     python -m bench.reshape --shapes 2x2x1,1x2x2,4x1x1     with shards: nodes of as many slots
     python -m bench.reshape lost                 all replicas of a stage die: back from peers' memory
+    python -m bench.reshape copies               what a copy in memory at every step costs
 
 Every worker sits on a node of its own, so what it has not got must come from another node. The shards of a
 worker share its node: what a node holds does not depend on them. `least` is what
@@ -156,11 +157,25 @@ def lost(cluster: Cluster, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def copies(cluster: Cluster, job: dict[str, Any]) -> dict[str, Any]:
+    """The middle step without copies, with one every fourth step, and with one at every step; in turns."""
+    seconds: dict[int, list[float]] = {0: [], 4: [], 1: []}
+    for turn in range(3):
+        for every, found in seconds.items():
+            name = f"every-{every}-{turn}"
+            cluster.submit(job | {"memory_interval": every, "steps": 24}, name)
+            found += [row["seconds"] for row in cluster.finished(name, within_s=400)["rows"][4:]]
+    middle = {every: statistics.median(found) for every, found in seconds.items()}
+    return {f"step_s_memory_interval_{every}": value for every, value in middle.items()} | {
+        "slower_every_step": middle[1] / middle[0] - 1
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("reshape", "lost"), default="reshape")
+    parser.add_argument("what", nargs="?", choices=("reshape", "lost", "copies"), default="reshape")
     parser.add_argument("--preset", default="gpt-1m")
     parser.add_argument("--shapes", default="2x2,1x4,4x1,3x2,2x3,2x2")
     parser.add_argument("--device", default="cpu", help="cuda: all workers share the GPUs there are")
@@ -189,12 +204,16 @@ def main() -> int:
         if options.what == "lost":
             job |= {"replicas": 1, "stages": 2, "microbatches": 4, "memory_interval": options.every}
             found: Any = lost(cluster, job)
+        elif options.what == "copies":
+            found = copies(cluster, job)
         else:
             found = run(cluster, job, shapes)
     if options.json:
         print(json.dumps(found))
     else:
         show(found)
+    if options.what == "copies":
+        return 0
     same = found["equal_losses"] == found["steps"]
     if most_shards > 1:  # additions inside a group of shards have another order
         same = found["worst_relative_difference"] < 2e-6

@@ -49,6 +49,7 @@ class Policy:
     names: dict[str, str] = field(default_factory=dict)  # task: as it was submitted last
     best: dict[str, int] = field(default_factory=dict)  # task: steps
     num_restarts: int = 0
+    later: list[threading.Thread] = field(default_factory=list)  # repairs and restarts under way
 
     def start(self) -> None:
         self.cluster.start_coordinator()
@@ -89,12 +90,22 @@ class Policy:
             self.cluster.signal_node(node, signal.SIGKILL)
             self.cluster.agents[node].wait()
             away_s = failure.repair_s / DAY_S * 60.0 * self.args.minutes / self.args.days
-            threading.Timer(away_s, self.cluster.start_agent, (node,), {"slots": 1}).start()
+            self._later(threading.Timer(away_s, self.cluster.start_agent, (node,), {"slots": 1}))
         for task, pid in hit:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             if self.restarts:
-                threading.Thread(target=self._restart, args=(task,)).start()
+                self._later(threading.Thread(target=self._restart, args=(task,)))
+
+    def _later(self, what: threading.Thread) -> None:
+        self.later.append(what)
+        what.start()
+
+    def end(self) -> None:
+        for what in self.later:
+            if isinstance(what, threading.Timer):
+                what.cancel()
+            what.join()
 
     def _restart(self, task: str) -> None:
         self.num_restarts += 1
@@ -148,6 +159,7 @@ def main() -> int:
             policy = Policy(cluster, name == "restart", args)
             policy.start()
             found[name] = live(policy, failures, 60.0 * args.minutes)
+            policy.end()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("everstep", "restart")]
     for thread in threads:
