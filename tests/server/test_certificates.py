@@ -7,6 +7,8 @@ import shutil
 import socket
 import ssl
 import stat
+import subprocess
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +18,7 @@ from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.errors import EverstepError, UserError
 from everstep.node.agent import Agent, AgentSettings
+from everstep.server import certificates
 from everstep.server.access import CredentialsFile, Role
 from everstep.server.certificates import client_context, server_context
 from everstep.server.serve import ServerSettings
@@ -171,3 +174,25 @@ def test_a_port_that_speaks_tls_tells_nothing_to_a_plain_caller(issued: Path, tm
         with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:
             plain.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"HTTP" not in plain.recv(1000)
+
+
+def test_a_certificate_that_has_expired_is_refused_by_the_one_who_would_show_it(
+    issued: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator hung up, and the caller read that the remote end had closed the connection."""
+    place = issued / "eve"
+    said = subprocess.run(
+        ["openssl", "x509", "-enddate", "-noout", "-in", place / "cert.pem"], capture_output=True, text=True
+    )
+    until = datetime.strptime(said.stdout.strip(), "notAfter=%b %d %H:%M:%S %Y GMT").replace(tzinfo=UTC)
+    assert certificates.expires_at((place / "cert.pem").read_text()) == until
+    client_context(place)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return until + timedelta(seconds=1)
+
+    monkeypatch.setattr(certificates, "datetime", Later)
+    with pytest.raises(UserError, match=f"expired on {until:%Y-%m-%d}; make another"):
+        client_context(place)

@@ -16,6 +16,7 @@ import ssl
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from everstep.errors import UserError
@@ -23,6 +24,7 @@ from everstep.server.access import Role, write_private
 
 SERVER = "coordinator"
 CA_DAYS, DAYS = 3650, 365
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _NEW_KEY = ("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256")
 _CONFIG = """[req]
 distinguished_name=empty
@@ -123,11 +125,44 @@ def client_context(place: Path | None) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=str(place / "ca.pem"))
         if (place / "cert.pem").exists():
             context.load_cert_chain(place / "cert.pem", place / "key.pem")
+            _refuse_expired(place / "cert.pem")
         return context
     except (OSError, ssl.SSLError) as error:
         raise UserError(
             f"--tls {place} cannot be used: {getattr(error, 'strerror', None) or error}."
         ) from None
+
+
+def _refuse_expired(path: Path) -> None:
+    """The coordinator would hang up without a word: TLS 1.3 looks at it after the handshake."""
+    pem = path.read_text()
+    if _BEGIN in pem and (until := expires_at(pem)) < datetime.now(UTC):
+        raise UserError(
+            f"the certificate {path} expired on {until:%Y-%m-%d}; make another with everstep ca issue."
+        )
+
+
+def expires_at(pem: str) -> datetime:
+    """When the first certificate of the file ends. Python has no function for that, and nodes no openssl."""
+    first = pem[pem.index(_BEGIN) : pem.index(_END) + len(_END)]
+    [(_, certificate)] = _der(ssl.PEM_cert_to_DER_cert(first))
+    fields = [value for tag, value in _der(_der(certificate)[0][1]) if tag != 0xA0]  # without the version
+    _, (tag, text) = _der(fields[3])  # after serial number, algorithm and issuer: from when, until when
+    form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode(), form).replace(tzinfo=UTC)
+
+
+def _der(data: bytes) -> list[tuple[int, bytes]]:
+    """The values that follow each other, with their tags."""
+    found = []
+    while data:
+        tag, length, begin = data[0], data[1], 2
+        if length & 0x80:
+            begin += length & 0x7F
+            length = int.from_bytes(data[2:begin], "big")
+        found.append((tag, data[begin : begin + length]))
+        data = data[begin + length :]
+    return found
 
 
 def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
