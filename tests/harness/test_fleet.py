@@ -90,6 +90,11 @@ def test_of_orders_that_are_alike_the_first_are_told_and_the_rest_is_counted() -
     counted = [text for text in texts if "more orders like these" in text]
     assert len(alone) == MOST_ALIKE * len(counted) < 63 * len(counted)
     assert counted[0].startswith(f"the last of {63 - MOST_ALIKE} more orders")
+    (first, *_) = fleet.record.news
+    ledgers = [
+        link for n in range(first["event"], first["event"] + 64) for link in fleet.record.causes.chain(n)
+    ]
+    assert any(link.answers and link.answers.text.endswith("and 62 more like this") for link in ledgers)
 
 
 def test_nodes_that_are_given_up_at_once_are_one_change_of_membership() -> None:

@@ -10,7 +10,7 @@ question. Names are kept for the recent past only; a chain that goes further bac
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,17 +63,27 @@ class Causes:
         if one.event is None:
             return
         answers = next((self._asked[name] for name in answered_by(one.event) if name in self._asked), None)
-        done = [CausedAction(self._of_action(a), a.because, a.cause) for a in one.actions[:MOST_ACTIONS]]
+        done = [self._told(action) for action in one.actions[:MOST_ACTIONS]]
         link = CauseLink(one.number, one.at, self._of_event(one.event), tuple(dict.fromkeys(done)), answers)
         self._links.append(link)
+        shared: dict[type[object], CausedAction] = {}  # by kind, where too many are alike to tell them apart
+        if len(one.actions) > MOST_ACTIONS:
+            counts = Counter(map(_kind, one.actions))
+            first = {_kind(action): action for action in reversed(one.actions)}
+            for kind, count in counts.items():
+                if count > MOST_ACTIONS:
+                    shared[kind] = self._told(first[kind], f", and {count - 1} more like this")
         for action in one.actions:
-            told: CausedAction | None = None
+            told = shared.get(_kind(action))
             for name in asked_by(action):
-                told = told or CausedAction(self._of_action(action), action.because, action.cause)
+                told = told or self._told(action)
                 self._asked[name] = told
                 self._asked.move_to_end(name)
         while len(self._asked) > KEPT:
             self._asked.popitem(last=False)
+
+    def _told(self, action: msg.ClusterAction, more: str = "") -> CausedAction:
+        return CausedAction(self._of_action(action) + more, action.because, action.cause)
 
     def link(self, number: int) -> CauseLink | None:
         place = number - self._links[0].number if self._links else -1
@@ -90,6 +100,10 @@ class Causes:
         return found
 
 
+def _kind(action: msg.ClusterAction) -> type[object]:
+    return type(action.order if isinstance(action, msg.Dispatch) else action)
+
+
 def asked_by(action: msg.ClusterAction) -> Iterator[Name]:
     """The names by which an answer to this action is known."""
     match action:
@@ -99,15 +113,15 @@ def asked_by(action: msg.ClusterAction) -> Iterator[Name]:
             yield "assignment", version
         case msg.Dispatch(node=node, order=order):
             match order:
+                case msg.InterruptTask(task=task, epoch=epoch):  # by node: workers may be thousands
+                    yield "ledger", task, node, epoch
+                case msg.ResumeTask(task=task, facts=EpochFacts(epoch=epoch)):
+                    yield "resume", task, node, epoch
                 case msg.StartProcess(task=task, worker=worker, incarnation=incarnation):
                     yield "start", task, worker, incarnation
                 case msg.StartProcesses(task=task, starts=starts):
                     for start in starts:
                         yield "start", task, start.worker, start.incarnation
-                case msg.InterruptTask(task=task, epoch=epoch):  # by node: workers may be thousands
-                    yield "ledger", task, node, epoch
-                case msg.ResumeTask(task=task, facts=EpochFacts(epoch=epoch)):
-                    yield "resume", task, node, epoch
                 case msg.KillProcess(task=task, worker=worker, incarnation=incarnation):
                     yield "end", task, worker, incarnation
                 case msg.CloseTask(task=task):
