@@ -187,3 +187,54 @@ def test_a_document_that_changes_its_length_is_a_sentence() -> None:
     given[1]["input_ids"].append(3)
     with pytest.raises(UserError, match="had 5 tokens and now has 6"):
         data.batch(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "crosses"),
+    [
+        ("llama", {}, False),
+        ("gemma3_text", {"sliding_window": 8}, False),
+        ("gpt2", {}, False),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, True),  # its masks know no documents
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, True),
+        (
+            "minimax",
+            {"num_local_experts": 4, "layer_types": ["full_attention", "linear_attention"] * 2},
+            True,
+        ),
+    ],
+)
+def test_a_model_in_which_documents_would_see_each_other_is_refused_before_the_start(
+    kind: str, changes: dict[str, Any], crosses: bool
+) -> None:
+    """As transformers computes it: a document behind another has other logits than alone."""
+    transformers = pytest.importorskip("transformers")
+    from everstep.engine.hf.model import hf
+
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    depth = len(changes.get("layer_types", "abc"))
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=VOCAB, num_hidden_layers=depth, intermediate_size=48, **small | changes
+    )
+    tokens = torch.randint(1, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat((torch.arange(7), torch.arange(9)))[None]
+    torch.manual_seed(0)
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        made, alone = (
+            whole(input_ids=tokens[:, start:], position_ids=positions[:, start:], use_cache=False).logits[
+                :, -9:
+            ]
+            for start in (0, 7)
+        )
+    assert torch.allclose(made, alone, atol=1e-4) is not crosses
+    batch = {"input_ids": tokens, "position_ids": positions}
+    check = hf(config).assembly.check
+    if crosses:
+        with pytest.raises(UserError, match=r"layers\.\d of .* a document would see the one before it"):
+            check(batch, batch)
+    else:
+        check(batch, batch)
+    check({**batch, "position_ids": torch.arange(16)[None]}, batch)

@@ -61,6 +61,7 @@ RUNS: dict[str, Callable[..., Any]] = {
         trained, partial(built, "gemma3_text", head_dim=8, sliding_window=8), recompute=1
     ),
     "experts, a router's loss": partial(trained, partial(theirs, "qwen3_moe"), steps=2),
+    "experts that give one token after the other": partial(trained, partial(theirs, "llama4_text"), steps=1),
     "latent attention": partial(trained, partial(theirs, "deepseek_v3"), steps=2),
     "layers in parallel": partial(trained, partial(built, "cohere")),
 }

@@ -28,6 +28,9 @@ from torch import Tensor, nn
 
 from everstep.errors import UserError
 
+TRIED = 8  # tokens with which a model is run to see what it does
+TOKENS_MEET = (nn.Conv1d, nn.Conv2d, nn.RNNBase)  # other than by attention
+PARTED_BY_MASKS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 ROWS_OF_LAYERS = ("layers", "h", "blocks", "block", "decoder_layers", "layer")
 Act = Callable[..., Any]  # what a stand-in does when it is called
 
@@ -148,10 +151,10 @@ class _Trace:
         self.frame = frame_of(model, acts)
         self.frame.config.output_router_logits = False
 
-    def run(self) -> None:
+    def run(self, **more: Tensor) -> None:
         with torch.device("cpu"):
-            tokens = torch.zeros(1, 8, dtype=torch.long)
-            self.frame(input_ids=tokens, use_cache=False)
+            tokens = torch.zeros(1, TRIED, dtype=torch.long)
+            self.frame(input_ids=tokens, use_cache=False, **more)
 
     @property
     def is_sound(self) -> bool:
@@ -210,6 +213,27 @@ class _Trace:
             return (hidden, *self._beside) if self.form.given else hidden
 
         return act
+
+
+def crossing_layer(model: Any, anatomy: Anatomy) -> str | None:
+    """The first layer in which a document would see the one ahead of it in its row, as far as that can be
+    told: its tokens meet elsewhere than in attention, or no mask that it gets parts documents.
+    """
+    trace = _Trace(model, (*anatomy.before, *anatomy.after), anatomy.layers, anatomy.given)
+    half = TRIED // 2
+    trace.run(position_ids=torch.arange(half).repeat(2)[None])
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ("full_attention",)
+    for number, name in enumerate(anatomy.layers):
+        args, kwargs = trace.calls[name]
+        masks = [one for one in _tensors([*args, *kwargs.values()]) if one.shape[-2:] == (TRIED, TRIED)]
+        blocks = (
+            ~mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2 for mask in masks
+        )
+        parted = any(bool(block[..., half:, :half].all()) for block in blocks)
+        meet = any(isinstance(part, TOKENS_MEET) for part in model.get_submodule(name).modules())
+        if not parted or meet or kinds[number % len(kinds)] not in PARTED_BY_MASKS:
+            return name
+    return None
 
 
 def blocks_of(model: Any, anatomy: Anatomy) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine.hf import weights
-from everstep.engine.hf.anatomy import Anatomy, anatomy_of, blocks_of, with_stand_ins
+from everstep.engine.hf.anatomy import (
+    TOKENS_MEET,
+    Anatomy,
+    anatomy_of,
+    blocks_of,
+    crossing_layer,
+    with_stand_ins,
+)
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
@@ -174,6 +181,8 @@ class Family:
                 f"data gives {min(unknown)!r}, which {kind.__name__} does not take and which would change "
                 "nothing; leave it out of the batch."
             )
+        if isinstance(inputs, Mapping) and _holds_documents(inputs):
+            self._refuse_crossing()
         if self.folder is not None:
             self.folder.check()
         text = self.config.get_text_config()
@@ -185,6 +194,18 @@ class Family:
         most = getattr(text, "max_position_embeddings", None)
         if most is not None and tokens.shape[1] > most:
             raise UserError(f"data gives rows of {tokens.shape[1]} tokens, and the model takes {most}.")
+
+    def _refuse_crossing(self) -> None:
+        """Kernels of flash attention find the documents in position_ids by themselves."""
+        if self.whole.config._attn_implementation not in ("sdpa", "eager"):
+            return
+        layer = crossing_layer(self.whole, self.anatomy)
+        if layer is not None:
+            raise UserError(
+                f"data gives rows of several documents (position_ids begin again), and in {layer} of "
+                f"{type(self.whole).__name__} a document would see the one before it; give rows of one "
+                "document each."
+            )
 
     # -------------------------------------------------------------- how
 
@@ -288,7 +309,6 @@ class Family:
 # Shards that have a part of each row.
 
 CONTEXT_PARALLEL = "everstep_context_parallel"  # the name of their attention among those of transformers
-_TOKENS_MEET = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 _ATTENTION = ("full_attention", "sliding_attention")
 _CHANGES_SCORES = re.compile(r"att(n|ention).*(drop|softcap)")  # keys of configs
 
@@ -303,12 +323,20 @@ def rows_can_be_split(model: Any, layers: Sequence[str]) -> bool:
         bool(model._supports_sdpa and getattr(model, "_supports_attention_backend", False))
         and "position_ids" in taken_by(type(model))
         and set(getattr(text, "layer_types", None) or ()) <= set(_ATTENTION)
-        and not any(isinstance(part, _TOKENS_MEET) or hasattr(part, "sinks") for part in parts)
+        and not any(isinstance(part, TOKENS_MEET) or hasattr(part, "sinks") for part in parts)
         and all(getattr(part, "is_causal", True) for part in parts)
         and not any(value for key, value in text.to_dict().items() if _CHANGES_SCORES.search(key))
         and _dropped(text) <= {part.p for part in model.modules() if isinstance(part, nn.Dropout)}
         and not getattr(text, "output_router_logits", False)
     )
+
+
+def _holds_documents(batch: Mapping[str, Any]) -> bool:
+    """With a mask of its own, or where a recurrent layer is told the documents, a batch says enough."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.ndim != 2 or not {"attention_mask", "seq_idx"}.isdisjoint(batch):
+        return False
+    return bool((positions[:, 1:] <= positions[:, :-1]).any())
 
 
 def _dropped(config: Any) -> set[float]:

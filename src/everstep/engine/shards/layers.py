@@ -290,6 +290,11 @@ class WholeInside:
 
         made = self.forward(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
         first = made[0] if isinstance(made, tuple) else made
+        if isinstance(made, Tensor) and made.shape == (
+            rows[0] * rows[1],
+            rows[2],
+        ):  # one token after the other
+            return cut(made.view(rows)).flatten(0, 1)
         if not _is_hidden(first) or first.shape != rows:
             raise UserError(
                 f"sequence_parallel = true gives each shard a part of every row, and {self.name} gives "
