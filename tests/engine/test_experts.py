@@ -239,6 +239,23 @@ def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(
         preflight(job, model=model())
 
 
+def test_heads_that_stay_whole_need_not_be_divided() -> None:
+    """DeepSeek-V4 has one head of keys and values; its attention is whole on every shard."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    from everstep.engine.hf.model import hf
+
+    small = {
+        key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
+    config = transformers.DeepseekV4Config(
+        **small, num_key_value_heads=1, head_dim=16, o_groups=2, n_routed_experts=4, num_experts_per_tok=2
+    )
+    assert list(hf(config).assembly.shared_out.values()) == [4], "its experts"
+    assert "num_key_value_heads" in theirs("mixtral").assembly.shared_out
+
+
 def test_a_number_of_shards_that_does_not_divide_the_experts_is_refused() -> None:
     pytest.importorskip("transformers")
     job = Job.from_dict({"model": {"preset": "gpt-tiny"}, "shards": 4, "data": {"kind": "synthetic"}})

@@ -30,6 +30,7 @@ from everstep.errors import UserError
 
 TRIED = 8  # tokens with which a model is run to see what it does
 TOKENS_MEET = (nn.Conv1d, nn.Conv2d, nn.RNNBase)  # other than by attention
+FAR_BELOW = -1e30  # what a mask adds to scores that do not count is
 PARTED_BY_MASKS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 ROWS_OF_LAYERS = ("layers", "h", "blocks", "block", "decoder_layers", "layer")
 Act = Callable[..., Any]  # what a stand-in does when it is called
@@ -226,10 +227,8 @@ def crossing_layer(model: Any, anatomy: Anatomy) -> str | None:
     for number, name in enumerate(anatomy.layers):
         args, kwargs = trace.calls[name]
         masks = [one for one in _tensors([*args, *kwargs.values()]) if one.shape[-2:] == (TRIED, TRIED)]
-        blocks = (
-            ~mask if mask.dtype == torch.bool else mask < torch.finfo(mask.dtype).min / 2 for mask in masks
-        )
-        parted = any(bool(block[..., half:, :half].all()) for block in blocks)
+        blocked = [~one if one.dtype == torch.bool else one < FAR_BELOW for one in masks]
+        parted = any(bool(one[..., half:, :half].all()) for one in blocked)
         meet = any(isinstance(part, TOKENS_MEET) for part in model.get_submodule(name).modules())
         if not parted or meet or kinds[number % len(kinds)] not in PARTED_BY_MASKS:
             return name

@@ -286,7 +286,8 @@ class Family:
 
     def _heads(self) -> dict[str, int | None]:
         text = self.config.get_text_config()
-        keys = ["num_attention_heads", "num_key_value_heads"]
+        split = {"column", "row"} & set(self._shard_plan().values())
+        keys = ["num_attention_heads", "num_key_value_heads"] if split else []
         if expert_patterns(self.bare):
             keys += [key for key in NUMBERS_OF_EXPERTS if getattr(text, key, None)][:1]
         return {key: getattr(text, key, None) for key in keys}

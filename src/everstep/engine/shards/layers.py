@@ -289,18 +289,16 @@ class WholeInside:
             return _Part.apply(value, self.shards) if alike else value  # type: ignore[no-untyped-call]
 
         made = self.forward(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
-        first = made[0] if isinstance(made, tuple) else made
-        if isinstance(made, Tensor) and made.shape == (
-            rows[0] * rows[1],
-            rows[2],
-        ):  # one token after the other
-            return cut(made.view(rows)).flatten(0, 1)
-        if not _is_hidden(first) or first.shape != rows:
+        first, rest = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        is_flat = first.shape == (rows[0] * rows[1], rows[2])  # one token after the other
+        first = first.view(rows) if is_flat else first
+        if first.shape != rows:
             raise UserError(
                 f"sequence_parallel = true gives each shard a part of every row, and {self.name} gives "
                 f"{list(first.shape)}, not hidden states of {list(rows)}; leave sequence_parallel out."
             )
-        return tuple(map(cut, made)) if isinstance(made, tuple) else cut(made)
+        own = cut(first).flatten(0, 1) if is_flat else cut(first)
+        return own if rest is None else (own, *map(cut, rest))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
