@@ -31,6 +31,8 @@ def test_a_submission_beyond_the_quota_is_refused_until_there_is_room(
             alice.post("/v1/tasks", {"name": "a", "job": job, "weight": 2})
         with pytest.raises(UserError, match="alice would have 6 workers in 1 tasks, and the quota is 4"):
             alice.post("/v1/tasks", {"name": "a", "job": job | {"replicas": 3}})
+        with pytest.raises(UserError, match="alice would have 6 workers in 1 tasks, and the quota is 4"):
+            alice.post("/v1/tasks", {"name": "a", "job": job | {"max_replicas": 3}})
         alice.post("/v1/tasks", {"name": "a", "job": job})
         quotas.write_text("[default]\nworkers = 8\ntasks = 1\n")
         with pytest.raises(UserError, match="would have 2 unfinished tasks"):

@@ -34,7 +34,7 @@ from everstep.server.archive import Archive
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
-from everstep.server.quotas import Quotas, num_workers, usage_of
+from everstep.server.quotas import Quotas, asked_workers, num_workers, usage_of
 from everstep.server.record import ClusterRecord
 from everstep.server.viewers import Viewers
 
@@ -400,7 +400,7 @@ class Api:
             submitted.owner,
             tasks.values(),
             task=submitted.task,
-            workers=num_workers(submitted.shape),
+            workers=asked_workers(submitted, submitted.shape),
             weight=submitted.weight,
         )
         await self.served.handle(submitted)

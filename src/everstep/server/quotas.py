@@ -1,7 +1,7 @@
 """How much of the cluster each owner may ask for: checked when a task is submitted, resized or reshaped.
 
     [default]            for owners without a table of their own; without it there is no limit
-    workers = 64         of all unfinished tasks together
+    workers = 64         of all unfinished tasks together, with those that `max_replicas` allows
     tasks = 8            unfinished ones
     weight = 1.0         the highest that a task may have: weight is priority
 
@@ -23,7 +23,7 @@ from typing import Any
 from everstep.core.cluster.task import OVER, Task
 from everstep.errors import UserError
 from everstep.job.tables import read
-from everstep.protocol.messages import AN_OPERATOR
+from everstep.protocol.messages import AN_OPERATOR, TaskSubmitted
 from everstep.protocol.shape import Shape
 
 
@@ -49,7 +49,18 @@ class Usage:
 def usage_of(owner: str, tasks: Iterable[Task], *, without: str = "") -> Usage:
     """Of its unfinished tasks; `without`: but not this one."""
     mine = [t for t in tasks if t.request.owner == owner and t.state not in OVER and t.name != without]
-    return Usage(workers=sum(num_workers(task.shape) for task in mine), tasks=len(mine))
+    return Usage(workers=sum(_most_workers(task) for task in mine), tasks=len(mine))
+
+
+def _most_workers(task: Task) -> int:
+    """What it has, or what the planner may give it by itself."""
+    if task.bounds.is_shape_kept:
+        return num_workers(task.shape)
+    return asked_workers(task.request, task.shape)
+
+
+def asked_workers(request: TaskSubmitted, shape: Shape) -> int:
+    return max(num_workers(shape), request.most_workers * shape.shards)
 
 
 def num_workers(shape: Shape) -> int:
