@@ -367,7 +367,8 @@ def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dic
             return task if task["state"] in ("finished", "failed", "cancelled") else None
 
         task = scene.until(over, "the task is over", within_s=300)
-        return _judged(scene, task, clean)
+        # A worker's death is an incident, too: what counts is that of the start that hangs after it.
+        return _judged(scene, task, clean, noticed_from_s=5.0 if fault.startswith("hang-") else 0.0)
 
 
 def variant(fault: str, folder: Path) -> dict[str, Any]:
@@ -379,7 +380,7 @@ def variant(fault: str, folder: Path) -> dict[str, Any]:
     return {"microbatches": 2, "data": {"build": "hung_start:build"}}
 
 
-def _judged(scene: Scene, task: Any, clean: dict[int, float]) -> dict[str, Any]:
+def _judged(scene: Scene, task: Any, clean: dict[int, float], *, noticed_from_s: float) -> dict[str, Any]:
     began = scene.began
     rows = {row["step"]: row for row in task["rows"]}
     times = [began, *sorted(row["at"] for row in rows.values() if row["at"] > began)]
@@ -399,7 +400,7 @@ def _judged(scene: Scene, task: Any, clean: dict[int, float]) -> dict[str, Any]:
         "wrongly": sorted(blamed - {scene.victim}),
         "longest_s": max(gaps, default=0.0),
         "usual_s": sorted(gaps)[len(gaps) // 2] if gaps else 0.0,
-        "noticed_s": min((after for after in named if after > 0), default=None),
+        "noticed_s": min((after for after in named if after > noticed_from_s), default=None),
         "incidents": len(incidents),
         "open": sum(i["closed_at"] is None for i in incidents),
     }

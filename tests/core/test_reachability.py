@@ -124,6 +124,22 @@ def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_is
     assert states(cluster)[pair[0]] == states(cluster)[third] == "up"
 
 
+def test_a_drained_node_says_which_end_of_a_pair_is_cut_off() -> None:
+    """Workers moved from it to a node whose data network is dead. No node was asked, and none was named."""
+    cluster = trains("abc", slots=2)
+    stays, leaves = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})
+    (dead,) = set("abc") - {stays, leaves}
+    cluster.hear(msg.DrainRequested(node=leaves))
+    assert {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()} == {stays, dead}
+    down(cluster, stays, dead)
+    cluster.wait(2.1)
+    assert list(probes(cluster)) == [leaves]
+    cluster.says(leaves, msg.LinksProbed(task="t", reached=(stays,), unreached=(dead,)), None)
+    cluster.wait(2.1)
+    named = [i.node for i in cluster.coordinator.log.incidents if "cut off from the data network" in i.what]
+    assert named == [dead]
+
+
 def all_wait(cluster: FakeCluster) -> None:
     """Every worker waits for what the other replica of its stage would send."""
     for worker in cluster.coordinator.tasks["t"].seats:

@@ -798,8 +798,10 @@ class Failures:
         return self._ask_probes(task, pair, self._others(pair), because, now)
 
     def _others(self, concerned: Sequence[str]) -> list[str]:
-        nodes = self._roster.nodes.values()
-        return [n.name for n in nodes if n.name not in concerned and n.state is NodeState.UP][:MOST_PROBES]
+        """One that is drained can answer, too: workers may just have moved from it to one that is cut off."""
+        nodes = [n for n in self._roster.nodes.values() if n.name not in concerned]
+        up = [n.name for n in nodes if n.state is NodeState.UP]
+        return [*up, *(n.name for n in nodes if n.state is NodeState.DRAINING)][:MOST_PROBES]
 
     def _ask_probes(
         self, task: Task, concerned: Sequence[str], probers: Sequence[str], because: str, now: Moment
