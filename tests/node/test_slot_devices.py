@@ -290,3 +290,17 @@ def test_a_compiled_job_on_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyP
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     worker._device_of(Job(model=ModelSpec(preset="gpt-tiny"), compile=True))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_dcgm_exporter_reads_which_task_is_on_which_gpu(tmp_path: Path) -> None:
+    """Slots 0 and 1 are instances of the first GPU; a task that has left is in no file."""
+    devices = visible(parsed(CUT, {}), None)
+    files = slot_devices.JobFiles(tmp_path)
+
+    def said() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    files.write(devices, {0: {"llama"}, 1: {"gpt", "llama"}, 2: {"gpt"}})
+    assert said() == {"0": "gpt\nllama\n", "1": "gpt\n"}
+    files.write(devices, {1: {"gpt"}})
+    assert said() == {"0": "gpt\n", "1": ""}

@@ -139,6 +139,16 @@ def test_files_of_a_process_go_with_it(node: Node) -> None:
     node.until(lambda: not list(folder.glob("beacon-*")))
 
 
+def test_it_is_known_which_task_has_which_slots(node: Node) -> None:
+    assert node.workers.tasks_by_slot() == {}
+    node.start(1)
+    node.until(lambda: node.is_up(1))
+    assert node.workers.tasks_by_slot() == {0: {"t"}}
+    node.kill(1)
+    node.until(lambda: node.events(ev.WorkerExited))
+    assert node.workers.tasks_by_slot() == {}
+
+
 def test_a_worker_gets_the_devices_of_its_node_or_is_not_started(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,14 @@ def agent_command(
             show_default="none",
         ),
     ] = 0,
+    job_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory in which dcgm-exporter reads which task is on which GPU "
+            "(--hpc-job-mapping-dir): a file per GPU.",
+            show_default="none",
+        ),
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option(
@@ -260,6 +268,7 @@ def agent_command(
         state=state,
         alone_s=alone,
         rack=rack,
+        job_files=job_files,
         users=None if users is None else UserTable(users),
         fabric=_fabric(fabric_ports, slots) if fabric_ports else None,
     )
@@ -269,6 +278,8 @@ def agent_command(
     if not settings.coordinators:
         raise UserError(f"--coordinator is empty; give an address such as {DEFAULT_ADDRESS}.")
     check_host(host, settings.coordinators, bind=bind)
+    if job_files is not None and not (job_files.is_dir() and os.access(job_files, os.W_OK)):
+        raise UserError(f"--job-files {job_files} is not a directory that this user can write to; make it.")
     if check_tolerate and not check_taints:
         raise UserError("--check-tolerate needs --check-taints, the node whose taints are looked at.")
     others = (

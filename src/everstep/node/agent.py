@@ -58,7 +58,7 @@ from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import WARM_S, ForkServer, InheritedServer, Lasting
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import last_steps, recorded
-from everstep.node.slot_devices import NodeDevices, slots_named
+from everstep.node.slot_devices import JobFiles, NodeDevices, slots_named
 from everstep.node.stacks import stacks_of
 from everstep.node.worker_processes import AgentSide, NodeSettings, TaskHere, WorkerProcesses
 from everstep.protocol import events as ev
@@ -112,6 +112,7 @@ class AgentSettings:
     checks_network: bool = False  # it gets no workers before its network is checked
     state: Path | None = None  # where workers wait for the next agent; None: they end with this one
     alone_s: float = 120.0  # and for how long
+    job_files: Path | None = None  # where dcgm-exporter reads which task is on which GPU
     rack: str = ""  # it shares power or a switch with the nodes that say the same
     probe_port: int = 0  # where a launcher asks how it is; 0: nowhere
     users: UserTable | None = None  # as whom the workers of each owner run; None: as the agent
@@ -156,6 +157,8 @@ class Agent:
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
         self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
         self.devices = NodeDevices()
+        self._job_files = None if settings.job_files is None else JobFiles(settings.job_files)
+        self._mapped: dict[int, set[str]] | None = None  # tasks by slot, as last written
         self._news = asyncio.Event()
         self._servers: dict[ServerKey, ForkServer] = {}
         self._welcomed = False
@@ -444,8 +447,17 @@ class Agent:
         try:
             self._looked_at = time.monotonic()
             self.workers.tick(self._looked_at)
+            self._tell_dcgm()
         finally:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def _tell_dcgm(self) -> None:
+        if (files := self._job_files) is None or not (devices := self.devices.known):
+            return
+        tasks = self.workers.tasks_by_slot()
+        if tasks != self._mapped:
+            self._mapped = tasks
+            self._do_on_storage(lambda: files.write(devices, tasks), lambda done: None)
 
     async def _answer_probes(self) -> web.AppRunner:
         async def answer(request: web.Request) -> web.Response:

@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.core.faults.xids import XidPlace
@@ -27,7 +27,7 @@ from everstep.errors import UserError
 ANSWER_S = 30.0  # nvidia-smi hangs if a GPU has fallen off the bus
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia")  # is there while the driver is loaded
-_GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[0-9a-f-]+)\)", re.M)
+_GPU = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[0-9a-f-]+)\)", re.M)
 _MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", re.M)
 
 
@@ -38,6 +38,7 @@ class SlotDevice:
     uuid: str
     bus: str = ""
     gpu: str = ""  # the UUID of its GPU
+    number: str = field(default="", compare=False)  # of its GPU, as nvidia-smi and DCGM count
 
     @property
     def is_instance(self) -> bool:
@@ -141,8 +142,9 @@ def parsed(
         gpu = _GPU.search(part)
         if gpu is None:
             continue
-        instances = _MIG.findall(part) or ([] if gpu[1] in cut else [gpu[1]])
-        gpus.append(tuple(SlotDevice(uuid, buses.get(gpu[1], ""), gpu[1]) for uuid in instances))
+        number, own = gpu.groups()
+        instances = _MIG.findall(part) or ([] if own in cut else [own])
+        gpus.append(tuple(SlotDevice(uuid, buses.get(own, ""), own, number) for uuid in instances))
     return tuple(gpus)
 
 
@@ -205,6 +207,27 @@ def slots_named(
     if not devices:
         return ()
     return tuple(slot for slot in range(slots) if place.is_at(devices[slot % len(devices)].bus))
+
+
+class JobFiles:
+    """Which task is on which GPU, for dcgm-exporter (`--hpc-job-mapping-dir`): a file per GPU, named by its
+    number, with a task per line. Its metrics then have the label `hpc_job`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written: dict[str, list[str]] = {}
+
+    def write(self, devices: tuple[SlotDevice, ...], tasks: Mapping[int, Collection[str]]) -> None:
+        """`tasks`: those of each slot. A file that says the same already is left alone."""
+        found: dict[str, set[str]] = {device.number: set() for device in devices}
+        for slot, names in tasks.items():
+            if devices:
+                found[devices[slot % len(devices)].number].update(names)
+        for number, named in found.items():
+            if (lines := sorted(named)) != self._written.get(number):
+                (self._folder / number).write_text("".join(f"{name}\n" for name in lines))
+                self._written[number] = lines
 
 
 def _cpus(text: str) -> set[int]:

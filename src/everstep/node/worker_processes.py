@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -326,6 +326,15 @@ class WorkerProcesses:
         known = self.machine.processes
         return {p.child.pid: known[s].order.slot for s, p in self._all.items() if s in known}
 
+    def tasks_by_slot(self) -> dict[int, set[str]]:
+        """Of those with a live process."""
+        found: dict[int, set[str]] = {}
+        for sender, process in self._all.items():
+            if not process.dead and (known := self.machine.processes.get(sender)) is not None:
+                for slot in (known.order.slot, *known.order.more_slots):
+                    found.setdefault(slot, set()).add(sender.task)
+        return found
+
     def carriers(self, process: WorkerProcess) -> dict[str, str]:
         """By peer: the transport that carries tensors to it, as the worker said last."""
         known = self.machine.processes.get(process.sender)
@@ -548,7 +557,7 @@ class WorkerProcesses:
             bind=settings.bind,
             slots=(order.slot, *order.more_slots),
             slots_on_node=settings.slots,
-            devices=tuple(map(astuple, devices)),
+            devices=tuple((device.uuid, device.bus, device.gpu) for device in devices),
             agent=str(self.lines.path),
             alone_s=settings.alone_s,
             memory=str(self.memory.folder),
