@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from everstep.core.cluster.task import Task
+from everstep.core.task.places import Places
 from everstep.core.task.states import Member
 from everstep.drive.thinking import Thinking
 from everstep.job.job import Job
@@ -39,6 +40,7 @@ from harness import slow_workers
 from harness.cluster import Cluster
 
 ALONE = Patience(restarts_per_place=0)  # who is dead stays dead
+MAY_START = Places._may_start
 SETTLED = 5  # steps after the deaths that are not counted
 Row = dict[str, Any]
 
@@ -85,11 +87,17 @@ class Deaths:
             and members == len(task.recovery.places) - len(self.dead) + len(self._left)
         ):
             self._quiet = 0
+            self._keep_dead()
             task.kill(self._left.pop())
         if len(self.seconds) >= self.steps:
             planned = task.scheduler.in_force()
             self.planned = 0.0 if planned is None else planned[0].period
             task.finish("enough steps were measured")
+
+    def _keep_dead(self) -> None:
+        """A worker that is given the slot of its own dead process would start with a clean record."""
+        kind: Any = Places
+        kind._may_start = lambda places, worker: worker not in self.dead and worker in places.granted
 
 
 def measure(
@@ -114,7 +122,10 @@ def measure(
         node=LocalNode(slots=replicas * stages),
     )
     task._thinking = InOneMode(mode)
-    outcome = task.run()
+    try:
+        outcome = task.run()
+    finally:
+        Places._may_start = MAY_START  # type: ignore[method-assign]
     if outcome.failure is not None:
         raise RuntimeError(outcome.failure)
     return {
