@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import stopped_line
 from everstep.node.fork_server import ForkServer
 from everstep.store.folder import complete_steps
+from harness.cluster import descendants
 
 
 def job_in(folder: Path | None) -> Job:
@@ -63,6 +65,28 @@ def test_the_step_it_is_in_is_saved(
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{signal.Signals(number).name}: stops after this step and saves its state")
     assert last == f"stopped after step {saved}, whose state is saved; the next start goes on from there"
+
+
+def test_a_sigterm_to_all_processes_of_a_run_is_heard_by_its_launcher_alone(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """As `scancel` and systemd send it: the workers ended at once, and steps since the last checkpoint were
+    lost.
+    """
+    told = at_step(3, signal.SIGTERM)
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == 3:
+            server = fork_server.pid
+            for pid in (server, *descendants(server)):
+                os.kill(pid, signal.SIGTERM)
+        told(kind, what)
+
+    job = replace(job_in(tmp_path), shards=2)
+    with pytest.raises(SystemExit):
+        api.run_job(job, watch=watch, fork_server=fork_server)
+    (saved,) = complete_steps(tmp_path)
+    assert 3 <= saved < 1000
 
 
 def test_a_state_that_is_not_saved_within_the_grace_is_given_up_in_words(

@@ -121,3 +121,23 @@ def test_what_a_killed_owner_has_left_in_memory_goes_with_its_fork_server(
         assert select.select([server], [], [], 60.0)[0] == [server]
         os.close(server)
     assert not [folder for folder in folders if Path(folder).exists()]
+
+
+def test_a_process_that_leaves_sigterm_to_its_owner_lives_on_and_what_it_forks_does_not() -> None:
+    """`scancel` sends SIGTERM to all processes of a job: workers ended before their agent had drained."""
+    said, says = os.pipe()
+    if (pid := os.fork()) == 0:
+        module.leave_to_owner()
+        if (child := os.fork()) == 0:
+            os.write(says, b"forked ")
+            while True:
+                time.sleep(1)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.write(says, b"lives")
+        os._exit(7)
+    assert os.read(said, 100) == b"forked "
+    os.kill(pid, signal.SIGTERM)
+    (child,) = (int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    os.kill(child, signal.SIGTERM)
+    assert os.read(said, 100) == b"lives"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -36,6 +36,7 @@ from everstep.log import warn
 from everstep.node.process_facts import born, end_leftovers
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import Sender
+from everstep.signals import leave_to_owner
 from everstep.store.owned_folders import remove_all_left
 from everstep.store.unix_users import UMASK, UnixUser, own_cgroup
 from everstep.store.unix_users import found as unix_user
@@ -430,6 +431,7 @@ def _live(spec: dict[str, Any], output: str) -> None:
     code = 1
     try:
         os.setsid()
+        leave_to_owner()
         go_first()
         words = log.append_to(Path(output))
         os.dup2(words, 1)
@@ -448,6 +450,7 @@ def _live(spec: dict[str, Any], output: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when this ends
+    leave_to_owner()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     owner = os.pidfd_open(os.getppid())

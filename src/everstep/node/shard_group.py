@@ -29,6 +29,7 @@ from everstep.errors import UserError
 from everstep.net.sockets import listening
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
+from everstep.signals import leave_to_owner
 from everstep.store.owned_folders import new_folder
 
 SHARDS = "everstep-shards-"  # folders where the shards of one worker meet
@@ -138,6 +139,7 @@ def fork(count: int, host: str, folder: Path | None) -> ShardGroup:
         pid = os.fork()
         if pid == 0:
             _die_with(parent)
+            leave_to_owner()
             ours.close()
             for line in lines:
                 line.close()

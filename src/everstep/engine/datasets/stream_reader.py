@@ -22,6 +22,7 @@ from everstep.engine.datasets.rows import Collate, stacked
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.errors import EverstepError, UserError
 from everstep.log import warn
+from everstep.signals import leave_to_owner
 
 _LOOK_S = 0.002
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -178,9 +179,10 @@ class Reader:
 
 
 def end_with_parent() -> None:
-    """A forked child is killed when the thread that made it ends; it leaves Ctrl-C to its parent."""
+    """A forked child is killed when the thread that made it ends; it leaves other signals to its parent."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_owner()
 
 
 def _is_stateful(made: Any) -> bool:
