@@ -1,6 +1,7 @@
-"""Everstep on a real Slurm: nodes are lost, the first one too, drained, returned; the job is requeued.
+"""Everstep on a real Slurm: nodes are lost, the first one too, drained, returned; the job is requeued,
+cancelled and submitted again.
 
-    python -m bench.slurm                  all four, about five minutes on 2 cores: `make slurm`
+    python -m bench.slurm                  all five, about six minutes on 2 cores: `make slurm`
     python -m bench.slurm node first       only these
 
 `harness/slurm_cluster.py` makes a Slurm of Debian's munged, slurmctld and four slurmd on this machine, and
@@ -120,6 +121,7 @@ class Launched:
     run: Path
     steps: int
     began: float = field(default_factory=time.time)
+    earlier: tuple[Path, ...] = ()  # runs of the same task that it continues
 
     def say(self, line: str) -> None:
         self.stage.say(f"{time.time() - self.began:6.1f} s  {line}")
@@ -162,7 +164,9 @@ class Launched:
 
     def rows(self) -> list[dict[str, Any]]:
         """Of all lives, as they were written."""
-        folders = [*sorted(self.run.glob("state-*")), self.stage.folder / "elsewhere"]
+        runs = (*self.earlier, self.run)
+        folders = [*(one for run in runs for one in sorted(run.glob("state-*")))]
+        folders.append(self.stage.folder / "elsewhere")
         paths = [path for folder in folders for path in folder.glob(f"tasks/{self.name}.jsonl")]
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
@@ -214,9 +218,15 @@ class Launched:
 
 
 def launch(
-    stage: Stage, name: str, *, steps: int = STEPS, coordinator: str = "", token: str = ""
+    stage: Stage,
+    name: str,
+    *,
+    steps: int = STEPS,
+    coordinator: str = "",
+    token: str = "",
+    earlier: tuple[Path, ...] = (),
 ) -> Launched:
-    run, job_file = stage.folder / f"{name}-run", stage.job_file(name, steps=steps)
+    run, job_file = stage.folder / f"{name}-run{len(earlier) or ''}", stage.job_file(name, steps=steps)
     shown = ["launch", "slurm", f"{name}.toml", "--nodes", "4"]
     shown += ["--coordinator", coordinator] if coordinator else []
     words = [*shown[:2], str(job_file), *shown[3:], "--run", str(run), "--watch", "1", "--json"]
@@ -225,7 +235,8 @@ def launch(
     if done.returncode:
         raise RuntimeError(done.stderr)
     number = json.loads(done.stdout)["job"]
-    return _started(stage, Launched(stage, name, number, run, steps), f"everstep {' '.join(shown)}")
+    launched = Launched(stage, name, number, run, steps, earlier=earlier)
+    return _started(stage, launched, f"everstep {' '.join(shown)}")
 
 
 def sbatch(stage: Stage, name: str, *, steps: int) -> Launched:
@@ -365,6 +376,26 @@ def requeued(stage: Stage) -> dict[str, Any]:
     return told | one.finished()
 
 
+def cancelled(stage: Stage) -> dict[str, Any]:
+    """By SIGTERM to all nodes at once, as a time limit or a preemption ends a job; it is submitted again."""
+    one = launch(stage, "cancel", steps=SHORT)
+    one.step_reached(INTERVAL + 5)
+    at = time.time()
+    stage.slurm.run("scancel", one.number)
+    one.say(f"$ scancel {one.number}")
+    one.until(lambda: one.number not in stage.slurm.run("squeue", "--noheader", "--format=%i"), "it is gone")
+    told: dict[str, Any] = {"left_s": round(time.time() - at, 1)}
+    reached = max(row["step"] for row in one.rows())
+    one.say(f"Slurm has let it go after {told['left_s']:.1f} s, at step {reached}")
+    one.said_by_keepers()
+    again = launch(stage, "cancel", steps=SHORT, earlier=(one.run,))
+    first = again.until(
+        lambda: min(r["step"] for r in again.rows() if r["at"] > again.began), "its first step"
+    )
+    told |= {"cancelled_at_step": reached, "resumed_from_step": first - 1, "steps_lost": reached - first + 1}
+    return told | again.finished()
+
+
 def _nodes_of(stage: Stage, number: str) -> list[str]:
     from everstep.launch.slurm.slurm_text import expand
 
@@ -376,6 +407,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
     "first": lambda stage: lost_and_returned(stage, "first", "n1"),
     "drain": drained,
     "requeue": requeued,
+    "cancel": cancelled,
 }
 
 
@@ -391,6 +423,8 @@ def failures(told: dict[str, dict[str, Any]]) -> list[str]:
             found.append(f"{name}: {scene['steps_done_again']} steps were done twice")
         if scene.get("before_the_end") is False:
             found.append(f"{name}: training was over before the node was back")
+    if "cancel" in told and told["cancel"]["steps_lost"]:
+        found.append(f"cancel: {told['cancel']['steps_lost']} steps were lost")
     if "first" in told and not told["first"]["coordinator_moved"]:
         found.append("first: the coordinator was not on the first node")
     if "requeue" in told and told["requeue"]["resumed_from_step"] < INTERVAL:
@@ -406,6 +440,9 @@ _ROWS = {
     "drained_s": "scontrol drain to the last worker gone, s",
     "readmitted_s": "scontrol resume to its worker takes part, s",
     "keeper_started_again_s": "keeper killed to its worker takes part, s",
+    "left_s": "scancel to the end of the job, s",
+    "cancelled_at_step": "cancelled at step",
+    "steps_lost": "steps lost",
     "requeued_at_step": "requeued at step",
     "resumed_from_step": "resumed from the checkpoint of step",
     "away_s": "requeue to the next step on record, s",

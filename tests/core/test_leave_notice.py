@@ -130,6 +130,21 @@ def test_workers_of_an_agent_that_is_told_to_end_do_not_wait_for_its_last_moment
     assert cluster.coordinator.log.incidents == []
 
 
+def test_where_all_nodes_are_told_to_end_at_once_each_stage_keeps_a_worker_until_its_state_is_safe() -> None:
+    """Each node saw another replica, on a node whose worker was on its way out already: `scancel` lost the
+    steps since the last checkpoint.
+    """
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7)
+    cluster.submit(shape=Shape(2, 2, 2), has_checkpoints=True)
+    cluster.seal()
+    notice = msg.LeaveNoticed(leaves_in_s=25.0, by="its agent was told to end by SIGTERM", at_once=True)
+    for node in "abcd":
+        cluster.cut.add(node)  # what it does about it is not known yet
+        cluster.arrives(node, notice)
+    seats = cluster.coordinator.tasks["t"].seats
+    assert {worker.stage for worker, seat in seats.items() if not seat.leaving} == {0, 1}
+
+
 def test_they_leave_also_where_nothing_can_be_made_safe() -> None:
     """The agent would use up its grace for nothing."""
     cluster = FakeCluster(nodes={"a": 2}, planned=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from everstep.cli.coordinator import SAME_SIGNAL_S
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
-from harness.cluster import Cluster, small_job
+from everstep.store.folder import complete_steps
+from harness.cluster import Cluster, descendants, small_job
 
 pytestmark = pytest.mark.slow
 STEPS = 40
@@ -85,6 +89,30 @@ def test_sigterm_of_an_agent_costs_no_step(tmp_path: Path, kept: str) -> None:
         assert cluster.incidents() == []
         cluster.start_agent("a", slots=2)
         cluster.nodes_up(2)
+
+
+def test_sigterm_to_all_processes_of_a_cluster_costs_no_step(tmp_path: Path) -> None:
+    """As a scheduler ends a job: the coordinator went at once, workers before their agents had drained."""
+    job = small_job(tmp_path, steps=100_000)
+    job["checkpoint"] = {"folder": str(tmp_path / "kept"), "interval": 100_000}
+    with Cluster(tmp_path, options=["--grace", "60"]) as cluster:
+        cluster.start_coordinator()
+        for node in ("a", "b"):
+            cluster.start_agent(node, slots=2, grace=60)
+        cluster.nodes_up(2)
+        cluster.submit(job)
+        cluster.step_reached(5)
+        ours = [*cluster.coordinators.values(), *cluster.agents.values()]
+        for pid in [pid for one in ours for pid in (one.pid, *descendants(one.pid))]:
+            os.kill(pid, signal.SIGTERM)
+        assert [one.wait(120) for one in ours] == [143] * 3
+    (saved,) = complete_steps(tmp_path / "kept")
+    assert saved == last_step(tmp_path)
+
+
+def last_step(folder: Path) -> int:
+    (log,) = folder.rglob("tasks/*.jsonl")
+    return int(json.loads(log.read_text().splitlines()[-1])["step"])
 
 
 def test_a_second_sigterm_ends_an_agent_at_once(tmp_path: Path) -> None:

@@ -153,6 +153,15 @@ def coordinator_command(
         Path | None,
         typer.Option(help="Directory for the scalars of every task.", rich_help_panel="Monitoring"),
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="On SIGTERM: time for agents that were told to end in the same moment, as a scheduler does "
+            "that ends a job, to leave with the states of their tasks saved.",
+        ),
+    ] = 0.0,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
     log_level: Annotated[render.LogLevel, render.LOG_LEVEL] = render.LogLevel.INFO,
     as_json: Annotated[
@@ -216,6 +225,7 @@ def coordinator_command(
         quotas=quotas or state / "quotas.toml",
         tensorboard=tensorboard,
         fabric=None if fabric is None else _fabric(fabric),
+        grace_s=grace,
     )
     settings.check()
 
@@ -234,7 +244,14 @@ def coordinator_command(
         isolation_s=isolation,
     )
     keep_collections_short()
-    return until_signalled(lambda signalled: serve(settings, ready=ready, patience=patience))
+
+    async def served(signalled: Signalled) -> None:
+        told_to_end = asyncio.Event()
+        if grace:
+            signalled.gently = lambda because: told_to_end.set()
+        await serve(settings, ready=ready, patience=patience, told_to_end=told_to_end)
+
+    return until_signalled(served)
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from everstep.server.traces import IncidentTraces
 from everstep.server.webhooks import Notifier, read_webhooks
 
 OPEN_AGAIN_S = 1.0
+NOTICES_S = 1.0  # in which agents that were told to end in the same moment say so
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -61,6 +62,7 @@ class ServerSettings:
     quotas: Path | None = None  # how much each owner may ask for
     tensorboard: Path | None = None  # where the scalars of tasks go
     fabric: Topology | None = None  # that of the workers' traffic
+    grace_s: float = 0.0  # told to end, it serves nodes that leave for so long
 
     def check(self) -> None:
         given = self.token or self.token_file or self.client_ca or self.callers().has_any
@@ -113,8 +115,9 @@ async def serve(
     *,
     ready: Callable[[str], None] = lambda address: None,
     patience: Patience | None = None,
+    told_to_end: asyncio.Event | None = None,
 ) -> None:
-    """Until cancelled. `ready` gets the address once it listens."""
+    """Until cancelled, or told to end. `ready` gets the address once it listens."""
     settings.check()
     allow_many_files()
     policy = PolicySet(patience=patience or Patience(), planned=True)
@@ -160,7 +163,13 @@ async def serve(
             ) from None
         port = runner.addresses[0][1]
         ready(f"{'https' if settings.cert else 'http'}://{settings.host}:{port}")
-        await _lead(daemon, journal)
+        leading = asyncio.ensure_future(_lead(daemon, journal))
+        watching.append(leading)
+        if told_to_end is not None:
+            watching.append(
+                asyncio.create_task(_end_when_told(told_to_end, daemon, leading, settings.grace_s))
+            )
+        await leading
     finally:
         for task in watching:
             task.cancel()
@@ -168,6 +177,22 @@ async def serve(
         await journal.close()
         for listener in listeners:
             await asyncio.to_thread(listener.close)  # a slow collector delays only this thread
+
+
+async def _end_when_told(
+    told: asyncio.Event, daemon: Daemon, leading: asyncio.Future[None], grace_s: float
+) -> None:
+    """Agents that were told to end in the same moment leave in good order first: their tasks save their
+    states.
+    """
+    await told.wait()
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < grace_s:
+        nodes = daemon.record.machine.nodes.values()
+        if passed > NOTICES_S and not any(node.leaves_at and node.reachable for node in nodes):
+            break
+        await asyncio.sleep(0.05)
+    leading.cancel()
 
 
 async def _lead(daemon: Daemon, journal: Journal) -> None:

@@ -18,12 +18,14 @@ STALLED_AFTER_S = 5.0  # and at least so long
 
 
 def empty_stages(task: Task, *, without: str = "") -> list[int]:
-    """The stages in which no worker takes part; those on the node `without` do not count."""
+    """The stages in which no worker takes part; those that were asked to go do not count, nor those on the
+    node `without`.
+    """
     places = task.recovery.places if task.recovery is not None else {}
     there = {
         worker.stage
         for worker, seat in task.seats.items()
-        if isinstance(places.get(worker), Member) and seat.node != without
+        if isinstance(places.get(worker), Member) and seat.node != without and not seat.leaving
     }
     return [stage for stage in range(task.shape.stages) if stage not in there]
 

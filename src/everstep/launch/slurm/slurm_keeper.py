@@ -43,7 +43,8 @@ LOOK_MOST_S = 30.0
 RESTART_FIRST_S, RESTART_MOST_S = 1.0, 30.0
 CALM_S = 60.0  # a child that lived so long is restarted without waiting
 MAX_FAILURES = 8  # of an agent, one after the other: then this node is of no use to the run
-END_S = 15.0
+LEAVE_S = 25.0  # of Slurm's KillWait, 30 s by default, for tasks to save their states
+END_S = LEAVE_S + 3.0
 TRIM_EVERY_S = 10.0
 NOTICE_S = 120.0  # from SIGUSR1 to the job's end: --signal=USR1@120 in everstep.sbatch
 
@@ -241,6 +242,7 @@ class SlurmKeeper:
         place = settings.coordinator or self.run_folder.place
         command = ["agent", "--node", settings.node, "--host", settings.host, "--coordinator", place]
         command += ["--log-dir", str(self.run_folder.logs), "--notice-on-signal", f"{NOTICE_S:g}"]
+        command += ["--grace", f"{LEAVE_S:g}"]
         if settings.slots:
             command += ["--slots", str(settings.slots)]
         return command + (["--ca", str(settings.ca)] if settings.ca else [])
@@ -249,7 +251,8 @@ class SlurmKeeper:
         settings = self.settings
         # The nodes of a job do not know yet which of them will lead, so there is no certificate for it.
         command = ["coordinator", "--host", settings.host, "--port", str(self._port), "--insecure"]
-        return [*command, "--state", str(self.run_folder.state), "--name", settings.node]
+        command += ["--state", str(self.run_folder.state), "--name", settings.node]
+        return [*command, "--grace", f"{LEAVE_S:g}"]
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._end_signal = number
