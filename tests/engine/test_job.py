@@ -135,7 +135,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
         (
             f"{MODEL}dropuot = 0.1",
-            "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: context,",
+            "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: capacity_factor,",
         ),
         (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
         (f"{MODEL}heads = 7", "not an even head size"),

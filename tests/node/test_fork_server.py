@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.errors import UserError
 from everstep.node import fork_server as module
 
 
@@ -141,3 +142,17 @@ def test_a_process_that_leaves_sigterm_to_its_owner_lives_on_and_what_it_forks_d
     os.kill(child, signal.SIGTERM)
     assert os.read(said, 100) == b"lives"
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_what_is_preloaded_may_ask_whether_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a worker whose fork server had loaded transformers: "CUDA error: initialization error"."""
+    given: dict[str, str] = {}
+
+    def started(command: object, *, env: dict[str, str], **more: object) -> None:
+        given.update(env)
+        raise OSError(0, "enough is known")
+
+    monkeypatch.setattr(module.subprocess, "Popen", started)
+    with pytest.raises(UserError):
+        module.ForkServer().start()
+    assert given["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 from everstep import log
 from everstep.errors import EverstepError, UserError
+from everstep.forked import ASKS_NVML, leave_to_owner
 from everstep.log import warn
 from everstep.node.process_facts import born, end_leftovers
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import Sender
-from everstep.signals import leave_to_owner
 from everstep.store.owned_folders import remove_all_left
 from everstep.store.unix_users import UMASK, UnixUser, own_cgroup
 from everstep.store.unix_users import found as unix_user
@@ -209,7 +209,7 @@ class ForkServer:
             OUTER_THREADS: os.environ.get("OMP_NUM_THREADS", ""),
             "OMP_NUM_THREADS": str(self._threads),
         }
-        env = {**ALLOCATOR, **os.environ, **threads}
+        env = {**ALLOCATOR, **ASKS_NVML, **os.environ, **threads}
         env.pop("EVERSTEP_TOKEN", None)  # user code must not be able to submit jobs
         become: dict[str, Any] = {}
         if (user := self.user) is not None:

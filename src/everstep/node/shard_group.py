@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
+from everstep.forked import leave_to_owner
 from everstep.net.sockets import listening
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.codec import Unpacker, pack
-from everstep.signals import leave_to_owner
 from everstep.store.owned_folders import new_folder
 
 SHARDS = "everstep-shards-"  # folders where the shards of one worker meet

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError
+from everstep.forked import ASKS_NVML
 from everstep.ranks import looks
 from everstep.ranks.rank_main import PARENT
 
@@ -162,7 +163,7 @@ class ForkingStarter:
         with theirs:
             self._process = subprocess.Popen(
                 [*_COMMAND, str(theirs.fileno()), str(os.getpid()), settings],
-                env={name: value for name, value in self._environment.items() if name != "EVERSTEP_TOKEN"},
+                env={**ASKS_NVML, **{k: v for k, v in self._environment.items() if k != "EVERSTEP_TOKEN"}},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=said,

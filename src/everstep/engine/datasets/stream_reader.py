@@ -21,8 +21,8 @@ from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.rows import Collate, stacked
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
 from everstep.errors import EverstepError, UserError
+from everstep.forked import leave_to_owner
 from everstep.log import warn
-from everstep.signals import leave_to_owner
 
 _LOOK_S = 0.002
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG

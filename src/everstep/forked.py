@@ -1,10 +1,14 @@
-"""Who hears a scheduler's SIGTERM."""
+"""What holds for every process that we fork."""
 
 from __future__ import annotations
 
 import os
 import signal
 from typing import Any
+
+# For a process that others are forked from: what it loads may ask torch whether there is a GPU. Asked by CUDA
+# instead of NVML, those that are forked could not use one.
+ASKS_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def leave_to_owner() -> None:
