@@ -141,6 +141,17 @@ def coordinator_command(
             rich_help_panel="Monitoring",
         ),
     ] = "",
+    otlp_logs: Annotated[
+        str,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
+            metavar="URL",
+            help="OTLP/HTTP endpoint to which decisions about nodes, tasks and incidents are sent, each with "
+            "its reason. Needs no extra.",
+            show_default=False,
+            rich_help_panel="Monitoring",
+        ),
+    ] = "",
     webhooks: Annotated[
         Path | None,
         typer.Option(
@@ -221,6 +232,7 @@ def coordinator_command(
         is_insecure=insecure,
         otel=otel,
         otlp_metrics=otlp_metrics,
+        otlp_logs=otlp_logs,
         webhooks=webhooks,
         quotas=quotas or state / "quotas.toml",
         tensorboard=tensorboard,

@@ -22,7 +22,7 @@ from everstep.server.api import Api
 from everstep.server.archive import Archive
 from everstep.server.certificates import server_context
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
-from everstep.server.otlp_metrics import MetricsExporter
+from everstep.server.otlp import LogsExporter, MetricsExporter
 from everstep.server.quotas import Quotas
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.scalars import TaskScalars
@@ -58,6 +58,7 @@ class ServerSettings:
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
     otlp_metrics: str = ""  # where metrics go
+    otlp_logs: str = ""  # where decisions go
     webhooks: Path | None = None  # who is told
     quotas: Path | None = None  # how much each owner may ask for
     tensorboard: Path | None = None  # where the scalars of tasks go
@@ -131,11 +132,14 @@ async def serve(
         fabric=settings.fabric,
     )
     archive = Archive(daemon.record, settings.folder)
-    exporter = None
+    instance = settings.name or socket.gethostname()
+    listeners: list[Archive | Listener] = [archive, *_listeners(daemon.record, settings)]
+    exporters: list[MetricsExporter | LogsExporter] = []
     if settings.otlp_metrics:
-        instance = settings.name or socket.gethostname()
-        exporter = MetricsExporter(daemon.record, settings.otlp_metrics, instance=instance)
-    listeners = [archive, *_listeners(daemon.record, settings)]
+        exporters.append(MetricsExporter(daemon.record, settings.otlp_metrics, instance=instance))
+    if settings.otlp_logs:
+        exporters.append(logs := LogsExporter(daemon.record, settings.otlp_logs, instance=instance))
+        listeners.append(logs)
     daemon.record.listeners |= {listener.hear for listener in listeners}
     api = Api(
         daemon,
@@ -151,8 +155,7 @@ async def serve(
         asyncio.create_task(api.strangers.watch(runner.server)),
         asyncio.create_task(api.access.watch()),
     ]
-    if exporter is not None:
-        watching.append(asyncio.create_task(exporter.run()))
+    watching += [asyncio.create_task(exporter.run()) for exporter in exporters]
     site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
     try:
         try:
@@ -218,12 +221,12 @@ async def _open_again(journal: Journal) -> None:
             await asyncio.sleep(OPEN_AGAIN_S)
 
 
-Listeners = list[IncidentTraces | TaskScalars | Notifier]
+Listener = IncidentTraces | TaskScalars | Notifier | LogsExporter
 
 
-def _listeners(record: ClusterRecord, settings: ServerSettings) -> Listeners:
+def _listeners(record: ClusterRecord, settings: ServerSettings) -> list[Listener]:
     """Listeners other than viewers."""
-    found: Listeners = []
+    found: list[Listener] = []
     if settings.webhooks is not None:
         found.append(Notifier(record, read_webhooks(settings.webhooks)))
     if settings.otel:

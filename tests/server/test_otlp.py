@@ -1,4 +1,4 @@
-"""Metrics as an OpenTelemetry collector reads them."""
+"""Metrics and decisions as an OpenTelemetry collector reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 from everstep.cli.client import Client
 from everstep.errors import UserError
-from everstep.server.otlp_metrics import MetricsExporter, document, endpoint
+from everstep.server.otlp import MOST_LOGS, LogsExporter, MetricsExporter, document, endpoint, log_document
 from everstep.server.record import ClusterRecord
 from tests.server.served import served
 from tests.server.test_api import JOB
@@ -109,3 +109,45 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_an_address_with_a_path_is_used_as_it_is() -> None:
     assert endpoint("http://h:1/") == "http://h:1/v1/metrics"
     assert endpoint("https://h/otlp/v1/metrics") == "https://h/otlp/v1/metrics"
+
+
+def test_a_coordinator_sends_what_it_decides_and_why(tmp_path: Path) -> None:
+    with collector(503) as (address, heard), served(tmp_path, token="t", otlp_logs=address) as coordinator:
+        client = Client(address=coordinator, token="t")
+        client.post("/v1/tasks", {"name": "mine", "job": JOB})
+        client.post("/v1/tasks/mine/cancel", {})
+        heard.get(timeout=60)  # is not taken: it comes again
+        path, kind, body = heard.get(timeout=60)
+    assert (path, kind) == ("/v1/logs", "application/json")
+    (resource,) = json.loads(body)["resourceLogs"]
+    records = resource["scopeLogs"][0]["logRecords"]
+    kind_of = {"key": "everstep.kind", "value": {"stringValue": "TaskEnded"}}
+    (ended,) = (one for one in records if kind_of in one["attributes"])
+    facts = {one["key"]: one["value"]["stringValue"] for one in ended["attributes"]}
+    assert (facts["everstep.task"], facts["everstep.state"]) == ("mine", "cancelled")
+    assert facts["everstep.because"]
+    assert (ended["severityText"], int(ended["timeUnixNano"]) > 1e18) == ("INFO", True)
+
+
+def test_logs_are_requests_of_the_protocol_of_the_leader_alone_and_bounded() -> None:
+    wire = pytest.importorskip(
+        "opentelemetry.proto.collector.logs.v1.logs_service_pb2", reason="otel is not installed"
+    )
+    from google.protobuf.json_format import Parse
+
+    record = ClusterRecord(say=lambda line: None)
+    exporter = LogsExporter(record, "http://h", instance="i")
+    news = {"at": 1.5, "kind": "IncidentClosed", "text": "closed", "because": "it trains", "incident": 1}
+    exporter.hear(news)
+    assert not exporter._waiting, "replayed, or of another coordinator"
+    record.leads = True
+    for kind in ("step", "Dispatch", "IncidentClosed"):
+        exporter.hear({**news, "kind": kind} if kind != "step" else {"at": 1.0, "kind": kind, "task": "t"})
+    (one,) = exporter._waiting
+    read = Parse(json.dumps(log_document([one], instance="i")), wire.ExportLogsServiceRequest())
+    (sent,) = read.resource_logs[0].scope_logs[0].log_records
+    assert (sent.body.string_value, sent.severity_text) == ("closed", "WARN")
+    assert sent.time_unix_nano == 1_500_000_000
+    for _ in range(MOST_LOGS + 5):
+        exporter.hear(news)
+    assert len(exporter._waiting) == MOST_LOGS
