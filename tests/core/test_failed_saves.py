@@ -235,6 +235,17 @@ def test_a_worker_that_hangs_while_others_hold_a_state_is_called_hung() -> None:
     assert "hung in 1U" in incident.evidence[0].text
 
 
+def test_a_worker_that_holds_a_state_and_takes_no_order_is_called_hung() -> None:
+    """A storm (`--moves`): all were interrupted while they held a state, one was asleep, and its ledger was
+    waited for without end.
+    """
+    cluster = held()
+    cluster.overdue(W01, doing="Finished", busy=False, elapsed_s=60.0, unanswered_s=60.0)
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.workers == [W01]
+    assert "has not taken an order" in incident.evidence[0].text
+
+
 def test_a_task_whose_state_cannot_be_saved_is_not_paused_and_trains_on() -> None:
     """With a full disk there was an incident, and its steps were lost all the same."""
     cluster = held()

@@ -172,7 +172,7 @@ class Failures:
         if task.state is not TaskState.RUNNING:
             return []
         task.failures.overdue.put(report)
-        if task.progress.held is not None and report.doing == detector.FINISHED:
+        if task.progress.held is not None and report.doing == detector.FINISHED and not report.unanswered_s:
             return []  # it holds a state until it is safe, and has nothing to do
         actions = self._nodes.witnessed(task, report.worker, now)
         places = task.recovery.places if task.recovery is not None else {}
