@@ -17,6 +17,7 @@ from everstep.core.faults.reachability import cut_off, pair_of
 from everstep.node import worker_processes
 from everstep.node.worker_processes import probed
 from everstep.protocol import messages as msg
+from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from tests.core.fake_cluster import FakeCluster
@@ -108,6 +109,22 @@ def test_the_node_that_two_others_cannot_reach_is_isolated_with_the_reason() -> 
     assert cluster.coordinator.tasks["t"].failures.times == {} or not any(
         cluster.coordinator.tasks["t"].failures.times.values()
     )
+
+
+def test_connections_of_a_worker_that_was_asked_to_go_accuse_no_node() -> None:
+    """A storm (`--roles`, seed 990079): a worker was ended to change its stage, its peers said so before its
+    agent did, and its node was isolated.
+    """
+    cluster = trains("abcde")
+    task, worker = cluster.coordinator.tasks["t"], at(cluster, "b")
+    cluster.cut.add("b")  # that its worker has ended is not known yet
+    staffing = cluster.coordinator._failures._staffing
+    staffing.ask_to_go(task, worker, "it changes its stage", Moment(cluster.now, cluster.coordinator.events))
+    down(cluster, "a", "b")
+    down(cluster, "c", "b")
+    cluster.wait(2.1)
+    assert states(cluster)["b"] == "up"
+    assert not [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
 
 
 def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_isolated() -> None:

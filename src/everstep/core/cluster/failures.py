@@ -739,11 +739,16 @@ class Failures:
         return actions
 
     def _still_counts(self, task: Task, one: BadLink) -> bool:
-        """Are both processes in their places, on nodes that are heard? Silent ones are judged as such."""
+        """Are both processes in their places, on nodes that are heard? Silent ones are judged as such. Those
+        that were asked to go end their connections.
+        """
         ends = ((one.worker, one.incarnation), (one.peer, one.peer_incarnation))
         seats = [task.seats.get(worker) for worker, _ in ends]
         return task.state is TaskState.RUNNING and all(
-            seat is not None and seat.incarnation == incarnation and self._roster.is_heard(seat.node)
+            seat is not None
+            and seat.incarnation == incarnation
+            and not seat.leaving
+            and self._roster.is_heard(seat.node)
             for seat, (_, incarnation) in zip(seats, ends, strict=True)
         )
 
