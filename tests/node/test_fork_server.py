@@ -131,11 +131,12 @@ def test_a_process_that_leaves_sigterm_to_its_owner_lives_on_and_what_it_forks_d
         module.leave_to_owner()
         if (child := os.fork()) == 0:
             os.write(says, b"forked ")
-            while True:
-                time.sleep(1)
+            time.sleep(60)
+            os._exit(0)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         os.write(says, b"lives")
         os._exit(7)
+    os.close(says)  # if it ends, the next read does too
     assert os.read(said, 100) == b"forked "
     os.kill(pid, signal.SIGTERM)
     (child,) = (int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())

@@ -450,14 +450,10 @@ def _planned(one: Incident) -> str:
     kept = (
         f"step {one.restored_from}, from {one.restored_where}" if one.restored_from else "the initial state"
     )
-    again = (
-        "no step is lost"
-        if not lost
-        else "1 step is done again"
-        if lost == 1
-        else f"{lost} steps are done again"
-    )
-    return f"back at {kept}: {again}"
+    if not lost:
+        return f"back at {kept}: no step is lost"
+    again = "1 step is" if lost == 1 else f"{lost} steps are"
+    return f"back at {kept}: {again} done again"
 
 
 def finite(value: float | None) -> float | None:
