@@ -68,7 +68,7 @@ def hang(where):
 
 class Slow(Synthetic):
     def batch(self, step, microbatch):
-        time.sleep(0.1)
+        time.sleep(REST)
         return super().batch(step, microbatch)
 
 
@@ -371,12 +371,12 @@ def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dic
         return _judged(scene, task, clean, noticed_from_s=5.0 if fault.startswith("hang-") else 0.0)
 
 
-def variant(fault: str, folder: Path) -> dict[str, Any]:
-    """Of the small job: where a start is to hang, code of the job's own, which can."""
+def variant(fault: str, folder: Path, *, rest_s: float = 0.1) -> dict[str, Any]:
+    """Of the small job: where a start is to hang, code of the job's own, which can, and slow data."""
     if not fault.startswith("hang-"):
         return {"microbatches": 2}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "hung_start.py").write_text(HUNG_START)
+    (folder / "hung_start.py").write_text(f"REST = {rest_s}\n{HUNG_START}")
     return {"microbatches": 2, "data": {"build": "hung_start:build"}}
 
 
@@ -408,7 +408,7 @@ def _judged(scene: Scene, task: Any, clean: dict[int, float], *, noticed_from_s:
 
 def clean_losses(folder: Path, fault: str) -> dict[int, float]:
     steps = LONGER.get(fault, STEPS)
-    outcome = run_job(Job.from_dict(small_job(folder, steps=steps, **variant(fault, folder))))
+    outcome = run_job(Job.from_dict(small_job(folder, steps=steps, **variant(fault, folder, rest_s=0.0))))
     losses = {step: row.loss for step, row in outcome.by_step().items()}
     assert len(losses) == steps, f"the run without failures has {len(losses)} of {steps} steps"
     return losses
