@@ -239,6 +239,14 @@ def plain_losses(job: Job) -> dict[int, float]:
 # ------------------------------------------------------------------ a GPU: what does it cost?
 
 # name: (the job's own keys, those of the run that it is compared with)
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 _DENSE = {"preset": "gpt-350m", "options": {"depth": 12}}
 _SPARSE = {"preset": "gpt-350m", "options": {"depth": 6, "experts": 8, "hidden": 1024}}
 _LONG = _DENSE | {"sequence": 8192, "rows": 1}
@@ -258,17 +266,44 @@ ON_GPU: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor parallel": (_DENSE | {"shards": 2}, _DENSE),
     "sequence parallel": (_DENSE | {"shards": 2, "sequence_parallel": True}, _DENSE | {"shards": 2}),
     "context parallel": (_LONG | {"shards": 2, "context_parallel": True}, _LONG),
+    "sequence parallel of Hugging Face": (
+        _DENSE | {"llama": True, "shards": 2, "sequence_parallel": True},
+        _DENSE | {"llama": True, "shards": 2},
+    ),
+    "packed rows": (_DENSE | {"packed": True}, _DENSE),
+    "sharded optimizer": (_DENSE | {"replicas": 2, "optimizer": {"shard": True}}, _DENSE | {"replicas": 2}),
+    "batch ramp": (_DENSE | {"ramp": {"1": 0.5}}, _DENSE),
+    "bf16": (_DENSE, _DENSE | {"precision": "fp32"}),
 }
 
 
-def gpu_job(given: dict[str, Any], device: str) -> Job:
+def gpu_job(given: dict[str, Any], device: str, folder: Path, *, tiny: bool) -> Job:
     given = {"rows": 4, "sequence": 1024, **given}
-    tables = quick_job(given.pop("preset"), given.pop("options"), given.pop("rows"), given.pop("sequence"))
+    if tiny:
+        given |= {"preset": "gpt-tiny", "rows": 2, "sequence": 32}
+        given["options"] = {**given["options"], "depth": 4, "hidden": 64}
+    rows, sequence = given.pop("rows"), given.pop("sequence")
+    tables = quick_job(given.pop("preset"), given.pop("options"), rows, sequence)
+    if given.pop("llama", False):
+        import transformers
+
+        less = {key: max(2, number // 32) for key, number in _LLAMA.items()} if tiny else {}
+        transformers.LlamaConfig(**_LLAMA | less).save_pretrained(folder / "llama")
+        tables["model"] = {"hf": str(folder / "llama")}
+        vocab = (_LLAMA | less)["vocab_size"]
+        tables["data"] |= {"vocab": vocab}
+    if given.pop("packed", False):  # documents of about 64 tokens
+        draws = np.random.default_rng(7)
+        draws.integers(0, 64, 2**22, dtype=np.uint8).tofile(folder / "tokens.bin")
+        tables["data"] = {"kind": "tokens", "path": str(folder / "tokens.bin"), "document_end": 0}
+        tables["data"] |= {"rows": rows, "sequence": sequence}
     keys = {"precision": "bf16", "microbatches": 4, "steps": 6, "device": device, "graphs": "never"}
-    return Job.from_dict(tables | keys | given | {"optimizer": {"decay": "constant"}})
+    return Job.from_dict(
+        tables | keys | given | {"optimizer": {"decay": "constant", **given.get("optimizer", {})}}
+    )
 
 
-def measured(server: ForkServer, given: dict[str, Any], device: str) -> tuple[float, float]:
+def measured(server: ForkServer, job: Job) -> tuple[float, float]:
     """Median seconds of a step, and the most GiB that a worker had on the device."""
     peaks = [0.0]
 
@@ -276,26 +311,30 @@ def measured(server: ForkServer, given: dict[str, Any], device: str) -> tuple[fl
         if kind == "times":
             peaks.append(what.times.get(PEAK, 0.0) / 2**30)
 
-    outcome = LocalTask(gpu_job(given, device), fork_server=server, watch=watch).run()
+    outcome = LocalTask(job, fork_server=server, watch=watch).run()
     if outcome.failure is not None:
         raise RuntimeError(outcome.failure)
     return statistics.median([row.seconds for row in outcome.rows][2:]), max(peaks)
 
 
-def gpu_rows(only: list[str], device: str, limit_s: float) -> list[dict[str, Any]]:
-    server, began = ForkServer().start(), time.monotonic()
+def gpu_rows(only: list[str], device: str, limit_s: float, *, tiny: bool) -> list[dict[str, Any]]:
+    server, began = ForkServer(preload=PRELOAD).start(), time.monotonic()
     known: dict[str, tuple[float, float]] = {}
     rows = []
 
     def once(given: dict[str, Any]) -> tuple[float, float]:
         key = json.dumps(given, sort_keys=True)
         if key not in known:
-            known[key] = measured(server, given, device)
+            with tempfile.TemporaryDirectory(prefix="everstep-features-") as folder:
+                known[key] = measured(server, gpu_job(given, device, Path(folder), tiny=tiny))
         return known[key]
 
     try:
         for name, (given, without) in ON_GPU.items():
-            if (only and name not in only) or time.monotonic() - began > limit_s:
+            if only and name not in only:
+                continue
+            if time.monotonic() - began > limit_s:
+                print(f"{name:34} not begun: the limit is reached", flush=True)
                 continue
             row: dict[str, Any] = {"feature": name}
             try:
@@ -307,7 +346,7 @@ def gpu_rows(only: list[str], device: str, limit_s: float) -> list[dict[str, Any
                 said += f"{row['gib']:.2f} GiB ({row['without_gib']:.2f} without)"
             except (UserError, RuntimeError) as error:
                 row["failure"] = said = " ".join(str(error).split())[:300]
-            print(f"{name:22} {said}", flush=True)
+            print(f"{name:34} {said}", flush=True)
             rows.append(row)
     finally:
         server.close()
@@ -340,6 +379,9 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="step time and memory, with and without")
     parser.add_argument("--device", default="cuda", help="with --gpu")
     parser.add_argument(
+        "--tiny", action="store_true", help="with --gpu: a model that a CPU can train, to try it"
+    )
+    parser.add_argument(
         "--limit", type=float, default=1e9, help="with --gpu: seconds after which none begins"
     )
     parser.add_argument("--json", action="store_true")
@@ -350,7 +392,7 @@ def main() -> int:
         if name not in every:
             parser.error(f"{name!r} is none of {', '.join(every)}")
     if given.gpu:
-        found = gpu_rows(only, given.device, given.limit)
+        found = gpu_rows(only, given.device, given.limit, tiny=given.tiny)
         if given.json:
             print(json.dumps(found))
         return int(any("failure" in row for row in found))

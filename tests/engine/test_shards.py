@@ -24,6 +24,7 @@ from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Model
 from everstep.engine.layers.shard_plan import Cut, from_theirs
 from everstep.engine.prepare.preflight import preflight
+from everstep.engine.prepare.shard_trial import with_summed
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage.evaluation import Evaluation
@@ -628,16 +629,20 @@ def theirs(kind: str) -> Any:
         head_dim=8,
         max_position_embeddings=32,
         tie_word_embeddings=kind == "qwen3",
+        pad_token_id=0,
     )
 
 
 def of_theirs(kind: str) -> Model:
     from everstep.engine.hf.model import hf
 
-    return hf(theirs(kind))
+    return with_summed(hf(theirs(kind)), Job(model=ModelSpec(build="module:function"), shards=2))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("olmo3", "glm4", "granite_swa")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", *SLOW])
 def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
     """The losses are those of transformers in one process, to 2e-6."""
     pytest.importorskip("transformers")
@@ -646,6 +651,16 @@ def test_a_hugging_face_model_comes_with_its_own_plan(kind: str) -> None:
     assert found[0] == found[1]
     assert found[0]["losses"] == pytest.approx(by_transformers(theirs(kind)), rel=2e-6)
     assert found[0]["norms"] == pytest.approx(run()["norms"], rel=2e-5)
+
+
+def test_the_plan_of_a_hugging_face_model_is_completed() -> None:
+    """Apertus trains its activation, between split matrices."""
+    pytest.importorskip("transformers")
+    run = partial(trained, partial(of_theirs, "apertus"))
+    one, found = run(), in_shards(2, run)
+    assert found[0] == found[1]
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
 
 
 def by_transformers(config: Any) -> list[float]:

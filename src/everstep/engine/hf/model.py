@@ -282,11 +282,11 @@ class Family:
         if table is not None and queued_forward(self.bare.get_submodule(table)) is not QueuedEmbedding:
             tied = next((pair for pair in self._tied().items() if f"{table}.weight" in pair), (table,))
             found |= {name.removesuffix(".weight"): "replicated" for name in (table, *tied)}
-        return experts | _beside(experts, from_theirs(found))
+        return experts | _known(experts, from_theirs(found))
 
     def _heads(self) -> dict[str, int | None]:
         text = self.config.get_text_config()
-        split = {"column", "row"} & set(self._shard_plan().values())
+        split = {"column", "row", "own_parameters"} & set(self._shard_plan().values())
         keys = ["num_attention_heads", "num_key_value_heads"] if split else []
         if expert_patterns(self.bare):
             keys += [key for key in NUMBERS_OF_EXPERTS if getattr(text, key, None)][:1]
@@ -425,19 +425,21 @@ def _is_experts(name: str, module: nn.Module) -> bool:
     return takes == 3 or (takes == 1 and called_so)
 
 
-def _beside(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan without what it says of experts. Of a model with experts what is split in a way that we do not
-    know (latent attention) stays whole, with all that is split beside it.
+def _known(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan without what it says of experts. What is split in a way that we do not know (latent attention)
+    stays whole, with all that is split beside it.
     """
-    if not experts:
-        return dict(plan)
     rest = {
         pattern: style
         for pattern, style in plan.items()
         if not any(pattern == one or pattern.startswith(f"{one}.") for one in experts)
     }
     whole = {pattern.rpartition(".")[0] for pattern, style in rest.items() if style not in STYLES}
-    return {pattern: style for pattern, style in rest.items() if pattern.rpartition(".")[0] not in whole}
+    return {
+        pattern: style
+        for pattern, style in rest.items()
+        if pattern not in whole and pattern.rpartition(".")[0] not in whole
+    }
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

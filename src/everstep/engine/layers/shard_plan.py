@@ -2,12 +2,14 @@
 
     "blocks.*.attention.q": "column"      the outputs are split; every shard has some of them
     "blocks.*.attention.out": "row"       the inputs are split; the shards' outputs are added up
+    "blocks.*.mlp.down": "row_of_whole"   the same behind values that are whole: each shard takes its inputs
     "embed.tokens": "vocab"               a table's rows are split; the shards' lookups are added up
     "head.logits": "logits"               the outputs are split, and the loss is computed on the parts
     "lm_head": "column_gather"            the outputs are split, and put together again
     "*.q_norm": "whole_summed"            not split, but used on split values: its gradients are added up
     "blocks.*.mlp_norm": "sequence"       works on each token alone; with `sequence_parallel` each
                                           shard runs it on its part of the sequence
+    "*.self_attn": "own_parameters"       a module's own parameters have a row for each head, and are split
     "*.mlp.experts": "experts"            each shard has some of the experts, whole: of stacked ones the rows
                                           of every parameter, of a ModuleList every so-manieth module
 
@@ -37,10 +39,12 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "column_gather": (0, 0),
     "logits": (0, 0),
     "row": (1, None),
+    "row_of_whole": (1, None),
     "vocab": (0, None),
     "whole": (None, None),
     "whole_summed": (None, None),
     "sequence": (None, None),
+    "own_parameters": (0, 0),
     "experts": (None, None),  # by what lies below the module, see `Cut`
 }
 ALL_WHOLE: PlanOfShards = {"*": "whole"}  # of shards that split the rows, and not the layers
@@ -48,9 +52,13 @@ ALL_WHOLE: PlanOfShards = {"*": "whole"}  # of shards that split the rows, and n
 THEIRS: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
+    "rowwise_rep": "row_of_whole",
+    "rowwise_split_input": "row_of_whole",
     "colwise_rep": "column_gather",
     "colwise_gather_output": "column_gather",
     "embedding_rowwise": "vocab",
+    "local_params": "own_parameters",
+    "replicate": "whole",
     "replicated": "whole",
     "replicated_with_grad_allreduce": "whole_summed",
 }
@@ -161,7 +169,10 @@ class Cut:
         if (inside := self.expert(name)) is not None:
             return None if "." in inside else 0
         module, _, parameter = name.rpartition(".")
-        of_weight, of_bias = STYLES[self.style(module)]
+        style = self.style(module)
+        if style == "own_parameters":
+            return 0
+        of_weight, of_bias = STYLES[style]
         return {"weight": of_weight, "bias": of_bias}.get(parameter)
 
 

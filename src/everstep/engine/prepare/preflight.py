@@ -49,6 +49,7 @@ from everstep.engine.prepare.resolve import (
     schedule_of,
     tried_optimizer,
 )
+from everstep.engine.prepare.shard_trial import refuse_mixed, with_summed
 from everstep.engine.shards.layers import refuse_unsplittable
 from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES, changed_in_place
@@ -87,7 +88,7 @@ def preflight(
     """Check a job. A script gives its own parts (`model`, `data`...) here; the job names the rest."""
     job.refuse_contradictions()
     device.pick(job.device)
-    model = model or model_of(job)
+    model = with_summed(model or model_of(job), job)
     stage_parts(model, job.task_shape().fold)
     parts = partition(model, job.stages * job.virtual)
     check_tied(model)
@@ -135,6 +136,9 @@ def preflight(
         _refuse_uneven_rows(job, batch[0])
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
+    whole_rows = not job.sequence_parallel or model.assembly.split_sequence is not None
+    if job.shards > 1 and not job.context_parallel and whole_rows:
+        refuse_mixed(model, batch[0], job.shards)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
     ours = optimizer is None and job.optimizer.build is None and job.optimizer.name is None
     base, multiplier = base_rate(job, model, optimizer), schedule_of(job, model, schedule, optimizer)

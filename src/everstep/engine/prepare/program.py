@@ -22,6 +22,7 @@ from everstep.engine.prepare.resolve import (
     refuse_untied,
     schedule_of,
 )
+from everstep.engine.prepare.shard_trial import with_summed
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
@@ -44,6 +45,9 @@ class Program:
     optimizer: OptimizerFactory
     evaluation: Evaluation | None = None
     rate: Rate | None = None  # None: that of the job
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", with_summed(self.model, self.job))
 
     @staticmethod
     def of(job: Job) -> Program:

@@ -2,6 +2,7 @@
 
     column    x ──► copied ──► x Wᵢᵀ               backward: the shards' dx are added up
     row       x Wᵢᵀ ──► added up ──► + b           backward: each shard has dy already
+    row of whole    x ──► its part ──► as row      backward: the parts of dx are gathered
     vocab     rows of this shard, else 0 ──► added up
     experts   x, weights ──► copied ──► the experts of this shard, else 0 ──► added up
 
@@ -72,6 +73,19 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         own = grads[0].narrow(-1, ctx.collectives.index * ctx.width, ctx.width)
         return own.contiguous(), None
+
+
+class _OwnColumns(torch.autograd.Function):
+    """Of what all shards have, this shard's columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return x.chunk(collectives.count, dim=-1)[collectives.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(ctx.collectives.gather(grads[0].contiguous()), dim=-1), None
 
 
 class _GatheredSequence(torch.autograd.Function):
@@ -199,9 +213,12 @@ class RowLinear:
     module: nn.Linear
     queue: Queue
     run: LayerRun
+    of_whole: bool
 
     def __call__(self, input: Tensor) -> Tensor:
         self.run.leave()
+        if self.of_whole:
+            input = _OwnColumns.apply(input, self.run.collectives)  # type: ignore[no-untyped-call]
         made = added_up(queued_linear(input, self.module.weight, None, self.queue), self.run.collectives)
         return made if self.module.bias is None else made + self.module.bias
 
@@ -576,7 +593,7 @@ def _join_experts(name: str, part: nn.Module, plan: Cut, run: LayerRun) -> list[
 _KINDS: Mapping[str, type[QueuedEmbedding] | type[QueuedLinear]] = {
     style: QueuedEmbedding if style == "vocab" else QueuedLinear
     for style in STYLES
-    if style not in ("whole", "whole_summed", "sequence", "experts")
+    if style not in ("whole", "whole_summed", "sequence", "own_parameters", "experts")
 }
 
 
@@ -645,12 +662,12 @@ def join(layer: str, module: nn.Module, plan: Cut, collectives: Collectives) -> 
         elif style == "vocab":
             queue = _queue_of(part, name, style)
             part.forward = VocabEmbedding(module=part, queue=queue, collectives=collectives)
-        elif style == "row":
+        elif style in ("row", "row_of_whole"):
             queue = _queue_of(part, name, style)
-            part.forward = RowLinear(module=part, queue=queue, run=run)
+            part.forward = RowLinear(module=part, queue=queue, run=run, of_whole=style == "row_of_whole")
             if collectives.splits_sequence and isinstance(part.bias, nn.Parameter):
                 summed.append(part.bias)
-        elif style not in ("whole", "sequence"):
+        elif style not in ("whole", "sequence", "own_parameters"):
             queue = _queue_of(part, name, style)
             gathers = style == "column_gather"
             part.forward = ColumnLinear(module=part, queue=queue, run=run, gathers=gathers)
@@ -697,8 +714,12 @@ def refuse_unequal(gradients: Mapping[str, Tensor], collectives: Collectives) ->
     for name, grad in gradients.items():
         off = float((collectives.sum(grad.clone()) / collectives.count - grad).norm())
         if off > 0.05 * norms[name] and off > 1e-4 * max(norms.values()):
-            raise UserError(
-                f"{name} is whole on every shard, and its gradient differs from shard to shard, because its "
-                'module works on split values; name the module in shard_plan: "sequence" if it works on each '
-                'token alone between split layers, "whole_summed" if it works inside of them.'
-            )
+            raise UserError(not_equal(name))
+
+
+def not_equal(name: str) -> str:
+    return (
+        f"{name} is whole on every shard, and its gradient differs from shard to shard, because its "
+        'module works on split values; name the module in shard_plan: "sequence" if it works on each '
+        'token alone between split layers, "whole_summed" if it works inside of them.'
+    )
