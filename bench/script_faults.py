@@ -4,6 +4,7 @@
     python -m bench.script_faults --script ddp --fault kill --launcher everstep --launcher torchrun
     python -m bench.script_faults --python nvrx=/opt/nvrx/bin/python --launcher nvrx --json
     python -m bench.script_faults --all-launchers --output faults.json --again     what faults.json lacks
+    python -m bench.script_faults --all-launchers --side-by-side 7 --within-s 240     on 16 cores
 
 Machines are namespaces (`harness/machines.py`, needs root); where these cannot be made, or with --here, a
 machine is a set of processes of this one, and a lost machine is SIGKILL to all of them at once. The scripts
@@ -37,7 +38,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,8 @@ KINDS = {
     "fsdp2-disk": ("fsdp2.py",),
 }
 NEEDS = {"hf-trainer": "transformers", "lightning": "lightning", "deepspeed": "deepspeed"}
+CELL = ("launcher", "script", "fault")
+Cell = tuple[str, str, str]
 PLAIN = {"ddp": "ddp-disk", "fsdp2": "fsdp2-disk"}  # for launchers that keep no states
 
 
@@ -74,6 +78,7 @@ class Launcher:
     named: Callable[[str, int, str], bool]  # of the logs of all machines: is the rank (or machine) in there?
     module: str  # that must be installed
     start: Callable[[str], list[str]] | None = None  # beside them, on the first machine
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _everstep(python: str, head: str) -> list[str]:
@@ -94,7 +99,7 @@ def _nvrx(python: str, head: str) -> list[str]:
     command = [python, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nnodes", "3:4"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "20", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", "trial", "--monitor-interval", "0.1"]
-    command += ["--ft-param-workload_check_interval", "1", "--rdzv-conf", "last_call_timeout=5"]
+    command += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
     return command
 
 
@@ -124,7 +129,14 @@ def _torchelastic_names(text: str, rank: int, name: str) -> bool:
 
 LAUNCHERS = {
     "everstep": Launcher(command=_everstep, named=_incident_names, module="everstep"),
-    "torchrun": Launcher(command=_torchrun, named=_torchelastic_names, module="torch"),
+    "torchrun": Launcher(
+        command=_torchrun,
+        named=_torchelastic_names,
+        module="torch",
+        # With the agents' store shared, ranks of a new round met gloo's addresses of the last one, and failed
+        # as often as they were restarted.
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
     "nvrx": Launcher(
         command=_nvrx, named=_torchelastic_names, module="nvidia_resiliency_ext.fault_tolerance.launcher"
     ),
@@ -225,7 +237,7 @@ class _Trial:
             self._machines[HEAD].start(self._launcher.start(self._python), "log", self._environment(HEAD))
         for name in NAMES:
             self._start(name)
-        found = dict(zip(("launcher", "script", "fault"), self._names, strict=True))
+        found = dict(zip(CELL, self._names, strict=True))
         everywhere = len(NAMES) * RANKS
         if self._names[0] == "nvrx":  # of MIN:MAX nodes MIN train, the rest are spares
             everywhere = (len(NAMES) - 1) * RANKS
@@ -277,7 +289,7 @@ class _Trial:
         own |= {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONWARNINGS": "ignore"}
         own |= {"NODE_ID": number, "NODE_RANK": number, "NODE_NUM": str(len(NAMES))}  # of DLRover
         own |= {"POD_IP": self._machines[name].address, "DLROVER_MASTER_ADDR": f"{self._head}:{PORT}"}
-        return own | {"ELASTIC_JOB_NAME": "trial"}
+        return own | {"ELASTIC_JOB_NAME": "trial"} | self._launcher.environment
 
     def _strike(self) -> tuple[int, float]:
         victim = next(one for one in reversed(self._seen("step")) if one["host"] == VICTIM)
@@ -359,6 +371,8 @@ def main() -> None:
     )
     parser.add_argument("--here", action="store_true", help="no namespaces: machines are sets of processes")
     parser.add_argument("--limit-s", type=float, default=60)
+    parser.add_argument("--side-by-side", type=int, default=1, help="trials at a time, each with its own net")
+    parser.add_argument("--within-s", type=float, help="no trial is started later")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
     parser.add_argument("--output", type=Path, help="JSON file, written after each trial")
     parser.add_argument("--again", action="store_true", help="only what --output has no figure of yet")
@@ -367,41 +381,72 @@ def main() -> None:
     if not args.here and (why := absent()):
         print(f"{why}; machines are sets of processes (--here)", file=sys.stderr)
         args.here = True
-    if not args.here:
+    if not args.here and args.side_by_side == 1:
         inside(["-m", "bench.script_faults", *sys.argv[1:]])
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
-    pythons = dict(each.split("=", 1) for each in args.python)
     names = list(LAUNCHERS) if args.all_launchers else args.launcher or ["everstep"]
     rows: list[dict[str, Any]] = []
     if args.again and args.output is not None and args.output.exists():
         rows = [row for row in json.loads(args.output.read_text()) if "past_s" in row]
     done = {(row["launcher"], row["script"], row["fault"]) for row in rows}
-    for launcher in names:
-        python = pythons.get(launcher, sys.executable)
-        for script, fault in cells(args.script, args.fault, launcher):
-            if (launcher, script, fault) in done:
-                continue
-            row = {"launcher": launcher, "script": script, "fault": fault}
-            if why := missing(python, launcher, script):
-                row["skipped"] = why
-            else:
-                row["machines"] = "processes" if args.here else "namespaces"
-                row["load"] = round(os.getloadavg()[0], 1)
-                row |= trial(launcher, script, fault, python, args)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+    left = [cell for cell in cells(args.script, args.fault, names) if cell not in done]
+    began = time.monotonic()
+
+    def tried(cell: Cell) -> dict[str, Any]:
+        if args.within_s is not None and time.monotonic() > began + args.within_s:
+            return dict(zip(CELL, cell, strict=True)) | {"skipped": "not tried: the time was up"}
+        return row_here(cell, args) if args.side_by_side == 1 else row_apart(cell, args)
+
+    with ThreadPoolExecutor(args.side_by_side) as pool:
+        for each in as_completed([pool.submit(tried, cell) for cell in left]):
+            rows.append(each.result())
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if args.output is not None:
                 args.output.write_text(json.dumps(rows, indent=1))
+    order = cells(args.script, args.fault, names)
+    rows.sort(key=lambda row: order.index(cell) if (cell := tuple(row[key] for key in CELL)) in order else -1)
     print(json.dumps(rows, indent=1) if args.json else table(rows))
 
 
-def cells(scripts: list[str] | None, faults: list[str] | None, launcher: str) -> list[tuple[str, str]]:
-    """What a launcher is tried with."""
-    is_ours = launcher == "everstep"
-    asked = scripts or [kind for kind in KINDS if kind not in PLAIN.values()]
-    chosen = asked if is_ours else list(dict.fromkeys(PLAIN.get(kind, kind) for kind in asked))
-    return [(s, f) for s in chosen for f in faults or FAULTS if is_ours or f != "spin"]
+def cells(scripts: list[str] | None, faults: list[str] | None, launchers: list[str]) -> list[Cell]:
+    """All launchers of one script and one fault in turn, so that they meet the same load."""
+    chosen = scripts or [kind for kind in KINDS if kind not in PLAIN.values()]
+    found: dict[Cell, None] = {}
+    for script in chosen:
+        for fault in faults or FAULTS:
+            for launcher in launchers:
+                if launcher == "everstep":
+                    found[launcher, script, fault] = None
+                elif fault != "spin":
+                    found[launcher, PLAIN.get(script, script), fault] = None
+    return list(found)
+
+
+def row_here(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
+    launcher, script, _ = cell
+    row: dict[str, Any] = dict(zip(CELL, cell, strict=True))
+    python = dict(each.split("=", 1) for each in args.python).get(launcher, sys.executable)
+    if why := missing(python, launcher, script):
+        return row | {"skipped": why}
+    row |= {"machines": "processes" if args.here else "namespaces", "load": round(os.getloadavg()[0], 1)}
+    return row | trial(*cell, python, args)
+
+
+def row_apart(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
+    """In a process and a network of its own, beside other trials."""
+    command = [sys.executable, "-m", "bench.script_faults", "--json", "--limit-s", str(args.limit_s)]
+    for name, value in zip(CELL, cell, strict=True):
+        command += [f"--{name}", value]
+    for each in args.python:
+        command += ["--python", each]
+    command += ["--here"] * args.here + (["--keep", str(args.keep)] if args.keep else [])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return dict(zip(CELL, cell, strict=True)) | {"error": last}
+    row: dict[str, Any] = json.loads(done.stdout)[0]
+    return row
 
 
 def missing(python: str, launcher: str, script: str) -> str:

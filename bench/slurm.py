@@ -1,7 +1,7 @@
 """Everstep on a real Slurm: nodes are lost, the first one too, drained, returned; the job is requeued,
-cancelled and submitted again.
+cancelled and submitted again; a script in place of a job loses a node and is warned.
 
-    python -m bench.slurm                  all five, about six minutes on 2 cores: `make slurm`
+    python -m bench.slurm                  all six, about eight minutes on 2 cores: `make slurm`
     python -m bench.slurm node first       only these
 
 `harness/slurm_cluster.py` makes a Slurm of Debian's munged, slurmctld and four slurmd on this machine, and
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,41 @@ def data(pause_s):
 '''
 
 
+_SCRIPT = '''\
+"""All ranks add, rank 0 writes a line per step, and saves every 20 and on SIGTERM."""
+
+import json, os, pathlib, signal, sys, time
+
+import torch
+import torch.distributed as dist
+
+folder, steps, told = pathlib.Path(sys.argv[1]), int(sys.argv[2]), []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+dist.init_process_group("gloo")
+first = int((folder / "saved").read_text()) + 1 if (folder / "saved").exists() else 1
+for step in range(first, steps + 1):
+    total = torch.tensor([1.0, float(len(told))])
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        line = {"step": step, "world": int(total[0]), "at": time.time(), "job": os.environ["SLURM_JOB_ID"]}
+        with open(folder / "steps", "a") as file:
+            print(json.dumps(line), file=file)
+        if step % 20 == 0 or total[1]:
+            (folder / "saving").write_text(str(step))
+            os.replace(folder / "saving", folder / "saved")
+    if total[1]:
+        sys.exit(0)
+    time.sleep(0.1)
+dist.destroy_process_group()
+'''
+
+
 class Stage:
     """A Slurm, a folder that its nodes share, and what is said meanwhile."""
 
     def __init__(self, slurm: SlurmCluster, folder: Path, say: Callable[[str], None]) -> None:
         self.slurm, self.folder, self.say = slurm, folder, say
         (folder / "unhurried.py").write_text(_DATA)
-        self.clean = self._clean()
 
     def job_file(self, name: str, *, steps: int = STEPS, pause_s: float = PAUSE_S) -> Path:
         path = self.folder / f"{name}.toml"
@@ -101,7 +130,8 @@ class Stage:
         path.write_text(_JOB.format(steps=steps, interval=INTERVAL, folder=checkpoints, pause_s=pause_s))
         return path
 
-    def _clean(self) -> dict[int, float]:
+    @cached_property
+    def clean(self) -> dict[int, float]:
         began = time.monotonic()
         outcome = run_job(load_job(self.job_file("clean", pause_s=0.0)))
         if outcome.failure is not None:
@@ -396,6 +426,109 @@ def cancelled(stage: Stage) -> dict[str, Any]:
     return told | again.finished()
 
 
+@dataclass
+class ScriptRun:
+    """The script under `everstep launch slurm`, in its folder."""
+
+    stage: Stage
+    folder: Path
+    steps: int
+    run: Path
+    number: str = ""
+
+    def launch(self) -> None:
+        shown = ["launch", "slurm", "--nodes", "3:4", "train.py"]
+        words = [*shown[:4], "--run", str(self.run), "--watch", "1", "--json", str(self.folder / "train.py")]
+        words += ["--", str(self.folder), str(self.steps)]
+        done = subprocess.run(
+            [*EVERSTEP, *words], env=self.stage.slurm.environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        self.number = json.loads(done.stdout)["job"]
+        self.stage.say(f"$ everstep {' '.join(shown)}      job {self.number}")
+
+    def lines(self, since: float = 0.0) -> list[dict[str, Any]]:
+        path = self.folder / "steps"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in found if line["at"] > since]
+
+    def until(self, true: Callable[[], object], what: str) -> Any:
+        try:
+            return self.stage.slurm.until(true, what, within_s=120.0)
+        except TimeoutError as error:
+            words = sorted([*self.run.glob("logs/*.log"), *self.run.glob("*.out")])
+            said = "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n" for path in words)
+            raise TimeoutError(f"{error}\n{said}") from None
+
+    def first(self, since: float, *, world: int) -> float:
+        """When the first step of so many ranks was done."""
+        found = self.until(
+            lambda: next((line for line in self.lines(since) if line["world"] == world), None),
+            f"a step of {world} ranks",
+        )
+        return float(found["at"])
+
+
+def script(stage: Stage) -> dict[str, Any]:
+    """A node is lost and returns; Slurm warns (--signal); the job is cancelled and submitted again."""
+    folder = stage.folder / "script"
+    folder.mkdir()
+    (folder / "train.py").write_text(_SCRIPT)
+    one = ScriptRun(stage, folder, 1500, stage.folder / "script-run")
+    one.launch()
+    one.first(0.0, world=4)
+    one.until(lambda: one.lines()[-1]["step"] >= 25, "step 25")
+    killed_at, before = time.time(), one.lines()[-1]["step"]
+    killed = stage.slurm.kill_node("n3")
+    stage.say(f"SIGKILL to node n3, after step {before}: {', '.join(sorted(set(killed)))}")
+    one.until(lambda: any(line["step"] > before for line in one.lines(killed_at + 0.3)), "a step beyond it")
+    row = next(line for line in one.lines(killed_at + 0.3) if line["step"] > before)
+    again = sum(line["step"] <= before for line in one.lines(killed_at + 0.3))
+    told: dict[str, Any] = {"healed_s": round(row["at"] - killed_at, 1), "script_world": row["world"]}
+    stage.say(f"past it after {told['healed_s']:.1f} s with {row['world']} ranks, {again} steps again")
+    stage.slurm.start_node("n3")
+    back_at = time.time()
+    told["returned_s"] = round(one.first(back_at, world=4) - back_at, 1)
+    stage.say(f"four ranks again {told['returned_s']:.1f} s after its slurmd")
+
+    warned_at = time.time()
+    stage.slurm.run("scancel", "--signal=USR1", one.number)
+    stage.say(f"$ scancel --signal=USR1 {one.number}      as --signal=USR1@120 does")
+
+    def is_left() -> bool:
+        last = one.lines()[-1]
+        return int((folder / "saved").read_text()) == last["step"] and time.time() - last["at"] > 2
+
+    one.until(is_left, "the script has saved its last step and does no more")
+    last = one.lines()[-1]
+    told |= {"left_s": round(last["at"] - warned_at, 1), "cancelled_at_step": last["step"]}
+    stage.say(f"warned: step {last['step']} is saved, the last one, {told['left_s']:.1f} s after the signal")
+    stage.slurm.run("scancel", one.number)
+    one.until(lambda: one.number not in stage.slurm.run("squeue", "--noheader", "--format=%i"), "it is gone")
+    one.until(lambda: set(stage.slurm.states().values()) == {"idle"}, "all nodes are idle again")
+
+    resumed = ScriptRun(stage, folder, last["step"] + 60, stage.folder / "script-run1")
+    resumed.launch()
+    resumed_at = time.time()
+    first = resumed.until(lambda: resumed.lines(resumed_at), "its first step")[0]["step"]
+    resumed.until(lambda: newest(resumed.run).exit_code is not None, "the task is over")
+    resumed.until(
+        lambda: resumed.number not in stage.slurm.run("squeue", "--noheader", "--format=%i"), "it is gone"
+    )
+    steps = {line["step"] for line in one.lines()}
+    told |= {"resumed_from_step": first - 1, "steps_lost": last["step"] - first + 1}
+    shown = stage.slurm.run("scontrol", "show", "job", resumed.number)
+    told |= {"exit": newest(resumed.run).exit_code, "slurm_state": shown.split("JobState=")[1].split()[0]}
+    told |= {
+        "steps": len(steps),
+        "steps_asked": resumed.steps,
+        "steps_done_again": len(one.lines()) - len(steps),
+    }
+    stage.say(f"{told['steps']} of {resumed.steps} steps, Slurm calls the job {told['slurm_state']}")
+    return told
+
+
 def _nodes_of(stage: Stage, number: str) -> list[str]:
     from everstep.launch.slurm.slurm_text import expand
 
@@ -408,6 +541,7 @@ SCENES: dict[str, Callable[[Stage], dict[str, Any]]] = {
     "drain": drained,
     "requeue": requeued,
     "cancel": cancelled,
+    "script": script,
 }
 
 
@@ -417,14 +551,15 @@ def failures(told: dict[str, dict[str, Any]]) -> list[str]:
     for name, scene in told.items():
         if scene["exit"] != 0 or scene["steps"] != scene["steps_asked"]:
             found.append(f"{name}: {scene['steps']} of {scene['steps_asked']} steps, exit {scene['exit']}")
-        if scene["losses_differing"]:
+        if scene.get("losses_differing"):
             found.append(f"{name}: {scene['losses_differing']} losses differ from the clean run's")
-        if name != "requeue" and scene["steps_done_again"]:
+        if name not in ("requeue", "script") and scene["steps_done_again"]:
             found.append(f"{name}: {scene['steps_done_again']} steps were done twice")
         if scene.get("before_the_end") is False:
             found.append(f"{name}: training was over before the node was back")
-    if "cancel" in told and told["cancel"]["steps_lost"]:
-        found.append(f"cancel: {told['cancel']['steps_lost']} steps were lost")
+    for name in ("cancel", "script"):
+        if name in told and told[name]["steps_lost"]:
+            found.append(f"{name}: {told[name]['steps_lost']} steps were lost")
     if "first" in told and not told["first"]["coordinator_moved"]:
         found.append("first: the coordinator was not on the first node")
     if "requeue" in told and told["requeue"]["resumed_from_step"] < INTERVAL:
@@ -434,13 +569,14 @@ def failures(told: dict[str, dict[str, Any]]) -> list[str]:
 
 _ROWS = {
     "healed_s": "kill to the next step on record, s",
+    "script_world": "ranks of the script without the node",
     "coordinator_moved": "the coordinator has moved",
     "slurm_noticed_s": "kill to Slurm's notice (SlurmdTimeout 5 s), s",
     "returned_s": "slurmd back to its worker takes part, s",
     "drained_s": "scontrol drain to the last worker gone, s",
     "readmitted_s": "scontrol resume to its worker takes part, s",
     "keeper_started_again_s": "keeper killed to its worker takes part, s",
-    "left_s": "scancel to the end of the job, s",
+    "left_s": "scancel to the end of the job; warning to the last step, s",
     "cancelled_at_step": "cancelled at step",
     "steps_lost": "steps lost",
     "requeued_at_step": "requeued at step",

@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         found.clear()
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert torchrun.run(torchrun.parser().parse_args(arguments)) == 0
+        assert torchrun.run(torchrun.parse(arguments)) == 0
         for name in variables:
             monkeypatch.delenv(name)
         return dict(found)
@@ -97,7 +97,7 @@ def test_every_option_of_the_installed_torchrun_is_read_as_torchrun_reads_it(
                 case _:
                     continue
             line += ["train.py", name, "--lr", "1"]  # what follows the script is the script's
-            theirs, ours = get_args_parser().parse_args(line), torchrun.parser().parse_args(line)
+            theirs, ours = get_args_parser().parse_args(line), torchrun.parse(line)
             assert ours.training_script == theirs.training_script == "train.py"
             assert ours.training_script_args == theirs.training_script_args
             found, expected = getattr(ours, action.dest), getattr(theirs, action.dest)
@@ -107,6 +107,14 @@ def test_every_option_of_the_installed_torchrun_is_read_as_torchrun_reads_it(
             monkeypatch.delenv(f"PET_{action.dest.upper()}", raising=False)
             lines += 1
     assert lines > 15
+
+
+@pytest.mark.parametrize("word", ["--snapshot", "--log", "--r", "--node=3", "-m", "--help", "--", "--nproc"])
+def test_what_follows_the_script_is_no_abbreviation_of_our_options(word: str) -> None:
+    for options in (["--nproc", "2"], ["--standalone", "-r3"], ["--rdzv-conf", "", "--role=-x"], []):
+        given = torchrun.parse([*options, "train.py", word, "1", "--lr=1"])
+        assert given.training_script == "train.py"
+        assert given.training_script_args == [word, "1", "--lr=1"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +225,7 @@ def test_launchers_say_which_node_this_is(ran: Any, variables: dict[str, str]) -
         (["--nnodes", "2", "--rdzv-backend", "etcd", "train.py"], "--rdzv-backend is 'etcd'; give c10d"),
         (["absent.py"], "script 'absent.py' is not a file."),
         (["--nope", "3", "train.py"], "unrecognized arguments: --nope"),
-        (["--standalone"], "the following arguments are required: training_script"),
+        (["--standalone"], "the script is missing"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node is '0'; give a number from 1, gpu or cpu."),
         (["--max-restarts", "-1", "train.py"], "--max-restarts is '-1'; give a whole number."),
         (["--redirects", "4", "train.py"], "--redirects is '4'; give 0, 1, 2 or 3, or RANK:NUMBER"),
@@ -233,7 +241,7 @@ def test_launchers_say_which_node_this_is(ran: Any, variables: dict[str, str]) -
 )
 def test_a_mistake_is_one_sentence(ran: Any, arguments: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        torchrun.run(torchrun.parser().parse_args(arguments))
+        torchrun.run(torchrun.parse(arguments))
     assert str(error.value).startswith(sentence)
 
 

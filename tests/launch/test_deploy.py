@@ -105,7 +105,7 @@ def test_the_command_of_a_script_is_one_that_torchrun_would_take(file: str) -> N
         spec = document["spec"] if file == "jobset.yaml" else document["spec"]["template"]["spec"]
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         words = pod["containers"][0]["command"]
-    given = torchrun.parser().parse_args(words[3:])
+    given = torchrun.parse(words[3:])
     assert words[:3] == ["python", "-m", "everstep.run"]
     assert given.training_script == "train.py"
 

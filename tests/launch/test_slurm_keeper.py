@@ -13,9 +13,11 @@ import pytest
 
 from everstep.errors import UserError
 from everstep.launch.slurm import leading_keeper as slurm_leader
+from everstep.launch.slurm import sbatch as slurm_sbatch
 from everstep.launch.slurm import shell as slurm_shell
 from everstep.launch.slurm.leading_keeper import Leader
 from everstep.launch.slurm.run import Run
+from everstep.launch.slurm.sbatch import SlurmLaunch
 from everstep.launch.slurm.slurm_keeper import KeptProcess, SlurmKeeper, SlurmKeeperSettings
 from everstep.launch.slurm.slurm_text import SlurmJob, SlurmNode
 
@@ -42,6 +44,7 @@ class Cluster:
     def post(self, path: str, body: Any = None) -> Any:
         self.heard.append(path)
         if path == "/v1/tasks":
+            self.given = body
             self.tasks = [{"task": body["name"], "state": "running", "because": "it is given"}]
             return self.tasks[0]
         _, _, _, node, verb = path.split("/")
@@ -137,6 +140,31 @@ def test_a_finished_task_ends_the_job_and_its_spares(tmp_path: Path, cluster: Cl
     assert run.exit_code == 0
     assert "scancel 8" in cluster.heard
     assert "scancel 7" not in cluster.heard, "its batch script ends it"
+
+
+@pytest.mark.parametrize(
+    ("state", "of_ranks", "code"), [("finished", 0, 0), ("failed", 7, 7), ("failed", 0, 1)]
+)
+def test_a_script_is_given_as_it_was_asked_for_and_the_run_ends_with_its_exit_code(
+    tmp_path: Path, cluster: Cluster, state: str, of_ranks: int, code: int
+) -> None:
+    ranks = {"command": ["my train.py", "--lr", "1"], "folder": "/", "ranks": 8, "least": 2, "most": 4}
+    launch = SlurmLaunch(file=tmp_path / "my train.py", run=tmp_path / "run", nodes=4, least=2, script=ranks)
+    assert launch.options()[0] == "--nodes=2-4"
+    run = Run(tmp_path / "run")
+    assert slurm_sbatch.submit(launch) == "8"  # to a Slurm that is played
+    assert run.wanted == 4
+    one = Leader(
+        settings(tmp_path, job_file=Path(launch.arguments()[0])),
+        run,
+        address="http://n1:1",
+        say=lambda _: None,
+    )
+    turns(one, first=0, last=3)
+    assert cluster.given == {"name": "my-train", "ranks": ranks}
+    cluster.tasks[0] |= {"state": state, "script": {"exit_code": of_ranks}}
+    turns(one, first=3, last=5)
+    assert run.exit_code == code
 
 
 def test_a_job_without_its_batch_script_is_cancelled_at_the_end(tmp_path: Path, cluster: Cluster) -> None:

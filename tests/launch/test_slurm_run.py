@@ -130,7 +130,7 @@ def test_the_script_does_not_wait_for_ever_for_an_srun_that_does(tmp_path: Path)
 
 
 def test_no_token_is_on_the_command_line_of_a_launch(tmp_path: Path) -> None:
-    launch = SlurmLaunch(job_file=tmp_path / "job.toml", run=tmp_path, nodes=4, sbatch=("--partition=gpu",))
+    launch = SlurmLaunch(file=tmp_path / "job.toml", run=tmp_path, nodes=4, sbatch=("--partition=gpu",))
     Run(tmp_path).make(wanted=4, token="secret-token")
     assert launch.options() == ["--nodes=4", f"--output={tmp_path / 'keepers.out'}", "--partition=gpu"]
     assert "secret-token" not in " ".join([*launch.options(), *launch.arguments()])

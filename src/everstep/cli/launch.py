@@ -22,8 +22,9 @@ launch_app = typer.Typer(
     rich_markup_mode="rich",
     help="Start coordinator and agents on the machines of a cluster.",
 )
-JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.TOML", help="The job file; docs/job-file.md lists its keys.")
+TaskFile = Annotated[
+    Path,
+    typer.Argument(metavar="JOB.TOML", help="The job file, or what `launch slurm` has written for a script."),
 ]
 Slots = Annotated[
     int,
@@ -49,18 +50,46 @@ Interface = Annotated[
 Watch = Annotated[float, typer.Option(min=0.5, help="Seconds between queries of Slurm.")]
 
 
+Given = Annotated[
+    list[str], typer.Argument(metavar="JOB.TOML | SCRIPT [ARGS]...", help="A job file, or a script.")
+]
+Nodes = Annotated[str, typer.Option("--nodes", "--nnodes", metavar="MIN:MAX", help="Number of nodes.")]
+MaxRestarts = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="Of a script, after failures of ranks.")
+]
+HangAfter = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Of a script: restart after so long without progress."),
+]
+Grace = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0, help="Of a script: time from SIGTERM to SIGKILL.")
+]
+Preload = Annotated[
+    list[str] | None, typer.Option(metavar="MODULE", help="Of a script: import it once per node; or none.")
+]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Of a script: a file per rank.")]
+
+
 @launch_app.command("slurm")
 def slurm_command(
-    job_file: JobFile,
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
+    given: Given,
+    nodes: Nodes,
     run: Annotated[
         Path | None,
         typer.Option(
             help="Directory shared by all nodes, for token, journal and logs.",
-            show_default="runs/NAME-TIME beside the job file",
+            show_default="runs/NAME-TIME beside the file",
         ),
     ] = None,
     slots: Slots = 0,
+    nproc: Annotated[
+        str, typer.Option("--nproc-per-node", metavar="N", help="Of a script: ranks per node.")
+    ] = "1",
+    max_restarts: MaxRestarts = 3,
+    hang_after: HangAfter = None,
+    grace: Grace = 5.0,
+    preload: Preload = None,
+    log_dir: LogDir = None,
     sbatch: Annotated[str, typer.Option(metavar="OPTIONS", help="More options for sbatch.")] = "",
     coordinator: Coordinator = "",
     port: Port = 7077,
@@ -73,11 +102,11 @@ def slurm_command(
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
 ) -> int:
-    """Train a job on nodes that Slurm allocates. Training survives the loss of any node.
+    """Train a job, or run any torchrun-style script, on nodes that Slurm allocates, and survive lost nodes.
 
     Each node runs a keeper, which runs its agent; one keeper also runs the coordinator. If a node is lost,
     Slurm is asked for a replacement. If Slurm drains a node, its workers move away first. If Slurm requeues
-    the job, training resumes from the newest checkpoint.
+    the job, training resumes from the newest checkpoint. A script runs on MIN to MAX nodes.
 
     [bold]Examples[/bold]
 
@@ -85,28 +114,51 @@ def slurm_command(
 
       everstep launch slurm job.toml --nodes 16 --sbatch "--partition=gpu --gpus-per-node=8 --time=7-0" --wait
 
+      everstep launch slurm --nodes 2:4 --nproc-per-node 8 train.py -- --lr 1e-4
+
       everstep launch slurm job.toml --nodes 4 --print > everstep.sbatch
     """
+    from everstep.cli import scripts
     from everstep.launch.slurm import sbatch as slurm
     from everstep.launch.slurm import shell as slurm_shell
 
     if show:
         print(slurm_shell.SCRIPT.read_text(), end="")
         return 0
-    from everstep.job.job import load_job
+    file = Path(given[0])
+    least, most = scripts.nodes_range(nodes, "--nodes")
+    if not nproc.isdecimal():
+        raise UserError(f"--nproc-per-node is {nproc!r}; give a number: nodes may differ from this machine.")
+    if script := _script(
+        given,
+        ranks=scripts.count(nproc, "--nproc-per-node"),
+        least=least,
+        most=most,
+        max_restarts=max_restarts,
+        hang_after_s=hang_after,
+        grace_s=grace,
+        preload=preload,
+        log_dir=log_dir,
+    ):
+        slots = script["ranks"]
+    else:
+        from everstep.job.job import load_job
 
-    job = load_job(job_file)
-    if job.checkpoint is None:
-        render.note(
-            f"{job_file} keeps no checkpoints: if Slurm requeues the job, training starts again at step 1."
-        )
+        if least != most:
+            raise UserError(f"--nodes is {nodes!r}, and a job file needs one number of nodes; give {most}.")
+        if load_job(file).checkpoint is None:
+            render.note(
+                f"{file} keeps no checkpoints: if Slurm requeues the job, training starts again at step 1."
+            )
     token = os.environ.get("EVERSTEP_TOKEN", "")
     if coordinator and not token:
         raise UserError("--coordinator needs a token; set EVERSTEP_TOKEN to the token of that coordinator.")
     launch = slurm.SlurmLaunch(
-        job_file=job_file.resolve(),
-        run=(run or _default_run(job_file)).resolve(),
-        nodes=nodes,
+        file=file.resolve(),
+        script=script,
+        run=(run or _default_run(file)).resolve(),
+        least=least,
+        nodes=most,
         sbatch=_split(sbatch),
         slots=slots,
         port=port,
@@ -127,11 +179,8 @@ def slurm_command(
 
 @launch_app.command("ray")
 def ray_command(
-    given: Annotated[
-        list[str],
-        typer.Argument(metavar="JOB.TOML | SCRIPT [ARGS]...", help="A job file, or a script."),
-    ],
-    nodes: Annotated[str, typer.Option("--nodes", "--nnodes", metavar="MIN:MAX", help="Number of nodes.")],
+    given: Given,
+    nodes: Nodes,
     nproc: Annotated[
         str,
         typer.Option("--nproc-per-node", metavar="N", help="Ranks or workers per node; each a GPU or a CPU."),
@@ -143,21 +192,11 @@ def ray_command(
         typer.Option("--gpu/--cpu", help="What a slot takes.", show_default="GPUs if Ray has any"),
     ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for MIN nodes of Ray.")] = 600.0,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Of a script, after failures of ranks.")
-    ] = 3,
-    hang_after: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Of a script: restart after so long without progress."),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Of a script: time from SIGTERM to SIGKILL.")
-    ] = 5.0,
-    preload: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE", help="Of a script: import it once per node; or none."),
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option("--log-dir", help="Of a script: a file per rank.")] = None,
+    max_restarts: MaxRestarts = 3,
+    hang_after: HangAfter = None,
+    grace: Grace = 5.0,
+    preload: Preload = None,
+    log_dir: LogDir = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
@@ -180,31 +219,27 @@ def ray_command(
     from everstep.launch.on_ray import RayLaunch, RayRun
 
     log.start()
-    file, arguments = Path(given[0]), given[1:]
+    file = Path(given[0])
     least, most = scripts.nodes_range(nodes, "--nodes")
     slots = scripts.count(nproc, "--nproc-per-node")
-    if not file.is_file():
-        raise UserError(f"{given[0]!r} is not a file; give a job file or a script.")
     task: dict[str, Any] = {"name": name or re.sub(r"[^A-Za-z0-9._-]", "-", file.stem)}
-    if file.suffix == ".toml":
+    if script := _script(
+        given,
+        ranks=slots,
+        least=least,
+        most=most,
+        max_restarts=max_restarts,
+        hang_after_s=hang_after,
+        grace_s=grace,
+        preload=preload,
+        log_dir=log_dir,
+    ):
+        task["ranks"] = script
+    else:
         from everstep.cli.cluster import packed
         from everstep.job.job import load_job
 
-        if arguments:
-            raise UserError(f"{arguments[0]!r} follows a job file, which takes no arguments; remove it.")
         task["job"] = packed(load_job(file)).to_dict()
-    else:
-        task["ranks"] = scripts.ScriptCommand(
-            command=[str(file), *arguments],
-            ranks=slots,
-            least=least,
-            most=most,
-            max_restarts=max_restarts,
-            hang_after_s=hang_after,
-            grace_s=grace,
-            preload=preload,
-            log_dir=log_dir,
-        ).table()
     launch = RayLaunch(
         task=task,
         least=least,
@@ -226,7 +261,7 @@ def ray_command(
 
 @launch_app.command("node")
 def node_command(
-    job_file: JobFile,
+    job_file: TaskFile,
     run: Annotated[Path, typer.Option(help="Directory of the run, shared by all nodes.")],
     slots: Slots = 0,
     interface: Interface = "",
@@ -278,6 +313,20 @@ def node_command(
     return SlurmKeeper(settings, say=log.say).run()
 
 
+def _script(given: list[str], **options: Any) -> dict[str, Any] | None:
+    """The script that is given, as the API takes it; None: a job file is given."""
+    from everstep.cli import scripts
+
+    file, arguments = Path(given[0]), given[1:]
+    if not file.is_file():
+        raise UserError(f"{given[0]!r} is not a file; give a job file or a script.")
+    if file.suffix != ".toml":
+        return scripts.ScriptCommand(command=[str(file), *arguments], **options).table()
+    if arguments:
+        raise UserError(f"{arguments[0]!r} follows a job file, which takes no arguments; remove it.")
+    return None
+
+
 def _split(options: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(options))
@@ -285,7 +334,7 @@ def _split(options: str) -> tuple[str, ...]:
         raise UserError(f"--sbatch {options!r} cannot be split into options: {error}.") from None
 
 
-def _default_run(job_file: Path) -> Path:
+def _default_run(file: Path) -> Path:
     import time
 
-    return job_file.resolve().parent / "runs" / f"{job_file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return file.resolve().parent / "runs" / f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

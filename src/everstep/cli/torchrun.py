@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     _option(own, "--preload", default="auto", help="modules to import once and fork ranks from; or none")
     for name in _UNUSED:
         _option(made, f"--{name}", default="", help=argparse.SUPPRESS)
-    made.add_argument("training_script", help="the script, module or program")
+    made.add_argument("training_script", nargs="?", help="the script, module or program")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return made
 
@@ -118,10 +118,25 @@ def _flag(made: Any, name: str, *more: str, help: str) -> None:
     made.add_argument(*spelled, dest=dest, action="store_true", default=is_set, help=help)
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Words up to the script are ours. argparse is not shown the others: it takes options of the script for
+    abbreviations of ours, and refuses those that could be several.
+    """
+    made = parser()
+    for end, word in enumerate(words, start=1):
+        if not word.startswith("-"):
+            given = made.parse_args(words[:end])
+            if given.training_script is not None:
+                given.training_script_args = list(words[end:])
+                return given
+    made.parse_args(words)  # --help
+    raise UserError("the script is missing; give its path after the options.")
+
+
 def main(arguments: Sequence[str]) -> int:
     log.start()
     try:
-        return run(parser().parse_args(list(arguments)))
+        return run(parse(arguments))
     except UserError as error:
         log.say(f"everstep: {error}")
         return 2

@@ -8,6 +8,7 @@ folder.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0
 AGAIN_FIRST_S, AGAIN_MOST_S = 60.0, 600.0  # between two starts of one node's keeper
-_EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 1}
+_OVER = ("finished", "failed", "cancelled")
 
 
 class Leader:
@@ -78,7 +79,7 @@ class Leader:
         task = next((t for t in status["tasks"] if t["task"] == self.task), None)
         if task is None:
             self._give()
-        elif task["state"] in _EXIT_CODES:
+        elif task["state"] in _OVER:
             self._finish(task)
         elif now >= self._watch_at:
             self._watch_at = now + self.settings.watch_s
@@ -96,23 +97,29 @@ class Leader:
         return self.settings.job_file.stem
 
     def _give(self) -> None:
-        from everstep.job.job import load_job
-
         try:
-            job = load_job(self.settings.job_file)
-            submitted = self.client.post("/v1/tasks", {"name": self.task, "job": job.to_dict()})
+            submitted = self.client.post("/v1/tasks", {"name": self.task, **self._body()})
         except UserError as error:
             self.say(f"the task cannot be submitted: {error}")
             self.run.end(2)
             return
         self.say(f"task {self.task} is {submitted['state']}: {submitted['because']}")
 
+    def _body(self) -> dict[str, Any]:
+        from everstep.job.job import load_job
+
+        file = self.settings.job_file
+        if file.suffix == ".json":  # a script
+            return {"ranks": json.loads(file.read_text())}
+        return {"job": load_job(file).to_dict()}
+
     def _finish(self, task: Any) -> None:
         self.say(f"task {self.task} is {task['state']}: {task['because']}")
         for spare in slurm.jobs_named(self.spares_name):
             slurm.cancel(spare.number)
         job = slurm.job(self.settings.job)
-        self.run.end(_EXIT_CODES[task["state"]])
+        of_script = (task.get("script") or {}).get("exit_code") or 1
+        self.run.end(0 if task["state"] == "finished" else of_script)
         if job is not None and not job.has_batch_script:
             # No process is left to end the job by ending; what it says of itself then is CANCELLED.
             self.say(f"job {job.number} lost its batch script with node {job.batch_host}: it is cancelled")

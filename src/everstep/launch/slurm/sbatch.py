@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ _OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmLaunch:
-    job_file: Path
+    file: Path  # the job file, or the script
     run: Path
     nodes: int
+    least: int = 0  # nodes to begin with; 0: all
+    script: Mapping[str, Any] | None = None  # as the API takes it
     sbatch: Sequence[str] = ()  # more options for it
     slots: int = 0
     port: int = 7077
@@ -33,11 +37,18 @@ class SlurmLaunch:
     watch_s: float = 5.0
 
     def options(self) -> list[str]:
-        return [f"--nodes={self.nodes}", f"--output={self.run / 'keepers.out'}", *self.sbatch]
+        nodes = f"{self.least}-{self.nodes}" if 0 < self.least < self.nodes else str(self.nodes)
+        return [f"--nodes={nodes}", f"--output={self.run / 'keepers.out'}", *self.sbatch]
+
+    @property
+    def task_file(self) -> Path:
+        """What keepers read; its name is the task's."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", self.file.stem)
+        return self.file if self.script is None else self.run / f"{name}.json"
 
     def arguments(self) -> list[str]:
         """Of `everstep launch node`, behind the script's own."""
-        found = [str(self.job_file), "--port", str(self.port), "--watch", f"{self.watch_s:g}"]
+        found = [str(self.task_file), "--port", str(self.port), "--watch", f"{self.watch_s:g}"]
         found += ["--slots", str(self.slots)] if self.slots else []
         found += ["--coordinator", self.coordinator] if self.coordinator else []
         found += ["--interface", self.interface] if self.interface else []
@@ -47,6 +58,8 @@ class SlurmLaunch:
 def submit(launch: SlurmLaunch, *, token: str = "") -> str:
     """Its number in Slurm. The token goes through a file that its owner alone can read."""
     Run(launch.run).make(wanted=launch.nodes, token=token)
+    if launch.script is not None:
+        launch.task_file.write_text(json.dumps(launch.script))
     environment = {key: value for key, value in os.environ.items() if key != "EVERSTEP_TOKEN"}
     environment |= {"EVERSTEP_RUN": str(launch.run), "EVERSTEP": f"{sys.executable} -m everstep.cli.main"}
     return slurm_shell.submit(launch.options(), launch.arguments(), environment)
@@ -85,6 +98,7 @@ def _line(state: str, run: Path) -> str:
         return f"job is {state.lower()}"
     up = sum(node["state"] == "up" and node["connected"] for node in status["nodes"])
     tasks = ", ".join(
-        f"{t['task']} is {t['state']}, step {t['step']} of {t['steps']}" for t in status["tasks"]
+        f"{t['task']} is {t['state']}, step {t['step']}" + ("" if t["script"] else f" of {t['steps']}")
+        for t in status["tasks"]
     )
     return f"job is {state.lower()}, {up} nodes up; {tasks}"
