@@ -101,6 +101,23 @@ def test_without_records_who_is_outside_torch_is_named() -> None:
     assert found.because == "rank 1 is at train.py:8 in read_batch, outside torch; the others wait inside it"
 
 
+@pytest.mark.parametrize("package", ["slow", "torch"])
+def test_a_rank_that_has_not_finished_an_import_is_named_with_the_line_that_imports(package: str) -> None:
+    text = f"""Current thread 0x0000ffff8337f020 (most recent call first):
+  File "/x/{package}/__init__.py", line 3 in <module>
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "<frozen importlib._bootstrap>", line 1147 in _find_and_load_unlocked
+  File "/x/{package}/outer.py", line 7 in <module>
+  File "<frozen importlib._bootstrap_external>", line 940 in exec_module
+  File "/home/me/train.py", line 2 in <module>
+  File "/x/everstep/ranks/rank_main.py", line 137 in _run_script
+"""
+    found = suspect({0: IN_TORCH, 1: text})
+    assert found.ranks == (1,)
+    where = f"{package}/__init__.py:3 in <module>, imported at train.py:2"
+    assert found.because.startswith(f"rank 1 is at {where}, outside torch")
+
+
 def test_ranks_with_the_same_stack_are_one_sentence() -> None:
     found = suspect({rank: IN_SCRIPT if rank == 5 else IN_TORCH for rank in range(64)})
     assert found.ranks == (5,)

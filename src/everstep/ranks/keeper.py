@@ -654,11 +654,20 @@ class Frame:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.name}"
+        return f"{self.short_file}:{self.line} in {self.name}"
+
+    @property
+    def short_file(self) -> str:
+        """With its package, if the name alone says nothing."""
+        return "/".join(self.file.split("/")[-2 if self.file.endswith("/__init__.py") else -1 :])
 
     @property
     def is_torch(self) -> bool:
         return "/torch/" in self.file
+
+    @property
+    def is_import(self) -> bool:
+        return self.file.startswith("<frozen importlib")
 
 
 def main_frames(text: str) -> list[Frame]:
@@ -679,9 +688,13 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
     entered, kinds, num_ops = _entered(found.record)
     script = next((frame for frame in frames if not frame.is_torch), frames[0] if frames else None)
     inside = not frames or frames[0].is_torch
+    at = "an unknown place" if script is None else str(script)
+    if importer := _importer(frames):
+        inner = next((frame for frame in frames if not frame.is_import), importer)
+        inside, at = False, f"{inner}, imported at {importer.short_file}:{importer.line}"
     return RankPosition(
         rank=rank,
-        at="an unknown place" if script is None else str(script),
+        at=at,
         is_inside_torch=inside,
         doing=frames[0].name if frames and inside else "",
         entered=entered,
@@ -691,6 +704,11 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
         stack=chains.pop() if len(chains) == 1 and not found.reads_or_writes else "",
         num_ops=num_ops,
     )
+
+
+def _importer(frames: list[Frame]) -> Frame | None:
+    """The script's own line that imports what a rank has not finished to import."""
+    return next((outer for outer, inner in pairwise(reversed(frames)) if inner.is_import), None)
 
 
 def _chain(frames: list[Frame]) -> str:
