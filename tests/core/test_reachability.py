@@ -127,6 +127,50 @@ def test_connections_of_a_worker_that_was_asked_to_go_accuse_no_node() -> None:
     assert not [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
 
 
+def test_nodes_that_lose_power_together_do_not_accuse_the_one_that_talked_to_them() -> None:
+    """Storms (`--roles`, seed 991044 and others): their silence was noticed after links were judged, and the
+    node that had reported its broken links to them was isolated.
+    """
+    cluster = trains("abcde")
+    cluster.cut |= {"b", "c"}
+    down(cluster, "a", "b")
+    down(cluster, "a", "c")
+    cluster.wait(2.1)
+    assert sorted(probes(cluster)) == ["b", "c"], "do they still answer?"
+    for node in "bc":
+        cluster.hear(msg.NodeFellSilent(node=node, silent_s=2.0))
+    cluster.wait(8.0)
+    assert states(cluster)["a"] == "up"
+    assert not [i for i in cluster.coordinator.log.incidents if "data network" in i.what]
+
+
+def test_a_node_that_cannot_reach_others_is_isolated_once_two_of_them_have_answered() -> None:
+    cluster = trains("abcde")
+    down(cluster, "a", "b")
+    down(cluster, "a", "c")
+    cluster.wait(2.1)
+    cluster.says("b", msg.LinksProbed(task="t", reached=("a", "c"), unreached=()), None)
+    cluster.wait(1.0)
+    assert states(cluster)["a"] == "up", "one word is missing"
+    cluster.says("c", msg.LinksProbed(task="t", reached=("b",), unreached=("a",)), None)
+    cluster.wait(0.1)
+    assert states(cluster)["a"] == "isolated"
+
+
+def test_a_node_that_never_answers_is_asked_once_and_not_waited_for() -> None:
+    cluster = trains("abcde")
+    down(cluster, "a", "b")
+    down(cluster, "a", "c")
+    cluster.wait(2.1)
+    cluster.says("b", msg.LinksProbed(task="t", reached=(), unreached=("a",)), None)
+    for _ in range(6):
+        cluster.wait(2.1)
+    sent = [action for action in cluster.actions if isinstance(action, msg.Dispatch)]
+    assert sorted(action.node for action in sent if isinstance(action.order, msg.ProbeLinks)) == ["b", "c"]
+    assert cluster.coordinator.tasks["t"].failures.links.judge_at is None
+    assert states(cluster)["a"] == "up"
+
+
 def test_one_pair_is_probed_from_other_nodes_and_the_one_they_do_not_reach_is_isolated() -> None:
     cluster = trains("abc", slots=2)
     pair = sorted({seat.node for seat in cluster.coordinator.tasks["t"].seats.values()})

@@ -242,6 +242,11 @@ def test_the_command_shows_what_fits(tmp_path: Path, capfd: pytest.CaptureFixtur
     shown = capfd.readouterr().out
     assert "master weights" in shown
     assert "the job fits" in shown
+    assert "memory of two nodes every 10 steps" in shown
+    for interval, told in ((0, False), (3, True)):
+        file.write_text(f'memory_interval = {interval}\n[model]\npreset = "gpt-tiny"\n')
+        assert main.run(["plan", "--memory", str(file)]) == 0
+        assert ("of two nodes every 3 steps, because the job says so" in capfd.readouterr().out) is told
 
 
 def gpt_1b(parameters: int, **gib: float) -> StageFigures:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep.engine.worker.work_items import whole_tensors
 from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
-from everstep.protocol.messages import MemoryAddress, Sender, StateFetched
+from everstep.protocol.messages import MemoryAddress, PartWritten, Sender, StateFetched
 from everstep.protocol.ops import Worker
-from everstep.protocol.work import StateDirections
+from everstep.protocol.work import StateDirections, StoreCopy
 from everstep.store import memory
 from everstep.store.memory_server import MemoryServer, MemoryStore
 from everstep.store.state_keeper import StateKeeper
@@ -154,3 +155,46 @@ def test_an_order_of_an_older_coordinator_names_one_holder(tmp_path: Path, holde
     found, fetched = load(tmp_path, StateDirections(copies=holders.directions("c").copies))
     assert is_right(found)
     assert fetched.failed == ()
+
+
+def copied(
+    tmp_path: Path, holders: Holders, to: str | None, *, interval: int | None = None, leaving: bool = False
+) -> set[str | None]:
+    """The nodes that got a copy."""
+    said: list[PartWritten] = []
+    job = Job(model=ModelSpec(preset="gpt-tiny"), steps=9, base=tmp_path, memory_interval=interval)
+    states = StateKeeper(
+        Sender("t", Worker(0, 0), 1),
+        job,
+        node="a",
+        memory_root=tmp_path / "own",
+        secret=SECRET,
+        say=said.append,  # type: ignore[arg-type]
+        slots=4,
+    )
+    address = None if to is None else MemoryAddress("a", "", 0) if to == "a" else holders.address(to)
+    task, directions = StoreCopy(STEP + 1, 1, leaving), StateDirections(copy_to=address)
+    if states.takes(task, directions):
+        states.copy(task, whole_tensors(tensors(0), 0, 1), directions)
+    states.finish()
+    return {part.memory_of for part in said}
+
+
+def test_by_default_a_copy_is_made_where_another_node_keeps_it(tmp_path: Path, holders: Holders) -> None:
+    assert copied(tmp_path, holders, "b") == {"a", "b"}
+    assert copied(tmp_path, holders, "a") == copied(tmp_path, holders, None) == set()
+    assert copied(tmp_path, holders, "a", leaving=True) == {"a"}
+    assert copied(tmp_path, holders, "a", interval=5) == {"a"}
+
+
+def test_by_default_no_copy_is_made_where_all_of_them_would_take_more_than_half_of_what_is_free(
+    tmp_path: Path, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = sum(tensor.nbytes for tensor in tensors(0).values())
+    for free, made in ((16 * one, {"a", "b"}), (16 * one - 2, set())):  # one stage: one worker copies
+        # What earlier copies hold would be free without them.
+        monkeypatch.setattr(
+            memory, "room_bytes", lambda path, free=free: free - memory.held_bytes(tmp_path / "own")
+        )
+        assert copied(tmp_path, holders, "b") == made
+    assert copied(tmp_path, holders, "a", interval=5) == {"a"}, "the job asks for it"

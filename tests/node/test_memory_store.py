@@ -15,7 +15,8 @@ from everstep.errors import UserError
 from everstep.layout.box import Box, whole
 from everstep.net.seal import Suite
 from everstep.store import memory
-from everstep.store.memory_server import MemoryServer, MemoryStore, room_bytes
+from everstep.store.memory import room_bytes
+from everstep.store.memory_server import MemoryServer, MemoryStore
 from tests.tap import Tap
 
 SECRET = "ab" * 32

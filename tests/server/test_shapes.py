@@ -43,20 +43,22 @@ def test_a_node_that_dies_while_its_task_takes_another_shape(cluster: Cluster, t
     assert cluster.losses() == clean
 
 
+@pytest.mark.parametrize(("asked", "at", "back"), [({"memory_interval": 1}, 8, 5), ({}, 13, 10)])
 def test_a_stage_lost_with_its_node_comes_back_from_another_node_s_memory(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, asked: dict, at: int, back: int
 ) -> None:
-    job = small_job(tmp_path, steps=STEPS, replicas=1, memory_interval=1)
+    """Also if the job does not ask for copies: by default there is one every 10 steps."""
+    job = small_job(tmp_path, steps=STEPS, replicas=1, **asked)
     clean = run_clean(cluster, job)
     cluster.submit(job)
-    cluster.step_reached(8)
+    cluster.step_reached(at)
     seat = next(seat for seat in cluster.task()["seats"] if seat["worker"] == "0:1")
     cluster.signal_node(seat["node"], signal.SIGKILL)
     assert cluster.finished()["state"] == "finished"
     assert cluster.losses() == clean
     incident = next(one for one in cluster.incidents() if one["task"] == "job")
     assert incident["restored_where"] == "the memory of nodes"
-    assert incident["restored_from"] >= 5
+    assert incident["restored_from"] >= back
 
 
 def test_sharded_states_move_to_another_shape_while_a_node_dies(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """An asynchronous save writes the state of the moment it was asked for, and holds two copies at most."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.engine.worker.work_items import share_of
-from everstep.store.saver import AsyncSaver
+from everstep.store.saver import AsyncSaver, Bubbles
 
 
 def test_what_is_written_is_the_state_of_the_call_not_of_the_writing() -> None:
@@ -32,6 +33,65 @@ def test_what_is_written_is_the_state_of_the_call_not_of_the_writing() -> None:
     saver.finish()
     assert [future.result() for future in futures] == [1, 2]
     assert all((written[step][name] == step).all() for step in (1, 2) for name in state)
+
+
+class OnlyBubbles(Bubbles):
+    """Nothing is copied while the worker computes."""
+
+    def pace(self) -> Callable[[], None]:
+        return lambda: self._waits.wait(10) or pytest.fail("no bubble came")
+
+
+def test_a_state_is_copied_in_bubbles_and_an_update_waits_for_the_rest() -> None:
+    bubbles = OnlyBubbles()
+    bubbles.end()
+    saver, waited = AsyncSaver(bubbles=bubbles), []
+    state = {"big": torch.ones(1 << 17), "small": torch.ones(3)}
+    done = saver.save(1, state, hold=False, write=lambda step, tensors: tensors["big"].clone())
+    (snapshots, _), *_ = saver._pending
+    assert not snapshots.whole.is_set(), "it was not copied while the worker computed"
+    assert (snapshots.tensors["small"] == 1).all(), "what is small is copied at once"
+    saver.before_update(lambda: waited.append(1))
+    state["big"].fill_(2)
+    assert (done.result(10) == 1).all()
+    assert not bubbles._waits.is_set(), "the worker computes again"
+    saver.before_update(lambda: waited.append(2))
+    assert 2 not in waited, "there is nothing left to wait for"
+
+
+def test_without_a_bubble_a_piece_waits_as_long_as_the_last_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    bubbles, now, waits = Bubbles(), [0.0], []
+    monkeypatch.setattr("everstep.store.saver.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(bubbles._waits, "wait", waits.append)
+    pace = bubbles.pace()
+    for took in (0.5, 0.25):
+        now[0] += took
+        pace()
+    assert waits == [0.5, 0.25]
+
+
+@given(moves=st.lists(st.sampled_from(["save", "update", "bubble", "work"]), max_size=30))
+def test_whenever_the_worker_waits_each_copy_is_the_state_of_its_save(moves: list[str]) -> None:
+    bubbles = Bubbles()
+    saver = AsyncSaver(bubbles=bubbles)
+    state, value, futures = {"w": torch.zeros(1 << 16), "s": torch.zeros(2)}, 0, []
+    for move in moves:
+        if move == "save":
+            kept = saver.save(
+                value, state, hold=False, write=lambda _, t: {n: x.clone() for n, x in t.items()}
+            )
+            futures.append((value, kept))
+        elif move == "update":
+            saver.before_update()
+            value += 1
+            for tensor in state.values():
+                tensor.fill_(value)
+        else:
+            bubbles.begin() if move == "bubble" else bubbles.end()
+    assert saver.finish(10)
+    for wanted, kept in futures:
+        assert kept is not None
+        assert all((tensor == wanted).all() for tensor in kept.result(10).values())
 
 
 def test_a_third_save_waits_for_the_first_and_reuses_its_memory() -> None:

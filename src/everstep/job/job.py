@@ -25,6 +25,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
+COPY_INTERVAL = 10  # steps between copies of states in memory that nobody asked for
 MOST_VIRTUAL = 8  # parts per worker
 MOST_SHARDS = 64  # of a worker: they are on one node
 _NO_VOTES = {
@@ -311,7 +312,9 @@ class Job:
     memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
     transport: Literal["auto", "tcp", "nccl", "shm", "pipe"] = "auto"  # of tensors; auto: the best per pair
     load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
-    memory_interval: int = 0  # steps between copies of the state in the memory of nodes; 0: none
+    memory_interval: int | None = (
+        None  # steps between copies of the state in nodes' memory; None: 10, if it fits
+    )
     callbacks: list[str] = field(default_factory=list)  # "module:function" or class, called without arguments
     environment: dict[str, str] = field(default_factory=dict)  # variables of every worker
     workdir: str | None = None  # in which workers run; None: the agent's
@@ -479,6 +482,11 @@ class Job:
             raise UserError(f'{parts} cannot be recorded, and graphs is "always"; leave graphs out.')
         if self.verify.votes == "every":
             raise UserError(f'{parts} cannot be combined with verify.votes = "every"; leave one of them out.')
+
+    @property
+    def copy_interval(self) -> int:
+        """Steps between copies in memory. By default only a worker knows whether they are made."""
+        return COPY_INTERVAL if self.memory_interval is None else self.memory_interval
 
     @property
     def vote_period(self) -> tuple[int, int]:

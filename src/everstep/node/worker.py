@@ -210,6 +210,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         secret=spec.secret,
         say=line.say if leader is None else partial(leader.report, 0),
         cut=Cut(ALL_WHOLE if job.context_parallel else program.model.shard_plan, shard, job.shards),
+        slots=spec.slots_on_node,
     )
     control.state.votes.computes = plane.identity.computes
     loop = WorkerLoop(

@@ -11,6 +11,7 @@ one (range requests), and reads of each what it needs.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import json
@@ -19,10 +20,12 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+import psutil
 
 from everstep.errors import PeerError, UserError
 from everstep.job.job import NetSpec
@@ -59,18 +62,60 @@ def folder_of(store: Path, task: str, step: int) -> Path:
     return store / task / step_name(step)
 
 
+def room_bytes(folder: Path, cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> int:
+    """What can be written into a folder in RAM: less than the machine has free, where the cgroup of this
+    process (a container, a Slurm step) or the file system itself is smaller. Pages written here count for
+    the cgroup: above its limit the kernel ends processes of it. `own`: its path, as in /proc/self/cgroup.
+    """
+    found: list[int] = [psutil.virtual_memory().available]
+    with contextlib.suppress(OSError):
+        there = os.statvfs(folder)
+        found.append(there.f_bavail * there.f_frsize)
+    if own is None:
+        try:
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            lines = []
+        own = next((line[3:] for line in lines if line.startswith("0::")), "")
+    group = cgroups / own.strip("/")
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((each / name).read_text()) for name in ("memory.max", "memory.current"))
+            found.append(max(0, limit - used))
+        if each == cgroups:
+            break
+    return min(found)
+
+
+def held_bytes(store: Path) -> int:
+    """Of all parts in a store that this user may see; some may be removed meanwhile."""
+    found = 0
+    for folder, _, names in os.walk(store):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += os.stat(os.path.join(folder, name)).st_size
+    return found
+
+
 def put(
-    store: Path, task: str, step: int, name: str, slices: Iterable[tuple[str, Sequence[int], Box, Tensor]]
+    store: Path,
+    task: str,
+    step: int,
+    name: str,
+    slices: Iterable[tuple[str, Sequence[int], Box, Tensor]],
+    pace: Callable[[], None] = lambda: None,
 ) -> Label:
     """Write a part to this node's store; returns what a reader needs to know. Slices as for
-    `folder.write_slices`.
+    `folder.write_slices`. `pace` is called between pieces.
     """
     planned = [
         parts.PlannedSlice(key, tuple(shape), box, parts.stored_of(key, values))
         for key, shape, box, values in slices
     ]
     folder = folder_of(store, task, step)
-    part = parts.write_part(folder, name, planned, chunk_bytes=HASHED_BYTES)
+    part = parts.write_part(
+        folder, name, planned, chunk_bytes=HASHED_BYTES, progress=lambda num_bytes: pace()
+    )
     text, label = parts.labelled(name, part)
     (folder / f"{name}.json").write_bytes(text)
     return label
@@ -148,9 +193,12 @@ class CopyRequest:
         return CopyRequest(method, path, span, Suite[suite], bytes.fromhex(nonce)), proof
 
 
-def sealed(sealer: Sealer, file: BinaryIO, size: int) -> Iterator[bytes | memoryview]:
-    """The next `size` bytes of a file as they go over the wire."""
+def sealed(
+    sealer: Sealer, file: BinaryIO, size: int, pace: Callable[[], None] = lambda: None
+) -> Iterator[bytes | memoryview]:
+    """The next `size` bytes of a file as they go over the wire. `pace` is called before each piece."""
     while size:
+        pace()
         data = file.read(min(size, CHUNK_BYTES))
         if not data:
             raise OSError("a file in memory became shorter while it was sent")
@@ -158,8 +206,15 @@ def sealed(sealer: Sealer, file: BinaryIO, size: int) -> Iterator[bytes | memory
         yield from sealer.seal(memoryview(data))
 
 
-def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> None:
-    """Copy a part from this node's store to another node's."""
+def send(
+    store: Path,
+    label: Label,
+    remote: Remote,
+    task: str,
+    step: int,
+    pace: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy a part from this node's store to another node's. `pace` is called between pieces."""
     connection = remote.connect()
     try:
         for name in (f"{label['name']}.safetensors", f"{label['name']}.json"):
@@ -168,8 +223,7 @@ def send(store: Path, label: Label, remote: Remote, task: str, step: int) -> Non
                 request = CopyRequest.new("PUT", f"/{task}/{step}/{name}", str(size), remote.suite)
                 sealer = Sealer(request.suite, request.body_key(remote.key))
                 wire = {"Content-Length": str(sealed_bytes(request.suite, size)), "Everstep-Size": str(size)}
-                body = file if request.suite is Suite.PLAIN else sealed(sealer, file, size)
-                headers = request.headers(remote.key) | wire
+                headers, body = request.headers(remote.key) | wire, sealed(sealer, file, size, pace)
                 connection.request("PUT", request.path, body=body, headers=headers)
                 answer = connection.getresponse()
                 reason = answer.read(1000).decode(errors="replace")

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
 from aiohttp import web
 
 from everstep.errors import UserError
@@ -35,31 +34,6 @@ _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\.(safetensors|json)")
 _BLOCK = 1 << 20
 MOST_NONCES = 1 << 17  # older requests are about steps that are not kept any more
-
-
-def room_bytes(folder: Path, cgroups: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> int:
-    """What can be written into a folder in RAM: less than the machine has free, where the cgroup of this
-    process (a container, a Slurm step) or the file system itself is smaller. Pages written here count for
-    the cgroup: above its limit the kernel ends processes of it. `own`: its path, as in /proc/self/cgroup.
-    """
-    found: list[int] = [psutil.virtual_memory().available]
-    with contextlib.suppress(OSError):
-        there = os.statvfs(folder)
-        found.append(there.f_bavail * there.f_frsize)
-    if own is None:
-        try:
-            lines = Path("/proc/self/cgroup").read_text().splitlines()
-        except OSError:
-            lines = []
-        own = next((line[3:] for line in lines if line.startswith("0::")), "")
-    group = cgroups / own.strip("/")
-    for each in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):
-            limit, used = (int((each / name).read_text()) for name in ("memory.max", "memory.current"))
-            found.append(max(0, limit - used))
-        if each == cgroups:
-            break
-    return min(found)
 
 
 class MemoryStore:
@@ -219,7 +193,7 @@ class MemoryServer:
         size = int(said) if re.fullmatch(r"\d{1,18}", said) else -1
         if size < 0 or request.content_length != sealed_bytes(asked.suite, size):
             raise web.HTTPBadRequest(text="the length of the part and that of the request do not agree")
-        if size > room_bytes(self.store.folder) // 2:
+        if size > memory.room_bytes(self.store.folder) // 2:
             raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size)
         arriving = path.with_name(f".{path.name}")
         its_user, unsealer = (

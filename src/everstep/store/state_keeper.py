@@ -1,8 +1,10 @@
 """Where a worker's states go and come from: the checkpoint folder on disk, and copies in the memory of nodes.
 
-Training stands still for one copy of the state, nothing else: hashing, writing and sending happen behind its
-back, one state after the other, and two at most wait for the disk and two for memory (see `store.saver`).
-Storage that does not answer costs saves, which are reported, and never training.
+A state is copied between two updates, first of all while the worker waits for others; an update waits for
+what is left of it, and for nothing else. Hashing, writing and sending happen behind the training's back, one
+state after the other, and two at most wait for the disk and two for memory (see `store.saver`). What goes to
+the memory of other nodes is sent in the same bubbles. Storage that does not answer costs saves, which are
+reported, and never training.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ from everstep.store.folder import parameter_of
 from everstep.store.index import TensorEntry
 from everstep.store.ranges import Access, RangeFile
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
-from everstep.store.saver import AsyncSaver
+from everstep.store.saver import STALL_S, AsyncSaver, Bubbles
 
 LOOK_S = 1.0
 LAST_STALL_S = 60.0  # at the end of training: without a written byte, before the last states are given up
+# Of a stage's state on one node: what its own worker keeps, what it keeps for another one, what is under way.
+MOST_STATES = 3 + 3 + 2
+MOST_OF_FREE = 0.5  # of a node's memory that copies nobody asked for may take
 STORAGE_IS_SILENT = "the checkpoint storage does not answer"  # `core.faults.symptoms` knows this sentence
 Say = Callable[[WorkerReport], None]
 T = TypeVar("T")
@@ -62,16 +67,21 @@ class StateKeeper:
         secret: str,
         say: Say,
         cut: Cut | None = None,
+        slots: int = 1,
     ) -> None:
-        """`cut`: which part of every tensor is this shard's, if the worker has shards."""
+        """`cut`: which part of every tensor is this shard's, if it has shards. `slots`: its node's."""
         self._task, self._me, self._incarnation = me
         self._job, self._node, self._memory_root = job, node, memory_root
         self._memory_key, self._run = memory.memory_key(secret), run_of(secret)
         self._say = say
         self._cut = cut or Cut({})
         self._written_bytes = 0
-        self._to_disk = AsyncSaver(num_written=lambda: self._written_bytes)
-        self._to_memory = AsyncSaver()
+        self._bubbles = Bubbles()
+        self._to_disk = AsyncSaver(num_written=lambda: self._written_bytes, bubbles=self._bubbles)
+        self._by_default = job.memory_interval is None
+        # A copy that nobody asked for waits for no other one.
+        self._to_memory = AsyncSaver(stall_s=0.0 if self._by_default else STALL_S, bubbles=self._bubbles)
+        self._slots, self._has_room = slots, dict[int, bool]()  # by bytes of a copy
         self._under_way: dict[int, int] = {}  # step -> attempt, of saves to disk without an answer yet
 
     # -------------------------------------------------------------- out
@@ -87,28 +97,71 @@ class StateKeeper:
 
         step, attempt = task.state_step, task.attempt
         self._under_way[step] = attempt
-        if self._to_disk.save(step, _values(ours), write=write) is None:
+        if self._to_disk.save(step, _values(ours), hold=False, write=write) is None:
             del self._under_way[step]
             self._not_saved(
                 step, attempt, f"{STORAGE_IS_SILENT}; step {min(self._under_way)} is still being written"
             )
 
+    def takes(self, task: StoreCopy, directions: StateDirections) -> bool:
+        """Is there a copy to make? When a shape ends and where the job asks for it; by default where another
+        node keeps it.
+        """
+        to = directions.copy_to
+        return task.leaving or not self._by_default or (to is not None and to.node != self._node)
+
     def copy(self, task: StoreCopy, parts: StateParts, directions: StateDirections) -> None:
         """Copies in memory: on this node, and on another unless this worker ends anyway."""
         ours = self._logical(parts)
+        num_bytes = sum(one.values.nbytes for slices in ours.values() for one in slices)
+        if self._by_default and not task.leaving and not self._fits(num_bytes):
+            return
 
         def write(step: int, copies: dict[str, Tensor]) -> None:
             for number, slices in _with(ours, copies).items():
                 self._put_copies(task, (number, parts.count), slices, directions)
 
-        if self._to_memory.save(task.state_step, _values(ours), write=write) is None:
+        if self._to_memory.save(task.state_step, _values(ours), hold=False, write=write) is None:
+            if self._by_default and not task.leaving:
+                say(f"no copy of step {task.state_step} in memory: two older ones are still on their way")
+                return
             because = "the memory of nodes takes no more bytes"
             self._not_saved(task.state_step, task.attempt, because, memory_of=self._node)
+
+    def _fits(self, num_bytes: int) -> bool:
+        """May copies of this size be made that nobody asked for? Looked at once: memory that is free later is
+        less by the copies themselves.
+        """
+        if num_bytes not in self._has_room:
+            at_once = self._slots  # of its workers, one per stage copies; where states are sharded, all do
+            if not self._job.optimizer.shard:
+                at_once = min(self._slots, self._job.stages * self._job.shards)
+            most = MOST_STATES * at_once * num_bytes
+            free = memory.room_bytes(self._memory_root) + memory.held_bytes(self._memory_root)
+            self._has_room[num_bytes] = found = most <= MOST_OF_FREE * free
+            every = f"every {self._job.copy_interval} steps, which takes at most {most / 1e9:.2f} GB"
+            told = (
+                f"states are kept in the memory of nodes {every}"
+                if found
+                else (f"no states are kept in the memory of nodes: {every}, is too much")
+            )
+            say(f"{told} of the {free / 1e9:.2f} GB that are free on node {self._node}")
+        return self._has_room[num_bytes]
+
+    def settle(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Before the state changes: what is left of it is copied. `waiting` is called if it takes a while."""
+        self._to_disk.before_update(waiting)
+        self._to_memory.before_update(waiting)
+
+    def bubble(self, *, begins: bool) -> None:
+        """The worker waits for others, or does no longer."""
+        (self._bubbles.begin if begins else self._bubbles.end)()
 
     def finish(self, alive: Callable[[], None] = lambda: None) -> None:
         """Until everything is written. `alive` is called as long as bytes are: a slow disk is no hang. States
         that a silent storage does not take are reported as not saved.
         """
+        self._bubbles.begin()
         seen, since = self._written_bytes, time.monotonic()
         while not (self._to_disk.finish(LOOK_S) and self._to_memory.finish(LOOK_S)):
             if self._written_bytes != seen:
@@ -186,13 +239,14 @@ class StateKeeper:
         name = f"stage-{self._me.stage}-{share[0]}-{self._me.replica}{of_shard}"
         node: str | None = None
         try:
-            label = memory.put(self._memory_root, self._task, step, name, slices)
+            pace = self._bubbles.pace()
+            label = memory.put(self._memory_root, self._task, step, name, slices, pace)
             self._say(self._written(step, attempt, label, memory_of=self._node, share=share))
             stays = task.leaving and not directions.copy_away
             if stays or directions.copy_to is None or directions.copy_to.node == self._node:
                 return
             node, host, port = directions.copy_to
-            memory.send(self._memory_root, label, self._remote(host, port), self._task, step)
+            memory.send(self._memory_root, label, self._remote(host, port), self._task, step, pace)
             self._say(self._written(step, attempt, label, memory_of=node, share=share))
         except OSError as error:
             if node is None:

@@ -36,6 +36,7 @@ def show_memory(file: Path, as_json: bool) -> None:
         "worker_bytes": memory.worker,
         "machine_bytes": memory.machine,
         "fits": fits(job, found, memory),
+        "copies_in_memory": {"interval": job.copy_interval, "by_default": job.memory_interval is None},
         "stages": [
             {
                 "stage": one.stage,
@@ -86,6 +87,20 @@ def _show(document: dict[str, Any]) -> None:
     for name in [name for name in ON_THE_HOST if name in stages[0]["items"]]:
         most = max(one["items"][name]["host"] for one in stages)
         console.print(f"host memory besides, per worker: {name}, at most {_size(most)}", soft_wrap=True)
+    copies = document["copies_in_memory"]
+    if copies["by_default"]:
+        console.print(
+            f"by default a cluster keeps states in the memory of two nodes every {copies['interval']} steps, "
+            "where eight states per worker that copies fit into half of a node's free memory; "
+            "memory_interval = 0 turns this off",
+            soft_wrap=True,
+        )
+    elif copies["interval"]:
+        console.print(
+            f"states are kept in the memory of two nodes every {copies['interval']} steps, because the job "
+            "says so",
+            soft_wrap=True,
+        )
     if any(one["items"][RECORDED]["device"] for one in stages):
         most = min(max(one["with_recordings"] for one in stages), document["worker_bytes"] or math.inf)
         console.print(

@@ -17,7 +17,7 @@ from everstep.core.cluster.task import BadLink, Differing, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
 from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT, OF_HARDWARE
-from everstep.core.faults.reachability import Pair, cut_off, pair_of
+from everstep.core.faults.reachability import MANY, Pair, cut_off, pair_of
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
 from everstep.core.faults.testimony import HEARSAY
@@ -728,8 +728,17 @@ class Failures:
             bad.told.clear()
             return []
         actions: Actions = []
+        mute: set[str] = set()
         for name in cut_off(pairs):
-            actions += self._cut_off(task, name, pairs, now)
+            others, spoken = _others_of(name, pairs), self._spoken(task)
+            if len(others & spoken) >= MANY:
+                actions += self._cut_off(task, name, pairs, now)
+            else:
+                mute |= others - spoken
+        if mute:
+            actions += self._ask_mute(task, mute, pairs, now)
+        if bad.judge_at is not None:  # the mute ones have time to answer
+            return actions
         if bad.concerned and bad.awaited and now.at < bad.probed_until:
             bad.judge_at = bad.probed_until
         elif bad.concerned:
@@ -763,11 +772,30 @@ class Failures:
             if pair[0] != pair[1] and concerned & set(pair) and all(map(self._roster.is_heard, pair))
         )
 
+    def _spoken(self, task: Task) -> set[str]:
+        """The nodes that were heard after links broke: they report broken ones too, or have answered."""
+        bad = task.failures.links
+        return {task.seats[one.worker].node for one in bad.links} | (bad.probed.keys() - bad.awaited)
+
+    def _ask_mute(self, task: Task, mute: set[str], pairs: list[Pair], now: Moment) -> Actions:
+        """Only one end of these pairs speaks. If several nodes lose power at once, all that their broken
+        links have in common is a healthy node, until their silence is noticed. So no node is accused before
+        enough of those that it cannot reach were heard. One that does not answer is no witness.
+        """
+        bad, settle_s = task.failures.links, self._policy.patience.links_settle_s
+        if asked := sorted(mute - bad.probed.keys()):
+            bad.probed_until = now.at + PROBE_SETTLES * settle_s
+        if now.at < bad.probed_until:
+            bad.judge_at = now.at + settle_s
+        concerned = sorted({node for pair in pairs if mute & set(pair) for node in pair})
+        because = f"{_listed(asked)} cannot be reached: do they still answer?"
+        return self._ask_probes(task, concerned, asked, because, now)
+
     def _cut_off(self, task: Task, name: str, pairs: list[Pair], now: Moment) -> Actions:
         node, bad = self._roster.nodes[name], task.failures.links
         if node.admin is not NodeAdmin.UP or name in bad.told:
             return []
-        others = sorted({other for pair in pairs if name in pair for other in pair} - {name})
+        others = sorted(_others_of(name, pairs))
         because = f"{_listed(others)} cannot reach {name} on the data network, though its agent is heard"
         incident = self._incidents.new(
             task=task, what=f"node {name} is cut off from the data network", now=now, step=task.next_step
@@ -963,6 +991,10 @@ class Failures:
                 node, situation.slots, because, now, counts=not only_words
             )
         return actions + self._nodes.isolate(self._roster.nodes[situation.node], because, now)
+
+
+def _others_of(name: str, pairs: list[Pair]) -> set[str]:
+    return {other for pair in pairs if name in pair for other in pair} - {name}
 
 
 def _listed(names: list[str]) -> str:

@@ -84,7 +84,7 @@ def _records(job: Job) -> bool:
 def _saved(job: Job) -> float:
     """Replicas share the work of a checkpoint, and with sharded states that of copies in memory."""
     to_disk = 1.0 / job.replicas if job.checkpoint is not None else 0.0
-    in_memory = (1.0 / job.replicas if job.optimizer.shard else 1.0) if job.memory_interval else 0.0
+    in_memory = (1.0 / job.replicas if job.optimizer.shard else 1.0) if job.copy_interval else 0.0
     return to_disk + in_memory
 
 

@@ -69,7 +69,7 @@ class Program:
             tied=self._tied_stages(),
             chunks=job.chunks,
             checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
-            copy_every=job.memory_interval,
+            copy_every=job.copy_interval,
             vote_every=job.vote_period[0],
             votes=job.vote_period[1],
             overflows=job.precision == "fp16",

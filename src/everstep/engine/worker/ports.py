@@ -31,16 +31,28 @@ class StateParts:
 
 
 class StateStore(Protocol):
-    """Where states go and come from. What is saved or copied are live tensors, which are copied before the
-    call returns.
+    """Where states go and come from. What is saved or copied are live tensors, which must not change before
+    `settle` has returned.
     """
 
     def save(self, task: SaveCheckpoint, parts: StateParts, groups: Groups) -> None:
         """This worker's share of a checkpoint."""
         ...
 
+    def takes(self, task: StoreCopy, directions: StateDirections) -> bool:
+        """Is this copy to be made?"""
+        ...
+
     def copy(self, task: StoreCopy, parts: StateParts, directions: StateDirections) -> None:
         """To the memory of nodes."""
+        ...
+
+    def settle(self, waiting: Callable[[], None]) -> None:
+        """Before the state changes. `waiting` is called if it takes a while."""
+        ...
+
+    def bubble(self, *, begins: bool) -> None:
+        """The worker waits for others, or does no longer: what is under way may use the time."""
         ...
 
     def load(

@@ -104,7 +104,9 @@ class WorkItems:
 
     def do(self, task: work.WorkItem) -> Any:
         if isinstance(task, _WRITES):
-            self.sender.settle(self._fed(), lambda: self.signs.show(busy=True, doing=SAVING))
+            self._settle()
+        if isinstance(task, work.StoreCopy) and not self.ports.states.takes(task, self.control.directions):
+            return None
         if self.sharded is not None and isinstance(task, _OF_CHUNKS):
             return self._do_sharded(task, self.sharded)
         match task:
@@ -150,6 +152,12 @@ class WorkItems:
                     return None  # a peer on its node has the same state, and leaves it
                 parts = whole_tensors(self.updater.state(task.state_step), 0, 1)
                 return self.ports.states.copy(task, parts, directions)
+
+    def _settle(self) -> None:
+        """The state is about to change: until what is sent, saved or copied of it has been read."""
+        waiting = partial(self.signs.show, busy=True, doing=SAVING)
+        self.sender.settle(self._fed(), waiting)
+        self.ports.states.settle(waiting)
 
     def _do_sharded(self, task: work.WorkItem, sharded: ShardedSteps) -> None:
         match task:
@@ -342,11 +350,13 @@ class WorkItems:
         if self.state.joiner.life is not WorkerLife.EMPTY:
             return None
         self._touched = True
+        self.ports.states.settle(lambda: None)
         found: Tensor | None = self.updater.place(name, shape, dtype)
         return found
 
     def load_arrived(self, state_step: int, state: Mapping[str, Tensor]) -> None:
         """A joiner has a peer's state, or with sharded states its weights."""
+        self.ports.states.settle(lambda: None)
         if self.sharded is None:
             self._load(state_step, state)
             return

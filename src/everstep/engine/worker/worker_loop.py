@@ -120,10 +120,15 @@ class WorkerLoop:
         """For something to arrive, or for a moment that was put off to come."""
         due = self.control.due_at()
         within = None if due is None else max(0.0, due - self.ports.clock_ns() / 1e9)
+        self.ports.states.bubble(begins=True)
         try:
-            self._take(self.inbox.get(timeout=within))
+            item = self.inbox.get(timeout=within)
         except queue.Empty:
             self._let_time_pass()
+            return
+        finally:
+            self.ports.states.bubble(begins=False)
+        self._take(item)
 
     def _let_time_pass(self) -> None:
         due, now = self.control.due_at(), self.ports.clock_ns() / 1e9
