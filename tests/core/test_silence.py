@@ -152,3 +152,19 @@ def test_no_state_is_so_large_that_a_dead_node_is_waited_for_without_end() -> No
     node = cluster.coordinator.nodes[freezes(cluster)]
     cluster.wait(PATIENCE.lonely_silence_s + 0.1)
     assert node.state == "gone"
+
+
+def test_a_node_that_never_got_its_orders_is_told_of_its_tasks_again() -> None:
+    """Its agent was away when a task came to it, and it was given up. Back again, it could not start a worker:
+    the coordinator took the task for known there.
+    """
+    cluster = FakeCluster(nodes={"d": 1})
+    cluster.cut.add("d")
+    cluster.submit(shape=Shape(1, 1, 2), steps=40)
+    cluster.hear(msg.NodeFellSilent(node="d", silent_s=1.0))
+    cluster.wait(PATIENCE.lonely_silence_s + 1)
+    assert cluster.coordinator.nodes["d"].state == "gone"
+    cluster.actions.clear()
+    cluster.join("d", 1)
+    orders = [type(action.order) for action in cluster.actions if isinstance(action, msg.Dispatch)]
+    assert orders.index(msg.OpenTask) < orders.index(msg.StartProcess)

@@ -172,8 +172,7 @@ class ClusterWorld:
         for incident in coordinator.log.open_ones():
             raise Violation(f"incidents close: number {incident.number} ({incident.what}) is open")
         alarms = [incident.what for incident in coordinator.log.incidents]
-        is_calm = not self.spec.faults and not any(task.killed_us for task in self.spec.others)
-        if is_calm and alarms and self.spec.flip is None and not self.spec.rules.replays:
+        if alarms and self.spec.is_calm:
             raise Violation(f"no false alarm: {alarms[0]} in a calm run")
         isolated = [f"slot {s} of {n.name}" for n in coordinator.nodes.values() for s in n.isolated_slots]
         if self.spec.flip is None and self.spec.spike is None and isolated:

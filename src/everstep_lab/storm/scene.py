@@ -30,7 +30,7 @@ class Scene:
         self.weather = (Steady if steady else Draw)(spec.seed, "weather")
         self.network = Network(self.agenda, self.weather)
         self.truth = Truth(spec.seed, rules)
-        calm = not (spec.faults or spec.moves or spec.flip or spec.planned or spec.rules.replays)
+        calm = spec.is_calm and not (spec.moves or spec.planned)
         self.checkers = Checkers(self.truth, rules, calm=calm)
         self.checkers.bad = spec.flip if spec.flip is not None and spec.flip.lasting else None
         self.disk = CheckpointDisk(rules.stages)

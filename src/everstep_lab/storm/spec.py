@@ -179,6 +179,12 @@ class Spec:
             *(f"fault {i}: {fault}" for i, fault in enumerate(self.faults)),
         ]
 
+    @property
+    def is_calm(self) -> bool:
+        """Nothing is planted, in other tasks neither: deaths of theirs can cost this one a node."""
+        others = any(task.killed_us for task in self.others)
+        return not (self.faults or self.flip or self.rules.replays or others)
+
 
 def draw_spec(seed: int) -> Spec:
     """Everything about one storm."""

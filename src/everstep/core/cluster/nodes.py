@@ -110,6 +110,8 @@ class Nodes:
             actions += self._orders.send(node.name, close, "this coordinator does not run the task", now)
         if given_up:
             actions += self._copies.node_back(node, now)
+            # Its last orders were given up with it. Which of them it had carried out is not in the journal.
+            node.opened, node.memory_open = set(), set()
         if is_new and event.checks:
             actions += self.checked(node, event.checks, "it joins", now)
         if is_new and event.checks_network and node.admin in (NodeAdmin.UP, NodeAdmin.CHECKING):
