@@ -645,3 +645,5 @@ def test_what_no_coordinator_commits_is_committed_by_the_agent_of_the_first_part
     assert machine.due_at() is None
     machine.handle(written(15), 24.0)  # no coordinator has committed what was there: it is away
     assert machine.due_at() == 25.0
+    assert machine.handle(ag.AgentEnds(), 24.5) == [look]  # who comes after it may know nothing of the task
+    assert machine.handle(ag.AgentEnds(), 24.6) == []

@@ -155,7 +155,7 @@ def test_no_state_is_so_large_that_a_dead_node_is_waited_for_without_end() -> No
 
 
 def test_a_node_that_never_got_its_orders_is_told_of_its_tasks_again() -> None:
-    """Its agent was away when a task came to it, and it was given up. Back again, it could not start a worker:
+    """Its agent was away when a task came to it, and it was given up. Back again, it started no worker:
     the coordinator took the task for known there.
     """
     cluster = FakeCluster(nodes={"d": 1})

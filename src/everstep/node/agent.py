@@ -521,6 +521,9 @@ class Agent:
             if not self.workers.is_idle or self.state.reports.num_awaited:
                 quiet_at = now
             await asyncio.sleep(LOOK_EVERY_S)
+        self.workers.happened(ag.AgentEnds())
+        while self.workers.works_on_disk and time.monotonic() < until:
+            await asyncio.sleep(LOOK_EVERY_S)
         if workers := len(self.workers.processes):
             self.warn(f"node {node} ends, and with it {workers} workers")
         if self._line is not None:

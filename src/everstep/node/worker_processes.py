@@ -305,9 +305,13 @@ class WorkerProcesses:
         return {(s.task, s.worker): process for s, process in self._all.items() if not process.dead}
 
     @property
+    def works_on_disk(self) -> bool:
+        return self._num_on_disk > 0
+
+    @property
     def is_idle(self) -> bool:
         """No process is left, and no work on a disk."""
-        return not self._all and not self._forking and not self._num_on_disk
+        return not self._all and not self._forking and not self.works_on_disk
 
     def log_path(self, task: str, worker: Worker) -> Path:
         """The file with what a worker printed."""

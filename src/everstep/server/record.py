@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
-from everstep.core.cluster.task import OVER
+from everstep.core.cluster.task import OVER, Task
 from everstep.core.faults.detector import Heartbeats
 from everstep.drive.causes import Causes
 from everstep.drive.goodput import Accounts, account_from
@@ -122,6 +122,9 @@ class ClusterRecord:
             if isinstance(action, msg.RecordRow):
                 self._record(action, at, live=not one.replayed)
                 continue
+            if isinstance(action, msg.TaskEnded) and action.task in self.steps:
+                over = self.machine.tasks[action.task]
+                self._catch_up(over, over.progress.recorded, at)
             if isinstance(action, msg.Dispatch):
                 orders = alike.setdefault(type(action.order), [])
                 orders.append(action)
@@ -172,9 +175,13 @@ class ClusterRecord:
         task = self.machine.tasks.get(name)
         if task is None or task.managed is None or is_recorded:
             return self._steps(name).begin(at)
-        done = min(task.managed.recorded, task.steps or task.managed.recorded)
+        self._catch_up(task, task.managed.recorded, at)
+
+    def _catch_up(self, task: Task, recorded: int, at: float) -> None:
+        """Steps whose reports were lost with their node, or with the coordinator's journal, have no rows."""
+        done = min(recorded, task.steps or recorded)
         total = task.shape.replicas * task.shape.microbatches
-        self._steps(name).begin(at, done=done, microbatches=total)
+        self._steps(task.name).begin(at, done=done, microbatches=total)
 
     def _steps(self, task: str) -> StepRows:
         if task not in self.steps:

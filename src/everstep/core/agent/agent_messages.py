@@ -118,6 +118,11 @@ class PartialsLooked:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentEnds:
+    """What is whole on disk and not committed has to be now: nobody here will look later."""
+
+
+@dataclass(frozen=True, slots=True)
 class Glanced:
     """One look at a process's beacon. `stopped`, `active_s`: what the kernel says, where it was asked.
     `shard`: the one of the worker's processes that this is about, where the others wait for it.
@@ -140,6 +145,7 @@ ProcessEvent = (
     | ProcessDied
     | ProcessGone
     | PartialsLooked
+    | AgentEnds
     | Glanced
     | TimePassed
 )

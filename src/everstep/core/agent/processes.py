@@ -15,12 +15,14 @@ uninterruptible sleep) is reported instead of being killed again and again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
 from everstep.core.agent.agent_messages import (
     AgentAction,
+    AgentEnds,
     CheckPair,
     CommitWhole,
     Glanced,
@@ -127,6 +129,8 @@ class NodeProcesses:
                 return self._gone(event.sender)
             case PartialsLooked():
                 return self._looked_at_partials(event, now)
+            case AgentEnds():
+                return self._commit_unattended(math.inf)
             case Glanced():
                 return self._glanced(event, now)
             case msg.TimePassed():
