@@ -341,6 +341,57 @@ def test_a_worker_that_dies_while_its_shape_ends_delays_it_and_no_more() -> None
     assert cluster.coordinator.tasks["t"].shape == Shape(1, 2, 4)
 
 
+def not_copied(cluster: FakeCluster, step: int) -> None:
+    """Of all workers: the state that they hold finds no room."""
+    for worker, seat in list(cluster.coordinator.tasks["t"].seats.items()):
+        failed = msg.SaveFailed(task="t", step=step, attempt=1, because="no room", memory_of=seat.node)
+        cluster.report("t", worker, failed)
+
+
+def test_a_state_that_no_memory_takes_is_not_waited_for() -> None:
+    """On real machines: copies went to a node whose network was dead, the last state of a shape found no room
+    behind them, and its workers held it for ten minutes.
+    """
+    cluster = four_nodes()
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 4, 4)))
+    cluster.leaves = False
+    cluster.seal()
+    task = cluster.coordinator.tasks["t"]
+    assert task.progress.held is not None
+    not_copied(cluster, 1)
+    assert task.progress.held is None
+    assert task.shape == Shape(2, 2, 2)
+    (incident,) = (i for i in cluster.coordinator.log.incidents if i.what == "it was not stopped")
+    assert "no room" in incident.evidence[0].text
+    cluster.seal()
+    assert task.recovery is not None
+    assert task.recovery.recorded == 2
+
+
+def test_a_state_that_no_memory_takes_is_saved_after_another_step_where_there_are_checkpoints() -> None:
+    cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7)
+    cluster.submit(has_checkpoints=True)
+    cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 4, 4)))
+    cluster.leaves = False
+    cluster.seal()
+    not_copied(cluster, 1)
+    facts = resumes(cluster)[-1].facts
+    assert (facts.until, facts.saves) == (2, True)
+
+
+def test_copies_go_elsewhere_once_the_node_that_was_to_keep_them_is_isolated() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "k": 2}, memory_port=7)
+    cluster.submit(shape=Shape(2, 2, 2))
+    keeper = cluster.coordinator.nodes["k"]
+    assert keeper.memory_open == {"t"}
+    epoch = resumes(cluster)[-1].facts.epoch
+    cluster.says("k", msg.KernelSpoke(text="NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."))
+    assert keeper.state == "isolated"
+    assert resumes(cluster)[-1].facts.epoch > epoch
+    to = {order.states.copy_to.node for order in resumes(cluster)[-4:] if order.states.copy_to}
+    assert "k" not in to
+
+
 def test_a_task_cancelled_while_it_changes_its_shape_is_cancelled() -> None:
     cluster = four_nodes()
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 4)))

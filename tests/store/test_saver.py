@@ -140,6 +140,18 @@ def test_storage_that_does_not_answer_costs_saves_and_holds_nothing_up() -> None
     assert written == [1, 2, 5]
 
 
+def test_the_last_state_waits_for_room_though_the_storage_did_not_answer_before() -> None:
+    """It was refused at once, and all workers of the task held it for ten minutes."""
+    answers = threading.Event()
+    saver = AsyncSaver(lambda step, tensors: answers.wait(10), stall_s=0.01)
+    state = {"w": torch.zeros(4)}
+    assert all(saver.save(step, state) is not None for step in (1, 2))
+    assert saver.save(3, state) is None
+    threading.Timer(0.1, answers.set).start()
+    assert saver.save(4, state, wait_s=10.0) is not None
+    assert saver.finish(10)
+
+
 def test_storage_that_is_slow_and_alive_is_waited_for() -> None:
     ticks, go = 0, threading.Event()
 

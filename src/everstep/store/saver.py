@@ -151,15 +151,22 @@ class AsyncSaver:
         self._pending: list[tuple[Snapshots, Future[Any]]] = []
 
     def save(
-        self, step: int, state: Mapping[str, Tensor], *, hold: bool = True, write: Write | None = None
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        *,
+        hold: bool = True,
+        write: Write | None = None,
+        wait_s: float | None = None,
     ) -> Future[Any] | None:
         """Copy the state and return; the future has what `write` returned. None: nothing was copied, for two
         writes are under way and the storage does not answer.
 
         `hold=False`: the caller calls `before_update` before it changes these tensors. `write`: for this
-        copy, instead of the saver's own.
+        copy, instead of the saver's own. `wait_s`: for room, of one that has nothing else to do meanwhile,
+        however the storage was before.
         """
-        if len(self._pending) == 2 and not self._make_room():
+        if len(self._pending) == 2 and not self._make_room(wait_s):
             return None
         busy = [snapshots for snapshots, _ in self._pending]
         snapshots = next(one for one in self._buffers if one not in busy)
@@ -197,13 +204,15 @@ class AsyncSaver:
             self._pending.pop(0)
         return True
 
-    def _make_room(self) -> bool:
+    def _make_room(self, wait_s: float | None) -> bool:
         """Until the older write is done; False if the storage does not answer."""
         while True:
             seen = self._num_written()
+            if wait_s is None:
+                wait_s = 0.0 if seen == self._stalled_at else self._stall_s
             try:
                 # Its owner hears of errors from the future.
-                self._pending[0][1].exception(0 if seen == self._stalled_at else self._stall_s)
+                self._pending[0][1].exception(wait_s)
             except TimeoutError:
                 if self._num_written() == seen:
                     self._stalled_at = seen

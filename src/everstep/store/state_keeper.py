@@ -121,7 +121,9 @@ class StateKeeper:
             for number, slices in _with(ours, copies).items():
                 self._put_copies(task, (number, parts.count), slices, directions)
 
-        if self._to_memory.save(task.state_step, _values(ours), hold=False, write=write) is None:
+        wait_s = LAST_STALL_S if task.leaving else None  # all wait for the last state of a shape
+        saved = self._to_memory.save(task.state_step, _values(ours), hold=False, write=write, wait_s=wait_s)
+        if saved is None:
             if self._by_default and not task.leaving:
                 say(f"no copy of step {task.state_step} in memory: two older ones are still on their way")
                 return

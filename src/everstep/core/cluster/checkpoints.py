@@ -12,6 +12,7 @@ that an incident says why it is not.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
@@ -143,6 +144,9 @@ class Checkpoints:
         known.num_failed += 1
         self._tell(task, report, now)
         if report.memory_of is not None:
+            held = task.progress.held
+            if held is not None and held.step == report.step:
+                task.progress.held = replace(held, uncopied=report.because)
             return []
         known.failing = report.because
         self._answered(task, report.step)

@@ -368,6 +368,14 @@ class Nodes:
         actions = self._set_admin(node, state, reason, now) + self._evacuate(
             node, f"isolated: {because}", now
         )
+        copies = ev.CopiesLost(
+            because=f"node {node.name}, which was to keep copies of its state, is isolated"
+        )
+        here = {task.name for task, _ in self._roster.on_node(node.name)}
+        for name in sorted(node.memory_open - here):  # where it has workers, their going is a change anyway
+            task = self._roster.tasks.get(name)
+            if task is not None and task.managed is not None:
+                actions += self._training.inform(task, copies, now)
         self._later.slots_changed(f"node {node.name} is isolated")
         return actions
 

@@ -113,6 +113,7 @@ class HeldState:
     because: str  # why they stopped
     since: float
     is_broken: bool = False  # by a new epoch: whoever was to write it may be gone
+    uncopied: str = ""  # why a node's memory did not take it
 
 
 @dataclass(slots=True)

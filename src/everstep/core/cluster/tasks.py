@@ -435,14 +435,18 @@ class Tasks:
             self._later.endings.append((task, ending))
             return []
         if held.is_broken:
-            return self._stop_later(task, held, now)
+            return self._stop_later(task, held, "workers changed before that state was safe", now)
+        if held.uncopied and task.request.has_checkpoints and not task.managed.saves_last:
+            return self._stop_later(task, held, f"no memory keeps that state ({held.uncopied})", now)
         why = self._why_not_safe(task, held, now)
         return self._go_on(task, held, why, now) if why else []
 
-    def _stop_later(self, task: Task, held: HeldState, now: Moment) -> Actions:
-        """Workers leave their state once, after the last step: so there is to be another one."""
+    def _stop_later(self, task: Task, held: HeldState, why: str, now: Moment) -> Actions:
+        """Workers leave their state once, after the last step: so there is to be another one, whose state is
+        saved too, where it has checkpoints.
+        """
         task.progress.held = None
-        because = f"{held.because}; workers changed before that state was safe: after another step"
+        because = f"{held.because}; {why}: after another step"
         go_on, stop = ev.StopAbandoned(because=because), ev.StopRequested(because=held.because, saves=True)
         return self._training.inform(task, go_on, now) + self._training.inform(task, stop, now)
 
@@ -485,7 +489,11 @@ class Tasks:
     def _why_not_safe(self, task: Task, held: HeldState, now: Moment) -> str:
         """Empty: it is waited for."""
         known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
-        if held.step in known.broken and (task.after_stop is TaskState.PAUSED or not self._keeping(task)):
+        is_unsaved = held.step in known.broken or not task.request.has_checkpoints
+        if task.after_stop is not TaskState.PAUSED and self._keeping(task):
+            if is_unsaved and held.uncopied:
+                return held.uncopied
+        elif held.step in known.broken:
             return known.failing
         return f"not saved within {limit_s:.0f} s" if now.at >= held.since + limit_s else ""
 

@@ -517,6 +517,11 @@ class Recovery:
         return bool(self._book.stopping)
 
     @property
+    def saves_last(self) -> bool:
+        """The state after its last step is to be a checkpoint."""
+        return self._book.saves
+
+    @property
     def _ends_here(self) -> bool:
         """The task itself is over, not only its shape: no worker will be asked to go on."""
         return self.recorded >= self.steps or self._book.final
