@@ -3,6 +3,7 @@
     python bench/models.py                    a table
     python bench/models.py --only llama --json
     python bench/models.py --only mixtral --shards 2    workers of two processes, experts spread over them
+    python bench/models.py --virtual 2        other architectures, each worker with two parts of the model
     python bench/models.py --scan             which of all causal LMs of transformers can be cut, and why not
 
 Each model starts from a folder with weights, and is trained three times on the same batches (rows of
@@ -12,6 +13,9 @@ workers one of which is killed. Then the checkpoint of the killed run is exporte
     loss        largest relative difference between the losses of our run and those of the plain loop
     bits        losses of every step and every weight of the last checkpoint: killed run = clean run
     export      logits of the exported folder = logits of the checkpoint's weights in a transformers model
+
+With --virtual, 2 x 2 workers with two parts each, clean and with a kill, are compared to 2 x 4 workers: every
+loss of every microbatch and every weight must have the same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import incident_line
 from everstep.node.fork_server import ForkServer
 from harness.masked_tokens import MaskedTokens
-from harness.tiny_models import TINY
+from harness.tiny_models import STRANGERS, TINY
 
 TOLERANCE = 1e-5  # of losses against transformers: fp32, other orders of summing
 STEPS, MICROBATCHES = 6, 2
@@ -55,6 +59,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="parts of architectures' names, by commas")
     parser.add_argument("--shards", type=int, default=1, help="processes per worker")
+    parser.add_argument("--virtual", type=int, default=1, help="parts of the model per worker")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -64,7 +69,9 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    result = scan(given.only) if given.scan else table(given.only, given.shards, quiet=given.json)
+    result = (
+        scan(given.only) if given.scan else table(given.only, given.shards, given.virtual, quiet=given.json)
+    )
     if given.json:
         print(json.dumps(result))
     elif given.scan:
@@ -83,21 +90,26 @@ def main() -> int:
 # ------------------------------------------------------------------ the table
 
 
-def table(only: str, shards: int, *, quiet: bool) -> dict[str, Any]:
+def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any]:
     import transformers
 
     rows = []
-    names = [name for name in TINY if any(part in name for part in only.split(","))]
+    models = TINY if virtual == 1 else STRANGERS
+    names = [name for name in models if any(part in name for part in only.split(","))]
     preload = ("everstep.engine.hf.model", *(f"transformers.models.{_module(n)}" for n in names))
     server = ForkServer(preload=preload).start()
     try:
         for number, name in enumerate(names):
             with tempfile.TemporaryDirectory(prefix="everstep-models-") as folder:
                 try:
-                    row = tried(name, KILLS[number % len(KILLS)], Path(folder), server, shards)
+                    kill = KILLS[number % len(KILLS)]
+                    if virtual == 1:
+                        row = tried(name, kill, Path(folder), server, shards)
+                    else:
+                        row = tried_in_parts(name, kill, Path(folder), server, virtual)
                 except Exception as error:  # a row that fails is a row
                     row = {"ok": False, "failure": f"{type(error).__name__}: {error}"}
-            rows.append({"architecture": name, "special": TINY[name][1], **row})
+            rows.append({"architecture": name, "special": models[name][1], **row})
             if not quiet:
                 print(_line(rows[-1]), flush=True)
             for line in rows[-1].get("unplanned", ()):  # not planted: it must be explained
@@ -106,7 +118,10 @@ def table(only: str, shards: int, *, quiet: bool) -> dict[str, Any]:
         server.close()
     passed = sum(row["ok"] for row in rows)
     if not quiet:
-        print(f"{passed} of {len(rows)}; tolerance of losses {TOLERANCE:g}, everything else to the bit")
+        allowed = (
+            f"tolerance of losses {TOLERANCE:g}, everything else to the bit" if virtual == 1 else "to the bit"
+        )
+        print(f"{passed} of {len(rows)}; {allowed}")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return {"total": len(rows), "passed": passed, "tolerance": TOLERANCE, "rows": rows, "versions": versions}
 
@@ -119,6 +134,13 @@ def _module(kind: str) -> str:
 def _line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"FAIL {row['architecture']:12} {row['failure']}"
+    if "parts" in row:
+        clean, killed = ("equal" if row[key] else "DIFFERENT" for key in ("clean_equal", "killed_equal"))
+        return (
+            f"{'ok  ' if row['ok'] else 'FAIL'} {row['architecture']:12} {row['class']:22} "
+            f"parts {row['parts']:8} clean {clean}  killed {killed}  {row['seconds']:4.0f} s  "
+            f"{row['special']}"
+        )
     bits, export = ("equal" if row[key] else "DIFFERENT" for key in ("bits_equal", "export_equal"))
     return (
         f"{'ok  ' if row['ok'] else 'FAIL'} {row['architecture']:12} {row['class']:22} cut {row['cut']:6} "
@@ -173,6 +195,46 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer, shards: int) -
     }
     fine = row["loss_difference"] <= TOLERANCE and row["bits_equal"] and row["export_equal"]
     return {"ok": bool(fine and row["incidents"] >= 1 and ours[-1] != ours[0]), **row}
+
+
+def tried_in_parts(name: str, kill: str, folder: Path, server: ForkServer, virtual: int) -> dict[str, Any]:
+    """One architecture: as many stages as there are parts; then workers with several parts, twice."""
+    import transformers
+
+    began = time.monotonic()
+    config = transformers.AutoConfig.for_model(name, **STRANGERS[name][0])
+    torch.manual_seed(7)
+    start = transformers.AutoModelForCausalLM.from_config(config)
+    start.save_pretrained(folder / "base")
+    faults = {"plain": (), "clean": (), "killed": (parse_fault(kill),)}
+    found, weights = {}, {}
+    for run, planted in faults.items():
+        job = _job(folder, run)
+        parts = (job.stages * virtual, 1) if run == "plain" else (job.stages, virtual)
+        found[run] = run_job(
+            replace(job, stages=parts[0], virtual=parts[1]), faults=planted, fork_server=server
+        )
+        if found[run].failure:
+            raise RuntimeError(found[run].failure)
+        weights[run] = everstep.load(folder / run)
+    equal = {
+        run: found[run].losses == found["plain"].losses
+        and all(torch.equal(weights[run][key], value) for key, value in weights["plain"].items())
+        for run in ("clean", "killed")
+    }
+    row = {
+        "class": type(start).__name__,
+        "parts": "+".join(str(len(part)) for part in partition(everstep.hf(folder / "base"), 2 * virtual)),
+        "kill": kill,
+        "incidents": len(found["killed"].incidents),
+        "unplanned": [
+            incident_line(one) for one in [*found["clean"].incidents, *found["killed"].incidents[1:]]
+        ],
+        "clean_equal": equal["clean"],
+        "killed_equal": equal["killed"],
+        "seconds": time.monotonic() - began,
+    }
+    return {"ok": all(equal.values()) and row["incidents"] >= 1, **row}
 
 
 def _job(folder: Path, run: str) -> Job:

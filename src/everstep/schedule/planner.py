@@ -70,7 +70,7 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
     def refined(found: Planned) -> Planned:
         """With other hosts, by trial, if that is worth it and affordable."""
         limit = WORTH_TRIALS_UNEVEN if is_uneven(instance) else WORTH_TRIALS
-        if instance.virtual > 1 or instance.done or found.gap <= limit or num_ops > effort:
+        if instance.done or found.gap <= limit or num_ops > effort:
             return found
         trials = MOST_TRIALS * (num_ops + TRIAL)
         trial = refine(instance, mode, bound, caps, min(REFINE_SHARE * effort, trials))

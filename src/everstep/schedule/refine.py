@@ -26,6 +26,7 @@ from everstep.protocol.ops import Worker
 from everstep.schedule.best_order import GOOD_ENOUGH, time_order, value_of
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.dispatch import HABITS, Habit, dispatch
+from everstep.schedule.folded import FOLDED_HABITS, FoldedHabit, dispatch_folded
 from everstep.schedule.hosts import Place, choose_hosts, work_time
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
@@ -46,7 +47,7 @@ class Attempt:
 
     value: float
     moved: Hosts
-    habit: Habit
+    habit: Habit | FoldedHabit
     problem: Compact
     order: list[list[int]]
     timing: Timing
@@ -60,12 +61,15 @@ class _Search:
     caps: Sequence[int] | None
     effort: int
 
-    def try_out(self, moved: Hosts, habits: Sequence[Habit]) -> Attempt:
+    def try_out(self, moved: Hosts, habits: Sequence[Habit | FoldedHabit]) -> Attempt:
         problem = compact(self.instance, fused=MODES[self.mode].fused, stash_cap=self.caps, moved=moved)
         best: Attempt | None = None
         for habit in habits:
             self.effort -= problem.num_ops() + TRIAL
-            order = dispatch(problem, habit, self.bound)
+            if isinstance(habit, FoldedHabit):
+                order = dispatch_folded(problem, habit)
+            else:
+                order = dispatch(problem, habit, self.bound)
             timing = time_order(problem, order, self.mode)
             value = value_of(timing, self.mode)
             if best is None or value < best.value - 1e-9:
@@ -84,7 +88,9 @@ def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | No
     search = _Search(instance, mode, bound, caps, effort)
     best: Attempt | None = None
     tried: set[frozenset[tuple[Place, int]]] = set()
-    for patience in (*PATIENCE, None):
+    folded = instance.virtual > 1  # pulling knows one part per worker
+    habits: Sequence[Habit | FoldedHabit] = FOLDED_HABITS if folded else HABITS
+    for patience in PATIENCE if folded else (*PATIENCE, None):
         if patience is None and best is not None and best.value <= bound * (1 + NEAR):
             break
         moved = choose_hosts(instance, patience=patience) if patience is not None else pulled_hosts(instance)
@@ -92,7 +98,7 @@ def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | No
         if moved is None or key in tried:
             continue
         tried.add(key)
-        trial = search.try_out(moved, HABITS if best is None else SOME_HABITS)
+        trial = search.try_out(moved, habits if best is None or folded else SOME_HABITS)
         if best is None or trial.value < best.value - 1e-9:
             best = trial
         if search.is_good(best) or search.effort <= 0:
@@ -101,7 +107,7 @@ def refine(instance: Instance, mode: str, bound: float, caps: Sequence[int] | No
     while search.effort > 0 and not search.is_good(best):
         better = _first_better(search, best, tried)
         if better is None:
-            again = search.try_out(best.moved, HABITS)
+            again = search.try_out(best.moved, habits)
             if again.value >= best.value - 1e-9:
                 break
             better = again
@@ -132,18 +138,21 @@ def _first_better(search: _Search, best: Attempt, tried: set[frozenset[tuple[Pla
 
 def _candidates(instance: Instance, best: Attempt, hosts: Hosts) -> list[Hosts]:
     """Changes to try, the likelier first."""
-    timing = best.timing
-    longest = sorted(range(instance.stages), key=lambda s: timing.released[s] - timing.ends[s])
-    on_worker: dict[Worker, list[Place]] = {}
+    timing, at = best.timing, [instance.fold.stage(part) for part in range(instance.stages)]
+    longest = sorted(range(instance.stages), key=lambda s: timing.released[at[s]] - timing.ends[at[s]])
+    on_worker: dict[Worker, list[Place]] = {}  # by part
+    busy: dict[Worker, float] = {}
     for place, host in sorted(hosts.items(), key=lambda each: (each[0][1], each[0][0])):
         on_worker.setdefault(Worker(host, place[2]), []).append(place)
+        worker = Worker(host, at[place[2]])
+        busy[worker] = busy.get(worker, 0.0) + work_time(instance, Worker(host, place[2]))
     ends = _ends(best)
     found: list[tuple[float, Hosts]] = []
     for rank, stage in enumerate(longest):
         live = instance.live(stage)
         work = {k: work_time(instance, Worker(k, stage)) for k in live}
-        load = {k: work[k] * (len(on_worker.get(Worker(k, stage), ())) + 1) for k in live}
-        last = sorted(live, key=lambda k: -ends.get((best.problem.stands_for[k], stage), 0.0))[:ENDS_LAST]
+        load = {k: busy.get(Worker(k, at[stage]), 0.0) + work[k] for k in live}
+        last = sorted(live, key=lambda k: -ends.get((best.problem.stands_for[k], at[stage]), 0.0))[:ENDS_LAST]
         for one, source in enumerate(last):
             mine = on_worker.get(Worker(source, stage), [])
             least = sorted((k for k in live if k != source), key=lambda k: load[k])[:HAS_LEAST]
@@ -170,7 +179,8 @@ def _ends(trial: Attempt) -> dict[tuple[int, int], float]:
     problem = trial.problem
     times = (problem.forward, problem.backward, problem.weight)
     return {
-        divmod(worker, problem.stages): trial.timing.starts[worker][-1] + times[codes[-1] % 3][worker]
+        divmod(worker, len(problem.closing)): trial.timing.starts[worker][-1]
+        + times[codes[-1] % 3][problem.host[codes[-1] // 3]]
         for worker, codes in enumerate(trial.order)
         if codes
     }
