@@ -3,10 +3,12 @@
 import json
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.cli import main
 from everstep.diagnose import UnusableFileError, analyse, join, read
 from everstep.diagnose.ras import read_ras
 
@@ -188,6 +190,25 @@ def test_ras_a_count_that_stays_behind_is_a_stuck_host() -> None:
 def test_ras_counts_that_move_accuse_nobody() -> None:
     before, now = {0: 100, 1: 99, 2: 100}, {0: 104, 1: 103, 2: 104}
     assert analyse([read_ras("ras.json", ras(now), before=ras(before))]).diagnosis.incidents == []
+
+
+def test_ras_one_status_accuses_no_rank_that_answers() -> None:
+    """A count that is one short may be a rank on its way."""
+    text = ras({0: 101, 1: 100, 2: 101, 3: 101})
+    assert analyse([read("ras.json", text.encode())]).diagnosis.incidents == []
+
+
+def test_ras_two_files_of_a_folder_tell_who_stands_still(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("b.json", "a.json"):
+        (tmp_path / name).write_text(ras({0: 101, 1: 101, 2: 100, 3: 101}))
+    main.run(["diagnose", str(tmp_path), "--json"])
+    (incident,) = json.loads(capsys.readouterr().out)["incidents"]
+    assert [suspect["rank"] for suspect in incident["suspects"]] == [2]
+    (tmp_path / "c.json").write_text(ras(dict.fromkeys(range(4), 105)))  # newer, and it goes on
+    main.run(["diagnose", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["incidents"] == []
 
 
 def test_ras_a_dead_rank_is_named() -> None:

@@ -95,6 +95,7 @@ def _analyse(path: Path, messages: Console) -> Analysis:
 
     files = _files(path)
     parts, tables, unusable = [], {}, []
+    statuses: list[tuple[int, str, bytes]] = []  # of RAS, by their time: two of them tell what stands still
     with Progress(console=messages, transient=True) as bar:
         for file in bar.track(files, description="reading"):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
@@ -102,10 +103,18 @@ def _analyse(path: Path, messages: Console) -> Analysis:
                 content = _content(file)
                 if content.startswith(PARQUET):
                     tables[name] = _columns(content)
+                    continue
+                modified_ns = file.stat().st_mtime_ns
+                part = read(name, content, modified_ns=modified_ns)
+                if part.form == "ras":
+                    statuses.append((modified_ns, name, content))
                 else:
-                    parts.append(read(name, content, modified_ns=file.stat().st_mtime_ns))
+                    parts.append(part)
             except UnusableFileError as why:
                 unusable.append((name, str(why)))
+    if statuses:
+        *earlier, (_, name, content) = sorted(statuses)
+        parts.append(read(name, content, before=earlier[-1][2] if earlier else None))
     analysis = analyse(parts, tables)
     analysis.diagnosis.unusable = unusable + analysis.diagnosis.unusable
     if not parts and not tables:

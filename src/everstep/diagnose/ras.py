@@ -1,9 +1,9 @@
 """NCCL RAS: how many operations of each kind every rank of every communicator has begun.
 
-One snapshot cannot tell a hang from a moment: a count that is one short may be a rank on its way. So the
-counts of one snapshot are evidence at half strength, and of two snapshots only what did not move between
-them. Ranks are numbered within each communicator; processes (host, pid, device) say who is who, and the
-largest communicator numbers them.
+One snapshot cannot tell a hang from a moment: a count that is one short may be a rank on its way. So one
+snapshot tells only who is dead, and two of them also which counts stay behind and do not move. Ranks are
+numbered within each communicator; processes (host, pid, device) say who is who, and the largest communicator
+numbers them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_ras(value: Any) -> bool:
 def read_ras(name: str, text: str, before: str | None = None) -> Dump:
     """One snapshot, and the one before it if there is one."""
     now = _load(text)
-    moved = _counts(now) != _counts(_load(before)) if before is not None else False
+    stands = before is not None and _counts(now) == _counts(_load(before))
     who = _who(now)
     groups: list[Group] = []
     records: list[Record] = []
@@ -53,7 +53,8 @@ def read_ras(name: str, text: str, before: str | None = None) -> Dump:
             most = max(counts.values(), default=0)
             group = len(groups)
             groups.append(Group(name=f"{comm.get('hash', '?')} {kind}", members=ranks))
-            stuck = not moved and (min(counts.values(), default=0) < most or set(silent) & set(ranks))
+            is_uneven = stands and min(counts.values(), default=0) < most
+            stuck = is_uneven or not silent.keys().isdisjoint(ranks)
             for rank, count in counts.items():
                 progress[rank, group] = GroupProgress(enqueued=count)
                 if most and count == most:

@@ -19,8 +19,8 @@ from everstep.diagnose.flight import UnusableFileError
 PARQUET = b"PAR1"
 
 
-def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Dump:
-    """One file; raises `UnusableFileError` with the reason."""
+def read(name: str, content: bytes, *, modified_ns: int | None = None, before: bytes | None = None) -> Dump:
+    """One file; raises `UnusableFileError` with the reason. `before`: of RAS, the status taken before it."""
     if not content:
         raise UnusableFileError("it is empty")
     if content.startswith(ring.MAGIC):
@@ -28,14 +28,14 @@ def read(name: str, content: bytes, *, modified_ns: int | None = None) -> Dump:
     elif content[:1] == b"\x80":
         part = flight.read_pickle(name, content)
     else:
-        part = _read_text(name, content)
+        part = _read_text(name, content, None if before is None else before.decode())
     if modified_ns is not None and (not len(part.log) or modified_ns >= int(part.log.enqueued_ns.max())):
         for rank in part.ranks:  # a dump is written when it is taken
             part.taken_ns.setdefault(rank, modified_ns)
     return part
 
 
-def _read_text(name: str, content: bytes) -> Dump:
+def _read_text(name: str, content: bytes, before: str | None) -> Dump:
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -54,5 +54,5 @@ def _read_text(name: str, content: bytes) -> Dump:
     if raised.is_error(value):
         return raised.read_error(name, value)
     if ras.is_ras(value):
-        return ras.read_ras(name, text)
+        return ras.read_ras(name, text, before)
     return flight.part_of(name, value)
