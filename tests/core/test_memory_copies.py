@@ -368,6 +368,20 @@ def test_a_state_that_no_memory_takes_is_not_waited_for() -> None:
     assert task.recovery.recorded == 2
 
 
+def test_copies_that_mostly_fail_are_one_incident() -> None:
+    """One copy in eight succeeded, late, and each closed an incident: seventeen in half a minute."""
+    cluster = four_nodes()
+    cluster.seal()
+    cluster.seal()
+    not_copied(cluster, 2)
+    cluster.copy_to_memory(1)
+    (incident,) = cluster.coordinator.log.open_ones()
+    cluster.seal()
+    cluster.copy_to_memory(3)
+    assert not list(cluster.coordinator.log.open_ones())
+    assert "step 3" in incident.remedies[-1].outcome
+
+
 def test_a_state_that_no_memory_takes_is_saved_after_another_step_where_there_are_checkpoints() -> None:
     cluster = FakeCluster(nodes=dict.fromkeys("abcd", 1), memory_port=7)
     cluster.submit(has_checkpoints=True)

@@ -12,7 +12,6 @@ that an incident says why it is not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
@@ -134,6 +133,8 @@ class Checkpoints:
 
     def copied(self, task: Task, step: int, now: Moment) -> Actions:
         """A whole copy of this step is in the memory of nodes."""
+        if step <= task.checkpoints.uncopied:
+            return []  # it was late: a newer one has failed meanwhile
         return self._over(task, NOT_COPIED, f"a copy of the state of step {step} is in memory", now)
 
     # -------------------------------------------------------------- what could not be saved
@@ -144,9 +145,7 @@ class Checkpoints:
         known.num_failed += 1
         self._tell(task, report, now)
         if report.memory_of is not None:
-            held = task.progress.held
-            if held is not None and held.step == report.step:
-                task.progress.held = replace(held, uncopied=report.because)
+            known.uncopied, known.uncopied_because = report.step, report.because
             return []
         known.failing = report.because
         self._answered(task, report.step)

@@ -113,7 +113,6 @@ class HeldState:
     because: str  # why they stopped
     since: float
     is_broken: bool = False  # by a new epoch: whoever was to write it may be gone
-    uncopied: str = ""  # why a node's memory did not take it
 
 
 @dataclass(slots=True)
@@ -265,6 +264,8 @@ class CheckpointProgress:
     broken: dict[int, int] = field(default_factory=dict)  # step -> its attempt that will not be complete
     num_failed: int = 0  # saves, in all
     failing: str = ""  # why the last save failed; empty: it did not
+    uncopied: int = 0  # the last step whose state a node's memory did not take
+    uncopied_because: str = ""
 
     def search_due_at(self, patience: Patience) -> list[float]:
         """When the node that was asked for the newest checkpoint has not answered in time."""

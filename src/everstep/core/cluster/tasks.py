@@ -436,8 +436,9 @@ class Tasks:
             return []
         if held.is_broken:
             return self._stop_later(task, held, "workers changed before that state was safe", now)
-        if held.uncopied and task.request.has_checkpoints and not task.managed.saves_last:
-            return self._stop_later(task, held, f"no memory keeps that state ({held.uncopied})", now)
+        known = task.checkpoints
+        if known.uncopied == held.step and task.request.has_checkpoints and not task.managed.saves_last:
+            return self._stop_later(task, held, f"no memory keeps that state ({known.uncopied_because})", now)
         why = self._why_not_safe(task, held, now)
         return self._go_on(task, held, why, now) if why else []
 
@@ -491,8 +492,8 @@ class Tasks:
         known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
         is_unsaved = held.step in known.broken or not task.request.has_checkpoints
         if task.after_stop is not TaskState.PAUSED and self._keeping(task):
-            if is_unsaved and held.uncopied:
-                return held.uncopied
+            if is_unsaved and known.uncopied == held.step:
+                return known.uncopied_because
         elif held.step in known.broken:
             return known.failing
         return f"not saved within {limit_s:.0f} s" if now.at >= held.since + limit_s else ""
