@@ -5,6 +5,7 @@
     python bench/models.py --only mixtral --shards 2    workers of two processes, experts spread over them
     python bench/models.py --virtual 2        other architectures, each worker with two parts of the model
     python bench/models.py --scan             which of all causal LMs of transformers can be cut, and why not
+    python bench/models.py --scan --shards 2  and which of them can be split over shards
 
 Each model starts from a folder with weights, and is trained three times on the same batches (rows of
 different lengths, masked): by a plain loop of transformers in one process, by 2 x 2 workers, and by 2 x 2
@@ -37,10 +38,15 @@ from torch import Tensor
 
 import everstep
 from everstep.engine.hf.model import NUMBERS_OF_EXPERTS, Family, expert_patterns
-from everstep.engine.layers.model import parameter_count, partition, skeleton
+from everstep.engine.layers.model import Model, parameter_count, partition, skeleton, slots
+from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.taken_over import share_in_two
+from everstep.engine.prepare.shard_trial import refuse_mixed, with_summed
+from everstep.engine.shards.layers import refuse_unsplittable
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.presets import refuse_shards
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import incident_line
@@ -70,7 +76,9 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     result = (
-        scan(given.only) if given.scan else table(given.only, given.shards, given.virtual, quiet=given.json)
+        scan(given.only, given.shards)
+        if given.scan
+        else table(given.only, given.shards, given.virtual, quiet=given.json)
     )
     if given.json:
         print(json.dumps(result))
@@ -80,6 +88,13 @@ def main() -> int:
         )
         experts = result["experts"]
         print(f"{sum(experts.values())} of {len(experts)} of them with experts can spread these over shards")
+        if given.shards > 1:
+            print(
+                f"{sum(not why for why in result['shards'].values())} can be split over {given.shards} shards"
+            )
+        for kind, why in result["shards"].items():
+            if why:
+                print(f"  {kind}: {why}")
         for kind in (kind for kind, found in experts.items() if not found):
             print(f"  {kind}: experts of a form that is not known")
         for kind, why in result["not"].items():
@@ -299,14 +314,14 @@ def _logits(model: Any) -> Tensor:
 # ------------------------------------------------------------------ all of transformers
 
 
-def scan(only: str) -> dict[str, Any]:
+def scan(only: str, shards: int) -> dict[str, Any]:
     """Every causal LM with its default config, on the meta device: can it be cut, and where it has experts,
-    are they found, so that shards can have some each?
+    are they found, so that shards can have some each? Can it be split over shards?
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    cut, refused, experts = [], {}, {}
+    cut, refused, experts, split = [], {}, {}, {}
     kinds = [kind for kind in sorted(names) if any(part in kind for part in only.split(","))]
     for kind in kinds:
         try:
@@ -315,6 +330,9 @@ def scan(only: str) -> dict[str, Any]:
             cut.append((kind, family.anatomy))
             if any(getattr(config.get_text_config(), key, None) for key in NUMBERS_OF_EXPERTS):
                 experts[kind] = bool(expert_patterns(family.bare))
+            if shards > 1:
+                split[kind] = refused_for_shards(family.model(), shards)
+                print(f"{kind:28} {split[kind] or 'can be split'}", file=sys.stderr, flush=True)
         except Exception as error:  # transformers' own, or a sentence of ours
             refused[kind] = " ".join(str(error).split())[:200] or type(error).__name__
     return {
@@ -323,8 +341,25 @@ def scan(only: str) -> dict[str, Any]:
         "kinds": [kind for kind, _ in cut],
         "not": refused,
         "experts": experts,
+        "shards": split,
         "version": transformers.__version__,
     }
+
+
+def refused_for_shards(model: Model, shards: int) -> str:
+    """As the preflight does, without memory: a sentence, or nothing."""
+    job = replace(_job(Path(), ""), shards=shards)
+    try:
+        model = with_summed(model, job)
+        refuse_shards(shards, model.assembly.shared_out)
+        plan = Cut(model.shard_plan, 0, shards)
+        for layer in model.names:
+            refuse_unsplittable(layer, skeleton(model, layer), plan)
+        slots(model, range(len(model.names)), cut=plan)
+        refuse_mixed(model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)}, shards)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

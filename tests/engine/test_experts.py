@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from test_shards import CPU, DATA, in_shards, small_gpt, trained
 from torch import Tensor, nn
 
-from everstep.engine.layers.experts import NO_EXPERT, QueuedExperts, product_of_groups, within_capacity
+from everstep.engine.layers.experts import (
+    NO_EXPERT,
+    DroppedShare,
+    QueuedExperts,
+    product_of_groups,
+    within_capacity,
+)
 from everstep.engine.layers.gpt import Mixture
 from everstep.engine.layers.linear import Queue
 from everstep.engine.layers.model import BACKWARD, Model, slots, token_loss
@@ -421,3 +427,22 @@ def test_what_one_shard_alone_has_is_written_by_that_shard() -> None:
         parts = keeper._logical(StateParts(count=1, slices={0: slices}))
         written.append([one.tensor for one in parts[0]])
     assert written == [list(values)[2:], list(values)[:2]]
+
+
+def test_what_a_capacity_drops_is_counted_and_changes_no_bits() -> None:
+    form = GptShape(width=16, hidden=16, experts=4, experts_per_token=2, capacity_factor=0.5, router_loss=0.0)
+    torch.manual_seed(0)
+    mixture = Mixture(form)
+    x, share = torch.randn(2, 16, 16), DroppedShare([nn.Sequential(mixture)])
+    assert share.since_last() is None
+    made = mixture(x)
+    taken = mixture.dropped.counts.tolist()
+    assert taken[0] >= 32, "4 experts take at most 8 of 64 pairs each"
+    assert taken[1] == 64
+    assert share.since_last() is None, "up to the call before"
+    assert share.since_last() == taken[0] / taken[1]
+    assert share.since_last() is None, "nothing since"
+    mixture.eval()
+    assert torch.equal(mixture(x), made)
+    assert mixture.dropped.counts.tolist() == taken, "evaluations do not count"
+    assert not mixture.state_dict().keys() & {"dropped.counts"}

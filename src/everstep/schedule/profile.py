@@ -33,6 +33,7 @@ _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
 HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, reported with the times
 BOUNDARY = "boundary"  # likewise: of a boundary tensor
 EAGER = "eager"  # likewise: the share of recent updates that did not wait for the norm of all stages
+DROPPED = "dropped"  # likewise: of the experts that tokens chose, the share that was full
 ALLOCATED, PEAK = (
     "memory",
     "memory.peak",

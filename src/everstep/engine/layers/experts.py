@@ -11,13 +11,13 @@ waits for the host, and the op can be compiled and recorded. Elsewhere a loop ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everstep.engine.layers.linear import RECEIVER, GroupedGrad, Queue
 
@@ -98,6 +98,49 @@ def within_capacity(chosen: Tensor, capacity: int) -> Tensor:
     before = torch.arange(len(order), device=chosen.device) - torch.searchsorted(numbers, numbers)
     dropped = torch.empty_like(order, dtype=torch.bool).index_copy_(0, order, before >= capacity)
     return chosen.masked_fill(dropped.view(chosen.shape[1], -1).t(), NO_EXPERT)
+
+
+class DropCount(nn.Module):
+    """Pairs of a token and an expert that a layer has made: how many are beyond a capacity, and all."""
+
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @torch.no_grad()
+    def add(self, taken: Tensor) -> None:
+        self.counts[0] += (taken == NO_EXPERT).sum()
+        self.counts[1] += taken.numel()
+
+
+class DroppedShare:
+    """Of the pairs that layers make, the share that is dropped. A layer that is run again counts again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._counts = [
+            part for module in modules for part in module.modules() if isinstance(part, DropCount)
+        ]
+        self._copy: tuple[Tensor, Any] | None = None  # on the host; the event behind the copy
+        self._before = (0, 0)
+
+    def since_last(self) -> float | None:
+        """Of those up to the last call and behind the one before, so that nothing waits for a GPU."""
+        found = None
+        if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
+            dropped, total = map(int, self._copy[0])
+            made = total - self._before[1]
+            found = (dropped - self._before[0]) / made if made else None
+            self._before, self._copy = (dropped, total), None
+        if self._counts and self._copy is None:
+            now = torch.stack([one.counts for one in self._counts]).sum(0)
+            host = torch.empty_like(now, device="cpu", pin_memory=now.is_cuda).copy_(now, non_blocking=True)
+            done = torch.cuda.Event() if now.is_cuda else None  # type: ignore[no-untyped-call]
+            if done is not None:
+                done.record()
+            self._copy = host, done
+        return found
 
 
 def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, product: Product) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from everstep.engine.layers import regions
 from everstep.engine.layers.attention import Attend
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.experts import plain_experts, within_capacity
+from everstep.engine.layers.experts import DropCount, plain_experts, within_capacity
 from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import of_one_input
 from everstep.engine.layers.model import BACKWARD, FeedPart, Model, ModelAssembly
@@ -213,6 +213,7 @@ class Mixture(nn.Module):
         self.router_loss, self.router_z_loss = form.router_loss, form.router_z_loss
         self.router = _linear(form.width, form.experts)
         self.experts = Experts(form)
+        self.dropped = DropCount() if form.capacity_factor else None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -221,8 +222,10 @@ class Mixture(nn.Module):
         weights, chosen = chances.topk(self.each, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         taken, number = chosen, chances.shape[-1]
-        if self.capacity_factor:
+        if self.dropped is not None:
             taken = within_capacity(chosen, math.ceil(self.capacity_factor * chosen.numel() / number))
+            if self.training:
+                self.dropped.add(taken)
         made: Tensor = self.experts(flat, taken, weights)
         if self.training and self.router_loss:
             used = F.one_hot(chosen, number).sum(1).float().mean(0)

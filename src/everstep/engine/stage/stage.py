@@ -36,6 +36,7 @@ from everstep.engine.datasets.data import Dataset, split
 from everstep.engine.datasets.ramp import BatchRamp
 from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
+from everstep.engine.layers.experts import DroppedShare
 from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
 from everstep.engine.layers.model import (
@@ -185,6 +186,7 @@ class Stage:
                 evaluation=evaluation,
             )
             self.parts += (more,)
+        self.dropped = DroppedShare(module for part in self.parts for module in part._modules)
         if not isinstance(empty, StageWeights):
             self._index.update({self.parameters[n]: i for i, n in enumerate(self.slots)})
         self._placed_at, self._by_address = 0, dict[int, Tensor]()

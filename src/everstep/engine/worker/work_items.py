@@ -46,7 +46,7 @@ from everstep.protocol import work
 from everstep.protocol.messages import LOADING, SAVING, TimesReported
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.protocol.parcels import Parcel, Scores
-from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
+from everstep.schedule.profile import ALLOCATED, DROPPED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
 # What changes the state that a joiner is being sent.
 _WRITES = (
@@ -317,6 +317,8 @@ class WorkItems:
         self.times.stopwatch.updated(eagerly=task.keep)
         if (measured := self.times.stopwatch.step(task.step)) is not None:
             measured["times"] |= self._memory()
+            if (dropped := self.stage.dropped.since_last()) is not None:
+                measured["times"][DROPPED] = dropped
             name, worker, incarnation = self.control.sender
             carriers = self._carriers()
             sent = self._sent()
