@@ -5,6 +5,7 @@
     python -m bench.script_faults --python nvrx=/opt/nvrx/bin/python --launcher nvrx --json
     python -m bench.script_faults --all-launchers --output faults.json --again     what faults.json lacks
     python -m bench.script_faults --all-launchers --side-by-side 7 --within-s 240     on 16 cores
+    python -m bench.script_faults --read faults.json --markdown
 
 Machines are namespaces (`harness/machines.py`, needs root); where these cannot be made, or with --here, a
 machine is a set of processes of this one, and a lost machine is SIGKILL to all of them at once. The scripts
@@ -265,7 +266,7 @@ class _Trial:
         found["past_s"] = round(min(beyond) - struck, 2) if beyond else None
         found["redone"] = len({one["step"] for one in new if one["step"] <= before}) if beyond else None
         found["world"] = new[-1]["world"] if new else None
-        if self._fault == "lost" and beyond:
+        if self._fault == "lost" and beyond and everywhere == len(NAMES) * RANKS:  # else it is a spare again
             found["back_s"] = self._return(everywhere, limit_s)
         name = ""
         if self._fault == "lost":  # a set of processes is named by the pid of its first one
@@ -376,8 +377,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the logs")
     parser.add_argument("--output", type=Path, help="JSON file, written after each trial")
     parser.add_argument("--again", action="store_true", help="only what --output has no figure of yet")
+    parser.add_argument("--read", type=Path, help="only show what --output has written")
+    parser.add_argument("--markdown", action="store_true", help="launchers beside each other")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.read is not None:
+        show(json.loads(args.read.read_text()), args)
+        return
     if not args.here and (why := absent()):
         print(f"{why}; machines are sets of processes (--here)", file=sys.stderr)
         args.here = True
@@ -406,7 +412,11 @@ def main() -> None:
                 args.output.write_text(json.dumps(rows, indent=1))
     order = cells(args.script, args.fault, names)
     rows.sort(key=lambda row: order.index(cell) if (cell := tuple(row[key] for key in CELL)) in order else -1)
-    print(json.dumps(rows, indent=1) if args.json else table(rows))
+    show(rows, args)
+
+
+def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    print(json.dumps(rows, indent=1) if args.json else beside(rows) if args.markdown else table(rows))
 
 
 def cells(scripts: list[str] | None, faults: list[str] | None, launchers: list[str]) -> list[Cell]:
@@ -474,6 +484,29 @@ def table(rows: list[dict[str, Any]]) -> str:
         shown = "".join(f"{_WORDS.get(str(cell), cell)!s:<{width}} " for cell, width in cells)
         lines.append(shown + row.get("error", row.get("skipped", "")))
     return "\n".join(lines)
+
+
+def beside(rows: list[dict[str, Any]]) -> str:
+    """A line per script and fault, a column per launcher."""
+    ours = {plain: kind for kind, plain in PLAIN.items()}
+    by = {(ours.get(row["script"], row["script"]), row["fault"], row["launcher"]): row for row in rows}
+    names = [name for name in LAUNCHERS if any(key[2] == name for key in by)]
+    lines = ["| script | fault | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    for script, fault in dict.fromkeys(key[:2] for key in by):
+        found = [by.get((script, fault, name)) for name in names]
+        lines.append(f"| {script} | {fault} | " + " | ".join(_cell(row) for row in found) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "past_s" not in row:
+        return str(row.get("skipped", row.get("error"))).partition(":")[0]
+    if row["past_s"] is None:
+        return "not past it" + (", named" if row["named"] else "")
+    back = f"; back {row['back_s']} s" if row.get("back_s") is not None else ""
+    return f"{row['past_s']} s, {row['redone']} again{', named' if row['named'] else ''}{back}"
 
 
 if __name__ == "__main__":
