@@ -22,7 +22,8 @@ named    does the launcher say which rank (`lost`: machine) was at fault?
 All times are from lines that ranks write at the end of a step, on one clock. `load` is the machine's load
 before the trial: what other programs took. A script or launcher whose packages are not installed is skipped,
 and says so. Peers are not asked about a spinning rank: torchrun sees none, NVRx and DLRover would need
-heartbeats in the script.
+heartbeats in the script. A stopped rank or a lost machine they notice when collectives of the others time
+out, after 30 minutes unless --timeout-s is given.
 """
 
 from __future__ import annotations
@@ -372,6 +373,7 @@ def main() -> None:
     )
     parser.add_argument("--here", action="store_true", help="no namespaces: machines are sets of processes")
     parser.add_argument("--limit-s", type=float, default=60)
+    parser.add_argument("--timeout-s", default="0", help="of collectives; torch's own if not given (30 min)")
     parser.add_argument("--side-by-side", type=int, default=1, help="trials at a time, each with its own net")
     parser.add_argument("--within-s", type=float, help="no trial is started later")
     parser.add_argument("--keep", type=Path, help="folder for the logs")
@@ -389,6 +391,7 @@ def main() -> None:
         args.here = True
     if not args.here and args.side_by_side == 1:
         inside(["-m", "bench.script_faults", *sys.argv[1:]])
+    os.environ["TRIAL_TIMEOUT_S"] = args.timeout_s
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     names = list(LAUNCHERS) if args.all_launchers else args.launcher or ["everstep"]
@@ -446,6 +449,7 @@ def row_here(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
 def row_apart(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     """In a process and a network of its own, beside other trials."""
     command = [sys.executable, "-m", "bench.script_faults", "--json", "--limit-s", str(args.limit_s)]
+    command += ["--timeout-s", args.timeout_s]
     for name, value in zip(CELL, cell, strict=True):
         command += [f"--{name}", value]
     for each in args.python:

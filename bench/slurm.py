@@ -486,7 +486,7 @@ def script(stage: Stage) -> dict[str, Any]:
     row = next(line for line in one.lines(killed_at + 0.3) if line["step"] > before)
     again = sum(line["step"] <= before for line in one.lines(killed_at + 0.3))
     told: dict[str, Any] = {"healed_s": round(row["at"] - killed_at, 1), "script_world": row["world"]}
-    stage.say(f"past it after {told['healed_s']:.1f} s with {row['world']} ranks, {again} steps again")
+    stage.say(f"past it after {told['healed_s']:.1f} s with {row['world']} ranks; steps done again: {again}")
     stage.slurm.start_node("n3")
     back_at = time.time()
     told["returned_s"] = round(one.first(back_at, world=4) - back_at, 1)
@@ -511,7 +511,7 @@ def script(stage: Stage) -> dict[str, Any]:
     resumed = ScriptRun(stage, folder, last["step"] + 60, stage.folder / "script-run1")
     resumed.launch()
     resumed_at = time.time()
-    first = resumed.until(lambda: resumed.lines(resumed_at), "its first step")[0]["step"]
+    first = resumed.until(lambda: resumed.lines(resumed_at) or None, "its first step")[0]["step"]
     resumed.until(lambda: newest(resumed.run).exit_code is not None, "the task is over")
     resumed.until(
         lambda: resumed.number not in stage.slurm.run("squeue", "--noheader", "--format=%i"), "it is gone"

@@ -10,12 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 STEPS = 100_000
 SAVE_EVERY = 10
 PACE_S = float(os.environ.get("TRIAL_PACE_S", "0.05"))  # of a step, besides what it computes
+TIMEOUT_S = float(
+    os.environ.get("TRIAL_TIMEOUT_S", "0")
+)  # of collectives, once training runs; 0: torch's own
 HOST = os.environ.get("TRIAL_HOST") or os.uname().nodename  # of machines that are only sets of processes
 
 
@@ -23,6 +29,7 @@ class Trial:
     def __init__(self) -> None:
         self.folder = Path(os.environ["TRIAL_FOLDER"])
         self.rank = int(os.environ["RANK"])
+        self._is_timed = False
         self._file = os.open(self.folder / "diary", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._write(kind="begins")
 
@@ -30,6 +37,9 @@ class Trial:
         return (self.folder / "stop").exists()
 
     def step(self, step: int) -> None:
+        if TIMEOUT_S and not self._is_timed:
+            self._is_timed = True
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
         self._write(kind="step", step=step)
         time.sleep(PACE_S)
         fault = self.folder / "fault"
