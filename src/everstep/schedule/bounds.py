@@ -30,6 +30,14 @@ microbatches and end with different ones, so the m workers of s, of which i take
 
     queue   a window T at stage a with  sum over i of (T - h(i) - q(i)) / p(i) >= jobs
 
+Where a stage has fewer workers than the one below it, microbatches come one after the other: once the first
+has come, worker i of the stage above sends at most one more every F(i). So k of them have not come before
+g(k), the k-th smallest of all n F(i), n = 0, 1, 2, ... Two workers below begin with different microbatches.
+If the first F below starts a time d after the first microbatch has come, then in a step of length T
+
+    start   the one that begins as number k has T - max(0, g(k) - d) for its span, and for its last I, in time
+            for all stages above, T - max(g(k), d): waiting makes up for the others and is lost above
+
 A staggered period is at least every span plus the stage's reduce and update. A makespan adds the way from
 stage 0. The simple bounds of the literature (work, or work plus idle) are the first line alone; with a
 tight stash they are up to a tenth too low, and would blame the schedule for it.
@@ -45,6 +53,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from itertools import pairwise
 from typing import NamedTuple
 
 from everstep.protocol.ops import Worker
@@ -54,6 +63,8 @@ from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 
 MOST_DIVISIONS = 256  # of losses among the workers of a stage that are looked at
+WAITS = 8  # intervals of a wait that are looked at
+MOST_STARTING = 8  # replicas: beyond, a stage's workers have begun long before most of their work is done
 MOST_QUEUED = 16  # replicas: beyond, a slow worker's queue is lost among the others, and looking takes long
 
 
@@ -164,19 +175,62 @@ class _Stage:
             for n in range(int((best - loss) / pace), int((best + slowest - loss) / pace) + 2)
         }
         times = [best, *sorted(end for end in ends if end > best)]
-        return times[bisect_left(times, True, key=lambda t: self._most_jobs(sorts, losses, t) >= self.jobs)]
 
-    def _most_jobs(self, sorts: list[tuple[float, int]], losses: list[float], time: float) -> int:
-        """Whole jobs that fit, with the best division of these losses among the workers."""
-        best = {tuple(count for _, count in sorts): 0}  # by the workers of each sort that are left
-        for loss in losses:
+        def fit(time: float) -> bool:
+            more = [[max(0, int((time - loss) / pace + 1e-9)) for pace, _ in sorts] for loss in losses]
+            return self._most_jobs(more) >= self.jobs
+
+        return times[bisect_left(times, True, key=fit)]
+
+    def starting(self, gaps: list[float], trip: float, ends: float, inputs: float, known: float) -> float:
+        """`least`, if its workers' first microbatches come in these gaps, and at least `known`: for every
+        wait in some interval, the shortest of which the span and the longest of which the last I is spared.
+        """
+        divisions = math.prod(count + 1 for count in self.sorts.values())
+        if divisions > MOST_DIVISIONS or any(sort.work <= 0.0 for sort in self.sorts):
+            return known
+        waits = sorted({*gaps, *(gaps[-1] * part / WAITS for part in range(WAITS))})
+        best = math.inf
+        for low, high in [*pairwise(waits), (gaps[-1], gaps[-1])]:
+            limits = [(ends + max(0.0, gap - high), inputs + max(gap, low)) for gap in gaps]
+            time = self._starting(limits, trip, known, known + gaps[-1])
+            if time <= known:
+                return known
+            best = min(best, time)
+        return best
+
+    def _starting(self, limits: list[tuple[float, float]], trip: float, known: float, most: float) -> float:
+        """The least time in which all jobs fit, if each of the workers has other limits; at least `known`,
+        and in `most` they do."""
+
+        def fit(time: float) -> bool:
+            more = [[_jobs_within(sort, time, trip, *limit) for sort in self.sorts] for limit in limits]
+            return self._most_jobs(more) >= self.jobs
+
+        if fit(known):
+            return known
+        times = sorted(
+            time
+            for limit in limits
+            for sort in self.sorts
+            for n in range(
+                _jobs_within(sort, known, trip, *limit) + 1, _jobs_within(sort, most, trip, *limit) + 1
+            )
+            if (time := sort.cost(n, trip, *limit)) > known
+        )
+        return [*times, most][bisect_left(times, True, key=fit)]
+
+    def _most_jobs(self, more: list[list[int]]) -> int:
+        """Whole jobs that fit, with the best division of the losses among the workers: of each loss, by sort,
+        what a worker that has it fits."""
+        best = {tuple(self.sorts.values()): 0}  # by the workers of each sort that are left
+        for jobs_of in more:
             after: dict[tuple[int, ...], int] = {}
             for left, jobs in best.items():
-                for at, (pace, _) in enumerate(sorts):
-                    if left[at]:
-                        rest = (*left[:at], left[at] - 1, *left[at + 1 :])
-                        more = max(0, int((time - loss) / pace + 1e-9))
-                        after[rest] = max(after.get(rest, 0), jobs + more)
+                for at, here in enumerate(left):
+                    if here:
+                        rest = (*left[:at], here - 1, *left[at + 1 :])
+                        after[rest] = max(after.get(rest, 0), jobs + jobs_of[at])
             best = after
         return max(best.values())
 
@@ -201,8 +255,27 @@ def lower_bound(instance: Instance, mode: str, caps: list[int] | None = None) ->
         return max(_folded_bound(instance, mode, caps), lower_bound(_apart(instance), mode))
     stages = _stages(instance, mode, caps)
     best = _slowest(instance, stages, mode)
-    differ = any(len(stage.sorts) > 1 for stage in stages) and instance.replicas <= MOST_QUEUED
+    if instance.replicas > MOST_QUEUED:
+        return best
+    if instance.replicas <= MOST_STARTING:
+        best = _starting(instance, stages, mode, best)
+    differ = any(len(stage.sorts) > 1 for stage in stages)
     return _queued(instance, stages, mode, best) if differ else best
+
+
+def _starting(instance: Instance, stages: list[_Stage], mode: str, best: float) -> float:
+    """The bound that stages with more workers than the one above them give, if it is better."""
+    for above, (below, trip, ends, inputs) in zip(stages, _limits(instance, stages, mode)[1:], strict=False):
+        workers = sum(below.sorts.values())
+        if sum(above.sorts.values()) < workers:
+            gaps = [
+                n * sort.forward
+                for sort, count in above.sorts.items()
+                for n in range(workers)
+                for _ in range(count)
+            ]
+            best = max(best, below.starting(sorted(gaps)[:workers], trip, ends, inputs, best))
+    return best
 
 
 def _queued(instance: Instance, stages: list[_Stage], mode: str, best: float) -> float:
@@ -264,8 +337,15 @@ def _are_alike(instance: Instance) -> bool:
 
 
 def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
+    return max(
+        below.least(trip, ends, inputs) for below, trip, ends, inputs in _limits(instance, stages, mode)
+    )
+
+
+def _limits(instance: Instance, stages: list[_Stage], mode: str) -> list[tuple[_Stage, float, float, float]]:
+    """Of each stage: the round trip below, and how long before the end its last op and its last I must be."""
     staggered = MODES[mode].staggered
-    best = 0.0
+    found = []
     for j, below in enumerate(stages):
         trip = sum(x.forward + x.backward + 2 * instance.hop for x in stages[j + 1 :])
         from_the_top = 0.0 if staggered else sum(x.forward + instance.hop for x in stages[:j])
@@ -276,8 +356,8 @@ def _slowest(instance: Instance, stages: list[_Stage], mode: str) -> float:
             up += above.backward + instance.hop
             before = down if staggered else from_the_top
             around = max(around, before + up + above.weight + above.closing)
-        best = max(best, below.least(trip, from_the_top + below.closing, around))
-    return best
+        found.append((below, trip, from_the_top + below.closing, around))
+    return found
 
 
 def stash_of_mode(instance: Instance, mode: str) -> list[int] | None:

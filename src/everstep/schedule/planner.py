@@ -42,7 +42,7 @@ LONG_SEARCH = 5  # times the effort: list scheduling of a step this large takes 
 NOT_WORTH_A_LONG_SEARCH = 0.02  # the gap it is not begun for
 WORTH_TRIALS_UNEVEN, WORTH_TRIALS = 0.01, 0.04  # the gap from which other hosts are tried
 REFINE_SHARE = 4  # times the effort: other hosts are tried only in small steps
-MOST_TRIALS = 80
+MOST_TRIALS = 80  # and more, the larger the gap
 
 
 def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFORT) -> Planned:
@@ -72,8 +72,8 @@ def plan(instance: Instance, mode: str = "reroute", *, effort: int = ONLINE_EFFO
         limit = WORTH_TRIALS_UNEVEN if is_uneven(instance) else WORTH_TRIALS
         if instance.done or found.gap <= limit or num_ops > effort:
             return found
-        trials = MOST_TRIALS * (num_ops + TRIAL)
-        trial = refine(instance, mode, bound, caps, min(REFINE_SHARE * effort, trials))
+        trials = MOST_TRIALS * max(1.0, found.gap / WORTH_TRIALS) * (num_ops + TRIAL)
+        trial = refine(instance, mode, bound, caps, min(REFINE_SHARE * effort, int(trials)))
         if trial.value >= found.value - 1e-12:
             return found
         return answer(instance, mode, trial.problem, trial.order, trial.timing, bound)

@@ -4,7 +4,9 @@ Every op starts as early as its worker, its input and its stage's release allow.
 are released at 0 and the answer is the makespan. Without one, a stage is released when its own update of
 the step before is done: run the order again with the ends of the last run as releases, and the ends move on
 by the period. That is the power iteration of max-plus algebra: any round's largest advance is a period the
-order can keep.
+order can keep. So is the largest advance over several rounds, divided by their number: with x(n) the ends of
+round n and T that period, the releases max over n of x(n) - n T are followed by ends that are T later, unless
+a longer wait shows in the round after the last.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everstep.schedule.compact import Compact
+
+ROUNDS = 6  # of a repeating order that are looked at
 
 
 @dataclass(slots=True)
@@ -42,11 +46,21 @@ def steady(problem: Compact, order: Sequence[Sequence[int]], first: Timing) -> T
     # The first round knows no earlier one: a stage's window opens with its first op.
     best = Timing(first.starts, first.ends, first.opens())
     # Everything began with stage 0's first op: if stage 0 is the slowest, its window cannot shrink.
-    if best.period() > best.ends[0] - best.released[0] + 1e-9:
-        again = run(problem, order, first.ends)
-        if again.period() < best.period() - 1e-12:
-            return again
-    return best
+    if best.period() <= best.ends[0] - best.released[0] + 1e-9:
+        return best
+    rounds = [first]
+    for _ in range(ROUNDS):
+        rounds.append(run(problem, order, rounds[-1].ends))
+    period = min(
+        max(b - a for a, b in zip(one.ends, other.ends, strict=True)) / (number - before)
+        for number, other in enumerate(rounds)
+        for before, one in enumerate(rounds[:number])
+    )
+    balanced = [
+        max(ends)
+        for ends in zip(*([end - n * period for end in r.ends] for n, r in enumerate(rounds)), strict=True)
+    ]
+    return min(best, *rounds[1:], run(problem, order, balanced), key=Timing.period)
 
 
 def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[float]) -> Timing:
