@@ -43,7 +43,7 @@ def test_parameters_of_an_activation_inside_split_matrices_are_summed() -> None:
         refuse_mixed(model, TOKENS, 2)
     found = with_summed(model, JOB)
     assert set(found.shard_plan) - set(model.shard_plan) == {"model.layers.*.mlp.act_fn"}
-    assert preflight(JOB, model=model, data=Rows()).model.shard_plan == found.shard_plan
+    refuse_mixed(found, TOKENS, 2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "olmo3", "glm4", "granite_swa", "mixtral"])

@@ -132,6 +132,7 @@ class Family:
             module = self.folder.load(holder, name)
         else:
             module = weights.drawn(holder, name)
+        _share(module, self.bare.get_submodule(name))
         trained = {key: p.requires_grad for key, p in there.named_parameters()}
         if self.prepare is not None and trained.keys() != {key for key, _ in module.named_parameters()}:
             self._prepared(holder)
@@ -185,6 +186,8 @@ class Family:
             self._refuse_crossing()
         if self.folder is not None:
             self.folder.check()
+        else:
+            self._refuse_unset()
         text = self.config.get_text_config()
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < text.vocab_size:
             raise UserError(
@@ -194,6 +197,19 @@ class Family:
         most = getattr(text, "max_position_embeddings", None)
         if most is not None and tokens.shape[1] > most:
             raise UserError(f"data gives rows of {tokens.shape[1]} tokens, and the model takes {most}.")
+
+    def _refuse_unset(self) -> None:
+        """What is set when a model is built, and not when it is initialised, a layer alone would not have."""
+        model = copy.deepcopy(self.bare)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        versions = {name: tensor._version for name, tensor in tensors.items() if tensor.is_meta}
+        model.initialize_weights()
+        unset = next((name for name, version in versions.items() if tensors[name]._version == version), None)
+        if unset is not None:
+            raise UserError(
+                f"{unset} is set when {type(model).__name__} is built and not when it is initialised, so it "
+                "cannot be drawn by the seed; save the model (save_pretrained) and start from its folder."
+            )
 
     def _refuse_crossing(self) -> None:
         """Kernels of flash attention find the documents in position_ids by themselves."""
@@ -262,7 +278,12 @@ class Family:
     def _tied(self) -> dict[str, str]:
         inside = dict(self.whole.named_parameters(remove_duplicate=False))
         pairs = self.bare.all_tied_weights_keys.items()
-        return {second: first for second, first in pairs if second in inside and first in inside}
+        apart = {name for part in self.anatomy.names for name in _names(part, self.whole.get_submodule(part))}
+        return {
+            second: first
+            for second, first in pairs
+            if first in inside and second in inside and second in apart
+        }
 
     def _shard_plan(self) -> dict[str, str]:
         """Its experts, wherever they are, and for the rest its own `tp_plan`. The head's table and the
@@ -315,14 +336,15 @@ _CHANGES_SCORES = re.compile(r"att(n|ention).*(drop|softcap)")  # keys of config
 
 
 def rows_can_be_split(model: Any, layers: Sequence[str]) -> bool:
-    """Do tokens meet in attention alone, in one that transformers lets others compute, and are positions
-    given to the model?
+    """Do tokens meet in attention alone, in one that transformers lets others compute, and are positions,
+    counted from 0, given to the model? Kin of RoBERTa count them from the tokens, behind padding.
     """
     text = model.config.get_text_config()
     parts = [part for layer in layers for part in model.get_submodule(layer).modules()]
     return (
         bool(model._supports_sdpa and getattr(model, "_supports_attention_backend", False))
         and "position_ids" in taken_by(type(model))
+        and not any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
         and set(getattr(text, "layer_types", None) or ()) <= set(_ATTENTION)
         and not any(isinstance(part, TOKENS_MEET) or hasattr(part, "sinks") for part in parts)
         and all(getattr(part, "is_causal", True) for part in parts)
@@ -440,6 +462,19 @@ def _known(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str
         for pattern, style in rest.items()
         if pattern not in whole and pattern.rpartition(".")[0] not in whole
     }
+
+
+def _share(module: nn.Module, like: nn.Module) -> None:
+    """A parameter that has two names inside a part of the model is one."""
+    made: dict[nn.Parameter, nn.Parameter | None] = {}
+    for part, other in zip(module.modules(), like.modules(), strict=True):
+        for key, parameter in other._parameters.items():
+            if parameter is not None:
+                part._parameters[key] = made.setdefault(parameter, part._parameters[key])
+
+
+def _names(part: str, module: nn.Module) -> list[str]:
+    return [f"{part}.{key}" for key, _ in module.named_parameters()]
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
