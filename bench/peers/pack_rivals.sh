@@ -8,8 +8,8 @@ cd "$folder"
 platforms=(); for each in manylinux_2_39_x86_64 manylinux_2_28_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do
     platforms+=(--platform "$each")
 done
-python3 -m pip install --quiet --target rivals --no-deps --only-binary=:all: --python-version "$python" "${platforms[@]}" \
-    -r "$here/requirements-race.txt"
+python3 -m pip install --quiet --target rivals --no-deps --only-binary=:all: --ignore-requires-python \
+    --python-version "$python" "${platforms[@]}" -r "$here/requirements-race.txt"
 cd rivals
 rm -rf ray/jars ray/rllib ray/serve ray/llm ray/cpp ray/dashboard/client kubernetes/docs bin
 find . -depth \( -name __pycache__ -o -name tests -o -name '*.pyi' \) -exec rm -rf {} +
