@@ -62,7 +62,13 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from everstep.engine.layers.model import partition
-    from everstep.engine.prepare.figures import layer_figures, recompute_of, settings_of, stage_figures
+    from everstep.engine.prepare.figures import (
+        layer_figures,
+        makes_in_input_grad,
+        recompute_of,
+        settings_of,
+        stage_figures,
+    )
     from everstep.engine.prepare.fitting import allocated
     from everstep.engine.prepare.program import Program
     from everstep.schedule import footprint
@@ -92,7 +98,7 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
     program = Program.of(job)
     layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
     part = partition(program.model, job.stages)[given["stage"]]
-    figures = stage_figures(layers, part, recompute=recompute_of(job))
+    figures = stage_figures(layers, part, recompute=recompute_of(job), makes=makes_in_input_grad(job))
     settings = replace(settings_of(job), eager=given["eager"])
     items = footprint.items(figures, settings, stash=worker.peak_stash, hosted=job.microbatches)
     kept = sum(footprint.per_parameter(settings).values())
@@ -114,7 +120,13 @@ def child(given: dict[str, Any]) -> dict[str, Any]:
 def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
     """In a fresh process: a real run, whose workers tell what they hold."""
     from everstep.engine.layers.model import partition
-    from everstep.engine.prepare.figures import layer_figures, recompute_of, settings_of, stage_figures
+    from everstep.engine.prepare.figures import (
+        layer_figures,
+        makes_in_input_grad,
+        recompute_of,
+        settings_of,
+        stage_figures,
+    )
     from everstep.engine.prepare.program import Program
     from everstep.launch.local.run import LocalTask
     from everstep.node.fork_server import ForkServer
@@ -136,7 +148,9 @@ def shared_gpu(given: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(outcome.failure)
     program = Program.of(job)
     layers = layer_figures(program.model, program.data.batch(1, 0), job.precision, job.device)
-    figures = stage_figures(layers, partition(program.model, 1)[0], recompute=recompute_of(job))
+    figures = stage_figures(
+        layers, partition(program.model, 1)[0], recompute=recompute_of(job), makes=makes_in_input_grad(job)
+    )
     settings = settings_of(job)
     items = footprint.items(figures, settings, stash=footprint.stash_cap(1), hosted=job.microbatches)
     late = [report for report in told if report.step > 2]

@@ -167,7 +167,7 @@ def test_memory_falls_with_the_shards_and_the_model_of_it_knows() -> None:
             assert told.held_forward == pytest.approx(forward, rel=0.05)
             assert told.held_weight == pytest.approx(weight, rel=0.02)
             assert forward < one[0] / count * 1.2
-            assert weight == pytest.approx(one[1] / count, rel=0.02)
+            assert weight == pytest.approx(figures.held_weight / count, rel=0.02)
 
 
 WORDS = {

@@ -1,14 +1,23 @@
 """A model is a table of factories; nothing is built until a worker builds its own part."""
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import check_tokens, gpt
 from everstep.engine.layers.model import Model, _balanced, check_tied, parameter_count, partition, slots
+from everstep.engine.prepare.program import Program
+from everstep.engine.state.optimizer import adamw
 from everstep.errors import UserError
+from everstep.job.job import Job, ModelSpec
 from everstep.job.presets import MODELS, GptShape, flops_per_token, matmul_parameters, shape
 
 SIZES = {
@@ -145,3 +154,24 @@ def test_targets_that_no_loss_counts_are_no_unknown_tokens() -> None:
     for inputs, targets in ((torch.tensor([[1, -100, 3]]), tokens), (tokens, torch.tensor([[2, -100, 8]]))):
         with pytest.raises(UserError, match=r"the model knows 0 to 7; raise model\.vocab"):
             check_tokens(8, inputs, targets)
+
+
+def test_a_worker_builds_a_layer_of_another_stage_once_and_without_values() -> None:
+    made, drawn = Counter[str](), Counter[str]()
+
+    def counted(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+        layer = build()
+        (made if next(layer.parameters()).is_meta else drawn)[name] += 1
+        return layer
+
+    whole = gpt("gpt-tiny")
+    layers = {name: partial(counted, name, build) for name, build in whole.layers.items()}
+    model = replace(whole, layers=layers)
+    others = [model.names[index] for index in partition(model, 2)[1]]
+    made.clear()
+    job = Job(model=ModelSpec(build="in-the:script"), stages=2)
+    program = Program(job, model, Synthetic(vocab=256, sequence=8, rows=1), adamw(lr=1e-3))
+    program.rules()
+    program.build(0)
+    assert [made[name] for name in others] == [1] * len(others)
+    assert not drawn.keys() & set(others)

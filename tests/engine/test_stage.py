@@ -12,6 +12,7 @@ from everstep.engine import device
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.layers.gpt import gpt
+from everstep.engine.layers.linear import MakingQueue
 from everstep.engine.layers.model import Model
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage, StageSettings
@@ -110,6 +111,49 @@ def test_sums_are_the_same_bits_in_any_order_and_under_any_split(accumulate: str
     sums.append(means)
     for a, b in itertools.combinations(sums, 2):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = self.inner(self.inner(x).relu())
+        return self.outer(again) + nn.functional.linear(x, self.outer.weight)  # also without its module
+
+
+class _Rows:
+    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(100 * step + microbatch)
+        x, y = torch.randn(2, 64, 8, generator=draw)
+        return x, y
+
+
+@pytest.mark.parametrize("accumulate", ["strict", "strict32"])
+@pytest.mark.parametrize("kind", ["gpt", "twice", "recompute"])
+def test_gradients_made_in_i_hold_less_and_have_the_bits_of_those_made_in_w(
+    kind: str, accumulate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = _Rows() if kind == "twice" else DATA
+    model = Model({"a": _Twice, "b": _Twice}, nn.functional.mse_loss) if kind == "twice" else gpt(**SMALL)
+
+    def trained() -> tuple[Tensor, list[int], int]:
+        (stage,) = stages(model, 1, data, accumulate=accumulate, recompute=int(kind == "recompute"))
+        for microbatch in range(3):
+            stage.forward(1, microbatch)
+            stage.input_grad(1, microbatch)
+            held = stage.stash_bytes()
+            stage.weight_grad(1, microbatch)
+        stage.sums.settle()
+        return stage.sums.flat, stage.sums.peaks, held
+
+    made = trained()
+    monkeypatch.setattr(MakingQueue, "append", list.append)
+    later = trained()
+    assert torch.equal(made[0], later[0])
+    assert made[1] == later[1]
+    assert made[2] < later[2]
 
 
 def test_any_worker_builds_the_same_weights_and_only_its_own() -> None:

@@ -46,7 +46,15 @@ ANSWER_S = 20.0  # to fork
 OWNER_GONE_S = 10.0  # for a process that was killed to be gone
 OOM_SCORE = 500  # of workers, from -1000 to 1000: the kernel ends the process with the most first
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
-_TRAINING = ("torch", "numpy", "safetensors.torch", "xxhash", "everstep.node.worker", "torch._dynamo")
+_TRAINING = (
+    "torch",
+    "numpy",
+    "safetensors.torch",
+    "xxhash",
+    "everstep.node.worker",
+    "everstep.engine.layers.gpt",
+    "torch._dynamo",
+)
 _KEEPING = ("everstep.node.keep_ranks",)
 
 # A worker needs the memory it frees a moment later, so it keeps it. Giving it back and faulting it in again

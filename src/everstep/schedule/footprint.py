@@ -15,8 +15,9 @@ with what a process really uses.
     undo                      0        0     an eager update is computed twice instead
 
 Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
-gradients of the Linears. `stash_cap` says how many at once: twice as many as there are stages, whatever the
-number of microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
+gradients of the Linears, or the weight gradients, where those are smaller and the whole model is one stage of
+a CPU. `stash_cap` says how many at once: twice as many as there are stages, whatever the number of
+microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
 Strict sums on a GPU keep one more from W to the next W: its contributions may have to be made again
 (`engine.sums.sums`). Where a GPU has room for it, F and I are recorded as CUDA graphs
 (`engine.stage.recordings`): each microbatch under way then has memory of its own that is never given back,

@@ -42,6 +42,13 @@ class LinearGrad(NamedTuple):
         weight = None if self.input is None else self.weight
         return [parameter for parameter in (weight, self.bias) if parameter is not None]
 
+    @property
+    def is_larger_than_made(self) -> bool:
+        """Does it hold more bytes than its gradients, in fp32, will?"""
+        if self.weight is None or self.input is None:
+            return False
+        return 4 * self.weight.numel() <= self.input.nbytes + self.grad.nbytes
+
     def run(self, into: Into) -> None:
         grad = self.grad.reshape(-1, self.grad.shape[-1])
         if self.weight is not None and self.input is not None:
@@ -125,7 +132,36 @@ class GroupedGrad(NamedTuple):
                 yield number, (x, grad) if self.across else (grad, x)
 
 
-Queue = list[LinearGrad | EmbeddingGrad | GroupedGrad]
+class MadeGrad(NamedTuple):
+    """Made in I."""
+
+    weight: Tensor
+    grad: Tensor
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [self.weight]
+
+    def run(self, into: Into) -> None:
+        into(self.weight).add_(self.grad)
+
+    def products(self) -> Products:
+        return [(self.weight, partial(_itself, self.grad))]
+
+
+Queue = list[LinearGrad | EmbeddingGrad | GroupedGrad | MadeGrad]
+
+
+class MakingQueue(Queue):
+    """Where no other worker waits for I. What a gradient is made of is in a cache while I runs, and is let go
+    there if the gradient takes less memory. It is the product that W would make, so the same bits.
+    """
+
+    def append(self, entry: LinearGrad | EmbeddingGrad | GroupedGrad | MadeGrad) -> None:
+        if isinstance(entry, LinearGrad) and entry.is_larger_than_made:
+            self.extend(MadeGrad(parameter, product()) for parameter, product in entry.products())
+        else:
+            super().append(entry)
 
 
 def contributions_of(queue: Queue, others: list[tuple[Tensor, Tensor]]) -> Products:
@@ -135,7 +171,10 @@ def contributions_of(queue: Queue, others: list[tuple[Tensor, Tensor]]) -> Produ
     by_parameter: dict[Tensor, list[Product]] = {}
     for parameter, product in made:
         by_parameter.setdefault(parameter, []).append(product)
-    return [(parameter, partial(_sum_of, products)) for parameter, products in by_parameter.items()]
+    return [
+        (parameter, products[0] if len(products) == 1 else partial(_sum_of, products))
+        for parameter, products in by_parameter.items()
+    ]
 
 
 def _itself(gradient: Tensor) -> Tensor:
@@ -204,10 +243,10 @@ def _alone(x: Tensor | None) -> Tensor | None:
 def _queued(ctx: Any, grad: Tensor, *, across: bool) -> Tensor:
     """Queue the weight gradient of a linear map, as far as it is needed; its weight."""
     x, weight = ctx.saved_tensors
-    _, *needed, _ = ctx.needs_input_grad
-    if any(needed):
-        ours = [p if need else None for p, need in zip((ctx.weight, ctx.bias), needed, strict=True)]
-        ctx.queue.append(LinearGrad(weight=ours[0], bias=ours[1], input=_alone(x), grad=grad, across=across))
+    _, of_weight, of_bias, _ = ctx.needs_input_grad
+    if of_weight or of_bias:
+        ours = ctx.weight if of_weight else None, ctx.bias if of_bias else None
+        ctx.queue.append(LinearGrad(*ours, _alone(x), grad, across))
     found: Tensor = weight
     return found
 

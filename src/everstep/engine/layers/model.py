@@ -181,12 +181,21 @@ def skeleton(model: Model, layer: str) -> nn.Module:
         return built(model, layer)
 
 
+_DRAWS = {
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.kaiming_uniform_,
+}
+
+
 class _NoDraws(TorchFunctionMode):
     """Weights that are not there need no values; to draw them, torch would import its compiler, for 2 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.normal_, nn.init.normal_):
+        if func in _DRAWS:
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor

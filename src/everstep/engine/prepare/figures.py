@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
-from everstep.engine.layers.linear import Queue
+from everstep.engine.layers.linear import LinearGrad, Queue
 from everstep.engine.layers.model import (
     Model,
     every_parameter,
@@ -40,6 +40,7 @@ class LayerFigures:
     largest: int
     held_forward: float
     held_weight: float
+    held_made: float  # instead of it where the whole model is one stage: gradients that I has made
     kept_input: float  # all that is held from F to I with recompute, apart from what layers before were given
     kept_beside: float  # the same, if attention alone is run again
     saves_input: bool  # is its input in `held_forward`?
@@ -109,6 +110,11 @@ def recompute_of(job: Job) -> int:
     return job.recompute_every if job.recompute else 0
 
 
+def makes_in_input_grad(job: Job) -> bool:
+    """Does a stage with the whole model hold weight gradients from I to W, not what they are made of?"""
+    return job.device == "cpu" and job.shards == 1 and job.accumulate.startswith("strict")
+
+
 def stage_figures(
     layers: list[LayerFigures],
     part: range,
@@ -116,10 +122,14 @@ def stage_figures(
     recompute: int,
     attention_alone: bool = False,
     offload: bool = False,
+    makes: bool = False,
 ) -> StageFigures:
-    """`recompute`: one of so many of the layers that it is about. `offload` is about the same layers."""
+    """`recompute`: one of so many of the layers that it is about. `offload` is about the same layers.
+    `makes`: a stage with the whole model makes gradients in I (`makes_in_input_grad`).
+    """
     here = [layers[index] for index in part]
     last = part.stop == len(layers)
+    makes = makes and len(part) == len(layers)
     about = [at for at, layer in enumerate(layers) if layer.again]
     again = set(about[::recompute]) & set(part) if recompute else set()
     away = set(about) & set(part) - again if offload else set()
@@ -139,7 +149,7 @@ def stage_figures(
         parameters=sum(layer.parameters for layer in here),
         largest=max(layer.largest for layer in here),
         held_forward=held + entering,
-        held_weight=sum(layer.held_weight for layer in here),
+        held_weight=sum(layer.held_made if makes else layer.held_weight for layer in here),
         # Gradients: half of what a layer saved; what is made or fetched again is there besides.
         inside=max(whole * (1.0 if again or away else 0.5) - 0.5 * beside, gradient),
         sent=(0.0 if last else here[-1].output) + back,
@@ -163,6 +173,7 @@ def _static(model: Model, name: str) -> LayerFigures:
         largest=max(sizes, default=0),
         held_forward=0.0,
         held_weight=0.0,
+        held_made=0.0,
         kept_input=0.0,
         kept_beside=0.0,
         saves_input=False,
@@ -232,9 +243,18 @@ class _Look:
                 (self.given, seen.given),
             )
         )
-        queued = [t for entry in self._queue for t in entry if isinstance(t, Tensor)]
         others = [p.grad for p in self._parameters if p.grad is not None]
-        later = {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
+
+        def waiting(queue: Queue) -> Storages:
+            queued = [t for entry in queue for t in entry if isinstance(t, Tensor)]
+            return {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
+
+        later = waiting(self._queue)
+        made, left = list[LinearGrad](), Queue()
+        for one in self._queue:
+            is_made = isinstance(one, LinearGrad) and one.is_larger_than_made
+            (made if is_made else left).append(one)  # type: ignore[arg-type]
+        products = sum(p.numel() * one.grad.element_size() for one in made for p in one.trained)
         if compiled:
             read = later | _storages(one for parts in self.attended for one in parts)
             held, beside = ({k: n for k, n in some.items() if k in read} for some in (held, beside))
@@ -244,6 +264,7 @@ class _Look:
             self._static,
             held_forward=_bytes(held),
             held_weight=_bytes(later),
+            held_made=products + _bytes(waiting(left)),
             kept_input=_bytes(given),
             shared_input=_bytes({k: n for k, n in _storages(self.given).items() if k not in given}),
             kept_beside=_bytes(beside),

@@ -20,6 +20,7 @@ from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.prepare.figures import (
     LayerFigures,
     layer_figures,
+    makes_in_input_grad,
     recompute_of,
     settings_of,
     stage_figures,
@@ -138,6 +139,7 @@ def fit(
     hosted *= fold.virtual
     for stage, parts in enumerate(stage_parts(model, fold)):
         kept = {"attention_alone": job.recompute_part == "attention", "offload": job.offload}
+        kept["makes"] = makes_in_input_grad(job)
         each = [stage_figures(layers, part, recompute=recompute_of(job), **kept) for part in parts]
         whole = _scaled(footprint.together(each), scale)
         if job.context_parallel:

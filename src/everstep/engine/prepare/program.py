@@ -141,9 +141,11 @@ class Program:
 
     def _tied_stages(self) -> tuple[int, int] | None:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
+        if not self.model.tied:
+            return None
         parts = stage_parts(self.model, self.job.task_shape().fold)
         names = self.model.names
-        trained = slots(self.model, range(len(names))) if self.model.tied else {}
+        trained = slots(self.model, range(len(names)))
 
         def stage_of(parameter: str) -> int:
             owner = max((name for name in names if parameter.startswith(name + ".")), key=len)

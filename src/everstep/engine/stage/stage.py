@@ -38,7 +38,14 @@ from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
 from everstep.engine.layers.experts import DroppedShare
 from everstep.engine.layers.fp8 import ScaledLinear
-from everstep.engine.layers.linear import RECEIVER, LinearGrad, Queue, contributions_of
+from everstep.engine.layers.linear import (
+    RECEIVER,
+    LinearGrad,
+    MadeGrad,
+    MakingQueue,
+    Queue,
+    contributions_of,
+)
 from everstep.engine.layers.model import (
     BACKWARD,
     FeedPart,
@@ -152,7 +159,9 @@ class Stage:
         )
         tied = {name for pair in model.tied for name in pair}
         self.tied_names = tuple(name for name in self.slots if name in tied)
-        self._queue: Queue = []
+        # Not on a GPU: its recorded ops were not tried with it.
+        is_whole = self.is_first and self.is_last and shards is None and device.type == "cpu"
+        self._queue: Queue = MakingQueue() if is_whole and self.weights.sums.is_strict else []
         self._modules: list[nn.Module] = []
         self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
         for index in layers:
@@ -594,7 +603,8 @@ class Stage:
         linear = [entry for entry in stash.queue if isinstance(entry, LinearGrad) and entry.input is not None]
         if linear:
             return linear[0].input, linear[0].grad  # type: ignore[return-value]
-        grads = [gradient for _, gradient in stash.others]
+        made = [entry.grad for entry in stash.queue if isinstance(entry, MadeGrad)]
+        grads = made or [gradient for _, gradient in stash.others]
         return grads[0], grads[0]
 
     def stash_bytes(self) -> int:

@@ -90,33 +90,35 @@ def _add_strict(
     """What is added is let go on the way: of a large microbatch little is left for the next W to check.
     Tensors of recorded ops stay where they are: for them the host would wait, and nothing become free.
     """
-    products = contributions_of(stash.queue, stash.others)[::-1]
-    held, unchecked = Counter[Tensor]() if stash.recorded else _held(stash), 0
+    products = [(index[parameter], made) for parameter, made in contributions_of(stash.queue, stash.others)]
+    products.reverse()
+    is_checked = sums.is_late and not stash.recorded
+    held, unchecked = _held(index, stash) if is_checked else Counter[int](), 0
     stash.queue, stash.others = [], []
     while products:
-        parameter, product = products.pop()
+        slot, product = products.pop()
         if seen is not None:
             product = partial(_seen, made := product())
-            seen(index[parameter], made)
-        sums.add(index[parameter], product)
-        done(index[parameter])
-        unchecked += held[parameter]
+            seen(slot, made)
+        sums.add(slot, product)
+        done(slot)
+        unchecked += held[slot]
         if unchecked >= footprint.CHECKED:
             sums.check()
             unchecked = 0
     sums.added()
 
 
-def _held(stash: Stash) -> Counter[Tensor]:
-    """Bytes that are held for the contribution to each parameter."""
-    held = Counter({parameter: gradient.nbytes for parameter, gradient in stash.others})
+def _held(index: Mapping[Tensor, int], stash: Stash) -> Counter[int]:
+    """Bytes that are held for the contribution to each slot."""
+    held = Counter({index[parameter]: gradient.nbytes for parameter, gradient in stash.others})
     for entry in stash.queue:
         of_layer = sum(
             tensor.nbytes
             for tensor in entry
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
         )
-        held.update(dict.fromkeys(entry.trained, of_layer))
+        held.update(dict.fromkeys((index[parameter] for parameter in entry.trained), of_layer))
     return held
 
 

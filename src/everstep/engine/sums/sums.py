@@ -71,13 +71,13 @@ class GradientSums:
         self._empty = empty or partial(torch.empty, device=device)
         self.slots, self.size, self.kind, self.device = tuple(slots.values()), size, kind, device
         self._ends = [slot.offset + slot.size for slot in self.slots]
-        self._is_late = device.type != "cpu" if late is None else late
-        self._units = units_of(kind, late=self._is_late)
+        self.is_late = device.type != "cpu" if late is None else late
+        self._units = units_of(kind, late=self.is_late)
         plain = kind in ("fp64", "fp32")
         self.grid = grids.grid("strict" if plain else cast(grids.StrictKind, kind), contributions)
         dtype = self._units.dtype if self._units else _PLAIN[kind]
         self.flat = self._empty((size,), dtype=dtype)
-        has_kernels = self._is_late and self._units is not None and kernels.usable(device, dtype)
+        has_kernels = self.is_late and self._units is not None and kernels.usable(device, dtype)
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self.flat.zero_()
         self._cut()
@@ -135,7 +135,7 @@ class GradientSums:
         contribution = product().reshape(-1)
         if not contribution.numel():
             return
-        if self._is_late:
+        if self.is_late:
             self._adding.append((index, product, self._add_late(index, contribution)))
         else:
             self._hold(index, contribution)
@@ -293,7 +293,7 @@ class GradientSums:
                 sums = [restored(flat, _shifted(whole, stretch.start)) for flat in flats]
                 self._device_sums.means(whole, sums, weight, out, origin)
             chunks = self._uncommon(stretch, levels, parts)
-        for chunk in chunks if self._is_late else _in_a_cache(chunks):
+        for chunk in chunks if self.is_late else _in_a_cache(chunks):
             here = [restored(flat, _shifted(chunk, stretch.start)) for flat in flats]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
                 total = self._total(chunk, here, levels, parts)
