@@ -344,7 +344,8 @@ def test_a_worker_that_begins_again_lets_go_of_its_first_state_before_it_builds_
     )
     signs = SimpleNamespace(shard=0, show=lambda **shown: seen.append(shown["doing"]))
     times = SimpleNamespace(recorder=None)
-    work = WorkItems(control, build, ports=None, plane=Idle(), signs=signs, times=times)
+    ports = SimpleNamespace(states=SimpleNamespace(settle=lambda waiting: None))  # nothing is being saved
+    work = WorkItems(control, build, ports=ports, plane=Idle(), signs=signs, times=times)
     for step in (1, 2):
         run_step([work.stage], step, 2)
         work.stage.take_gradients()
