@@ -5,7 +5,7 @@ RUNS := .venv/.runs
 # Tests and benches start Python hundreds of times: what is compiled once is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types unit docs plots figures sweep storms all-storms fresh mutants cluster slurm machines fabric-test release clean
+.PHONY: demo test lint types unit docs plots figures sweep storms all-storms fresh mutants cluster scenes slurm machines fabric-test release clean
 
 demo: $(RUNS)            ## train, kill two workers, recover, compare; about a minute on a laptop
 	.venv/bin/everstep demo
@@ -40,6 +40,9 @@ sweep: $(STAMP)          ## SIGKILL at every kind of moment, with real processes
 BUDGET := 1800
 cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed (half an hour at most)
 	$(PY) -m tools.second_look tests --slow -m slow --budget $(BUDGET)
+
+scenes: $(STAMP)         ## of these, clusters: coordinators, agents and workers that die, leave, return (minutes)
+	$(PY) -m tools.second_look tests/server tests/node tests/cli tests/harness --slow -m slow -n 2
 
 STORMS := 2000
 storms: $(STAMP)         ## tens of thousands of random failures in the simulator (about twenty minutes)

@@ -82,12 +82,16 @@ def test_a_caller_is_known_by_its_certificate(issued: Path, tmp_path: Path) -> N
     with served_with(issued, tmp_path / "state", credentials=file.path) as address:  # type: ignore[attr-defined]
         assert address.startswith("https://")
         assert Client(address=address, ca=issued / "root").get("/v1/audit") == []
+        # Of another coordinator of this user: an agent with a certificate, and that in its home, was refused.
+        assert Client(address=address, ca=issued / "root", token="x" * 32).get("/v1/audit") == []
         assert Client(address=address, ca=issued / "eve").get("/v1/status")["nodes"] == []
         with pytest.raises(UserError, match="viewer eve may not submit tasks"):
             Client(address=address, ca=issued / "eve").post("/v1/tasks")
         for nobody in (issued.parent / "ca.pem", issued / "coordinator", issued / "mallory"):
             with pytest.raises(UserError, match="token is missing or wrong"):
                 Client(address=address, ca=nobody).get("/v1/status")
+            with pytest.raises(UserError, match="token is missing or wrong"):
+                Client(address=address, ca=nobody, token="x" * 32).get("/v1/status")
         with pytest.raises(UserError, match="CERTIFICATE_VERIFY_FAILED"):
             Client(address=address).get("/v1/status")
         with pytest.raises(EverstepError, match="does not answer"):

@@ -90,6 +90,6 @@ def test_a_running_task_shows_the_time_between_its_stages_and_its_eager_updates(
         cluster.until(lambda: told().get("hop_s", 0.0) > 0, "the schedule in force knows hops", within_s=120)
         assert told()["hop_s"] < 1.0
         cluster.until(
-            lambda: told()["eager_updates"] > 0.9, "updates do not wait for a norm that clips nothing"
+            lambda: told()["eager_updates"] > 0.3, "the stage that ends first does not wait for the norm"
         )
         assert told()["mode"] == "staggered"

@@ -283,13 +283,13 @@ def test_train_prints_the_address_of_its_page_where_the_run_is_shown_and_cancell
         while client.get("/v1/status")["tasks"][0]["step"] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        told = client.get(f"/v1/tasks/{TASK}")
+        told = client.get("/v1/tasks/job")
         assert [row["step"] for row in told["rows"]] == list(range(1, len(told["rows"]) + 1))
-        assert {row["worker"] for row in client.get(f"/v1/tasks/{TASK}/readings")["workers"]} == {
+        assert {row["worker"] for row in client.get("/v1/tasks/job/readings")["workers"]} == {
             "0:0",
             "1:0",
         }
-        client.post(f"/v1/tasks/{TASK}/cancel")
+        client.post("/v1/tasks/job/cancel")
         out, _ = run.communicate(timeout=60)
         assert run.returncode == 0
         assert len(json.loads(out)["losses"]) >= 2

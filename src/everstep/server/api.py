@@ -523,7 +523,9 @@ class AccessControl:
         return self._credentials.is_open
 
     def caller(self, request: web.Request) -> Caller:
-        """Who this is, by its token or else by its certificate."""
+        """Who this is, by its token or else by its certificate. One that shows both may have found the token
+        of another coordinator in its home.
+        """
         if self._credentials.is_open:
             return Caller(role=Role.ADMIN)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -531,7 +533,7 @@ class AccessControl:
         found = None
         if token and scheme == "Bearer":
             found = self._credentials.of_token(token)
-        elif tls is not None and (shown := tls.getpeercert()):
+        if found is None and tls is not None and (shown := tls.getpeercert()):
             found = self._credentials.of_certificate(shown.get("subject", ()))
         if found is None:
             raise web.HTTPUnauthorized(
