@@ -473,7 +473,13 @@ class Recovery:
     def _sealed(self, event: ev.StepSealed, now: float) -> list[Action]:
         book = self._book
         groups = self._phases.groups
-        records = book.seal(event, epoch=self.epoch, attempt=groups.attempts[-1][1], alone=groups.alone_at)
+        records = book.seal(
+            event,
+            epoch=self.epoch,
+            attempt=groups.attempts[-1][1],
+            alone=groups.alone_at,
+            has_witness=self._has_witness,
+        )
         for record in records:
             self.log.recorded(record.step, record.replayed_elsewhere)
         actions: list[Action] = list(records)
@@ -491,6 +497,13 @@ class Recovery:
             # the request came while the task was healing
             actions += self._phases.interrupt_if_running(book.stopping)
         return actions
+
+    def _has_witness(self, stage: int, step: int) -> bool:
+        return any(
+            isinstance(place, Member) and place.since <= step
+            for worker, place in self.places.items()
+            if worker.stage == stage
+        )
 
     def _let_in_late_joiners(self) -> list[Action]:
         """Joiners that caught up while the task was healing: no plan has let them in yet."""

@@ -13,6 +13,7 @@ from everstep.protocol.work import SuspectedStep
 
 UNVOTED_STEPS = 100  # so long a state waits for votes before it counts without
 _KEPT_SHARES = 4  # steps
+_WITNESSED = 256  # steps: of older ones a worker may have forgotten what it has to report
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,10 +70,17 @@ class StepBook:
             self.until = step
 
     def seal(
-        self, event: StepSealed, *, epoch: int, attempt: int, alone: Callable[[int], Collection[int]]
+        self,
+        event: StepSealed,
+        *,
+        epoch: int,
+        attempt: int,
+        alone: Callable[[int], Collection[int]],
+        has_witness: Callable[[int, int], bool] = lambda stage, step: False,
     ) -> list[RecordStep]:
         """One stage has sealed a step. Every step that all stages have sealed now is recorded, in order.
-        `alone`: the stages that had one worker in a step. Their votes are not waited for.
+        `alone`: the stages that had one worker in a step. Their votes are not waited for. `has_witness`: does
+        a worker live that was in this stage in this step?
         """
         oldest = self.recorded - _KEPT_SHARES
         if event.step > oldest:
@@ -81,7 +89,7 @@ class StepBook:
         if event.step <= self.recorded:
             return []
         self.sealed.setdefault(event.step, {})[event.stage] = event
-        self._imply_earlier_seals(event)
+        self._imply_earlier_seals(event, has_witness)
         records = []
         while len(self.sealed.get(self.recorded + 1, {})) == self.shape.stages:
             step = self.recorded + 1
@@ -121,11 +129,16 @@ class StepBook:
         """In a step, if none is run twice."""
         return 3 * self._total * self.shape.virtual
 
-    def _imply_earlier_seals(self, event: StepSealed) -> None:
+    def _imply_earlier_seals(self, event: StepSealed, has_witness: Callable[[int, int], bool]) -> None:
         """A stage seals its steps in order. If the only worker that knew of an earlier seal died before it
-        could report it, this report stands for it too; the losses of that step are then lost.
+        could report it, this report stands for it too; the losses of that step are then lost. While a witness
+        lives, its report is on its way: another node may be connected again sooner.
         """
         for step in range(self.recorded + 1, event.step):
+            if event.stage in self.sealed.get(step, ()):
+                continue
+            if event.step - step < _WITNESSED and has_witness(event.stage, step):
+                continue
             implied = StepSealed(
                 step=step,
                 stage=event.stage,
