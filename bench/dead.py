@@ -141,8 +141,7 @@ def run_throughput(server: ForkServer, args: argparse.Namespace) -> list[Row]:
     """Deaths go from stage to stage, and no stage loses its last worker."""
     replicas, stages = args.shape
     order = [
-        Worker(number // stages, (number * 2 + number // stages) % stages)
-        for number in range(replicas * stages)
+        Worker(number // stages, (number + number // stages) % stages) for number in range(replicas * stages)
     ]
     rows = []
     print("| dead | share alive | step, s | planned, s | throughput of the healthy task |")
