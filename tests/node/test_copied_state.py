@@ -2,6 +2,7 @@
 nothing as long as another one has the part.
 """
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep.core.faults.kinds import ErrorKind
+from everstep.core.faults.severity import judge
 from everstep.engine.worker.work_items import whole_tensors
 from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
-from everstep.protocol.messages import MemoryAddress, PartWritten, Sender, StateFetched
+from everstep.protocol.messages import MemoryAddress, PartWritten, SaveFailed, Sender, StateFetched
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import StateDirections, StoreCopy
 from everstep.store import memory
@@ -158,11 +161,20 @@ def test_an_order_of_an_older_coordinator_names_one_holder(tmp_path: Path, holde
 
 
 def copied(
-    tmp_path: Path, holders: Holders, to: str | None, *, interval: int | None = None, leaving: bool = False
+    tmp_path: Path,
+    holders: Holders,
+    to: str | None,
+    *,
+    interval: int | None = None,
+    leaving: bool = False,
+    stages: int = 1,
+    failed: list[SaveFailed] | None = None,
 ) -> set[str | None]:
     """The nodes that got a copy."""
-    said: list[PartWritten] = []
-    job = Job(model=ModelSpec(preset="gpt-tiny"), steps=9, base=tmp_path, memory_interval=interval)
+    said: list[PartWritten | SaveFailed] = []
+    job = Job(
+        model=ModelSpec(preset="gpt-tiny"), steps=9, base=tmp_path, memory_interval=interval, stages=stages
+    )
     states = StateKeeper(
         Sender("t", Worker(0, 0), 1),
         job,
@@ -177,7 +189,9 @@ def copied(
     if states.takes(task, directions):
         states.copy(task, whole_tensors(tensors(0), 0, 1), directions)
     states.finish()
-    return {part.memory_of for part in said}
+    if failed is not None:
+        failed += [one for one in said if isinstance(one, SaveFailed)]
+    return {one.memory_of for one in said if isinstance(one, PartWritten)}
 
 
 def test_by_default_a_copy_is_made_where_another_node_keeps_it(tmp_path: Path, holders: Holders) -> None:
@@ -198,3 +212,22 @@ def test_by_default_no_copy_is_made_where_all_of_them_would_take_more_than_half_
         )
         assert copied(tmp_path, holders, "b") == made
     assert copied(tmp_path, holders, "a", interval=5) == {"a"}, "the job asks for it"
+
+
+def test_a_copy_that_the_job_asks_for_leaves_half_of_the_memory_to_others_and_is_an_incident(
+    tmp_path: Path, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would have ended processes of the node. The last state of a shape is worth the risk."""
+    one, failed = sum(tensor.nbytes for tensor in tensors(0).values()), list[SaveFailed]()
+    for stages, free, made in ((1, 2 * one, {"a"}), (2, 4 * one, {"a"}), (2, 4 * one - 2, set())):
+        monkeypatch.setattr(memory, "room_bytes", lambda path, free=free: free)
+        assert copied(tmp_path, holders, "a", interval=5, stages=stages, failed=failed) == made
+    (told,) = failed
+    assert told.memory_of == "a"
+    assert re.fullmatch(
+        r"0\.00 GB from each of 2 workers is more than half of the memory that is free, 0\.00 GB; "
+        "free some, or set memory_interval = 0",
+        told.because,
+    )
+    assert judge("exception", told.because).kind is ErrorKind.HOST_OUT_OF_MEMORY
+    assert copied(tmp_path, holders, "a", interval=5, stages=2, leaving=True) == {"a"}

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NONCE_BYTES = 16
+MORE_THAN_FREE = "is more than half of the memory that is free"  # `core.faults.symptoms` knows this phrase
 HASHED_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")
@@ -95,6 +96,17 @@ def held_bytes(store: Path) -> int:
             with contextlib.suppress(OSError):
                 found += os.stat(os.path.join(folder, name)).st_size
     return found
+
+
+def too_much(folder: Path, num_bytes: int, at_once: int = 1) -> str:
+    """Why a part of this size does not go into a store, or nothing. Half of what is free is left to others.
+    `at_once`: so many workers may write as much at the same time.
+    """
+    free = room_bytes(folder)
+    if num_bytes * at_once <= free // 2:
+        return ""
+    of_each = f" from each of {at_once} workers" if at_once > 1 else ""
+    return f"{num_bytes / 1e9:.2f} GB{of_each} {MORE_THAN_FREE}, {free / 1e9:.2f} GB"
 
 
 def put(

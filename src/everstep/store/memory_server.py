@@ -193,8 +193,8 @@ class MemoryServer:
         size = int(said) if re.fullmatch(r"\d{1,18}", said) else -1
         if size < 0 or request.content_length != sealed_bytes(asked.suite, size):
             raise web.HTTPBadRequest(text="the length of the part and that of the request do not agree")
-        if size > memory.room_bytes(self.store.folder) // 2:
-            raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size)
+        if because := memory.too_much(self.store.folder, size):
+            raise web.HTTPRequestEntityTooLarge(max_size=0, actual_size=size, text=because)
         arriving = path.with_name(f".{path.name}")
         its_user, unsealer = (
             partial(self.store.as_its_user, request.match_info["task"]),

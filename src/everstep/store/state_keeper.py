@@ -116,6 +116,13 @@ class StateKeeper:
         num_bytes = sum(one.values.nbytes for slices in ours.values() for one in slices)
         if self._by_default and not task.leaving and not self._fits(num_bytes):
             return
+        if not task.leaving and (because := memory.too_much(self._memory_root, num_bytes, self._at_once)):
+            because = f"{because}; free some, or set memory_interval = 0"
+            if self._by_default:
+                say(f"no copy of step {task.state_step} in memory: {because}")
+            else:
+                self._not_saved(task.state_step, task.attempt, because, memory_of=self._node)
+            return
 
         def write(step: int, copies: dict[str, Tensor]) -> None:
             for number, slices in _with(ours, copies).items():
@@ -135,10 +142,7 @@ class StateKeeper:
         less by the copies themselves.
         """
         if num_bytes not in self._has_room:
-            at_once = self._slots  # of its workers, one per stage copies; where states are sharded, all do
-            if not self._job.optimizer.shard:
-                at_once = min(self._slots, self._job.stages * self._job.shards)
-            most = MOST_STATES * at_once * num_bytes
+            most = MOST_STATES * self._at_once * num_bytes
             free = memory.room_bytes(self._memory_root) + memory.held_bytes(self._memory_root)
             self._has_room[num_bytes] = found = most <= MOST_OF_FREE * free
             every = f"every {self._job.copy_interval} steps, which takes at most {most / 1e9:.2f} GB"
@@ -149,6 +153,13 @@ class StateKeeper:
             )
             say(f"{told} of the {free / 1e9:.2f} GB that are free on node {self._node}")
         return self._has_room[num_bytes]
+
+    @property
+    def _at_once(self) -> int:
+        """Of its node's workers one per stage copies; where states are sharded, all do."""
+        if self._job.optimizer.shard:
+            return self._slots
+        return min(self._slots, self._job.stages * self._job.shards)
 
     def settle(self, waiting: Callable[[], None] = lambda: None) -> None:
         """Before the state changes: what is left of it is copied. `waiting` is called if it takes a while."""

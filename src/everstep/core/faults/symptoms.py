@@ -192,6 +192,7 @@ _ROWS: tuple[tuple[ErrorKind, frozenset[str], str, str], ...] = (
     (E.GPU_OUT_OF_MEMORY, ANY, r"CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED", "cuBLAS, cuDNN"),
     (E.HOST_OUT_OF_MEMORY, PROG,
      r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)", "torch: alloc_cpu.cpp"),
+    (E.HOST_OUT_OF_MEMORY, PROG, r"is more than half of the memory that is free", "copies in memory"),
     (E.HOST_OUT_OF_MEMORY, PROG, r"insufficient shared memory \(shm\)", "torch: DataLoader"),
     (E.HOST_OUT_OF_MEMORY, PROG, r"out of shared memory", "torch: DataLoader"),
     (E.HOST_OUT_OF_MEMORY, PROG, r"\[Errno 12\]", "errno ENOMEM, numpy"),
