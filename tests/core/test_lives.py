@@ -642,13 +642,13 @@ def taken(cluster: Cluster, step: int) -> None:
         cluster.tell(group, msg.SnapshotTaken, step=step, files=files)
 
 
-def copied(cluster: Cluster) -> None:
+def copied(cluster: Cluster, failed: str = "") -> None:
     orders = [order for order in cluster.sent if isinstance(order, msg.CopySnapshot)]
     for order in orders:
         cluster.sent.remove(order)
         seat = cluster.task.seats.get(order.worker)
         if seat is not None and seat.node not in cluster.deaf:
-            about = {"life": order.life, "step": order.step, "owner": order.owner}
+            about = {"life": order.life, "step": order.step, "owner": order.owner, "failed": failed}
             cluster.say(seat.node, msg.SnapshotCopied, order, **about)
 
 
@@ -678,6 +678,76 @@ def test_a_state_that_is_not_whole_is_not_restored() -> None:
     cluster.fail(1, "killed by SIGKILL")
     assert cluster.life[0].restore is not None
     assert cluster.life[0].restore.step == 7
+
+
+def test_states_that_come_faster_than_they_are_copied_are_passed_over_and_one_is_always_whole() -> None:
+    """The third one removed the first, whose copy then came to nothing: the coordinator ended with it."""
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    for step in range(1, 6):
+        taken(cluster, step)
+    copied(cluster)
+    assert cluster.task.protected == 1
+    taken(cluster, 6)
+    assert {order.step for order in cluster.sent if isinstance(order, msg.CopySnapshot)} == {5}
+    copied(cluster)
+    assert cluster.task.protected == 5
+    copied(cluster)
+    assert cluster.task.protected == 6
+    for step in range(7, 200):
+        taken(cluster, step)
+    assert len(cluster.machine.tasks["t"].recovery._book.snapshots) <= 5, "however long a copy takes"
+    cluster.fail(1, "killed by SIGKILL")  # 199 waits to be copied, and all of it is there
+    assert cluster.life[0].restore is not None
+    assert cluster.life[0].restore.step == 199
+    cluster.sent.clear()
+    taken(cluster, 200)
+    copied(cluster)
+    assert cluster.task.protected == 200, "no copy of the life before is waited for"
+
+
+def test_what_was_handed_over_last_is_the_newest_whatever_its_step() -> None:
+    """A script that could not use state 8 began with its own checkpoint, of a lower step."""
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    for step in (7, 8, 3, 4):
+        taken(cluster, step)
+        copied(cluster)
+        assert cluster.task.protected == step
+    cluster.fail(1, "killed by SIGKILL")
+    assert cluster.life[0].restore is not None
+    assert cluster.life[0].restore.step == 4
+
+
+def test_states_whose_copies_failed_take_the_place_of_none_that_two_nodes_have() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    taken(cluster, 7)
+    copied(cluster)
+    for step in (8, 9, 10):
+        taken(cluster, step)
+        copied(cluster, failed="no room")
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeLeft(node="n1"))
+    (alone,) = cluster.life
+    assert alone.restore is not None
+    assert alone.restore.step == 7, "of 10 the files of n1 are gone"
+
+
+def test_a_state_of_another_life_does_not_become_part_of_one_of_this_life() -> None:
+    cluster = Cluster(2)
+    cluster.submit(least=1)
+    taken(cluster, 7)
+    copied(cluster)
+    cluster.deaf.add("n1")
+    cluster.hear(msg.NodeLeft(node="n1"))
+    (alone,) = cluster.life
+    assert alone.restore is not None
+    taken(cluster, 7)  # as the only node
+    assert cluster.task.protected == 7
+    cluster.fail(0, "killed by SIGKILL")
+    assert cluster.life[0].restore is not None
+    assert [file.name for file in cluster.life[0].restore.files] == ["rank-0"]
 
 
 def test_without_its_nodes_a_state_is_lost_and_the_script_begins_with_its_own() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +39,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, world: int
     monkeypatch.setattr(rank_line, "current", line)
     monkeypatch.setattr(snapshots, "_writing", None)
     monkeypatch.setattr(snapshots, "_compared", False)
+    monkeypatch.setattr(snapshots, "_last", None)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
     return line
@@ -85,7 +90,7 @@ def test_shards_of_any_number_of_ranks_become_whole_tensors(
 
     def staged(value: Any, key: str, shards: dict[str, Any], *, keeps_rest: bool) -> Any:
         rank = int(snapshots.os.environ["RANK"])
-        shards["/w"] = ((6, 4), (2 * rank, 0), whole[2 * rank : 2 * rank + 2].clone())
+        shards["['w']"] = ((6, 4), (2 * rank, 0), whole[2 * rank : 2 * rank + 2].clone())
         return {"w": None, "n": 5}
 
     monkeypatch.setattr(snapshots, "_staged", staged)
@@ -151,16 +156,92 @@ def test_a_state_of_which_each_rank_has_another_part_is_refused() -> None:
     ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert said[0] == said[1]
-    assert "state.optim.part is not the same on all ranks" in said[0]
+    assert "state['optim']['part'] is not the same on all ranks" in said[0]
     assert "ranks have other keys" in said[0]
 
 
 def test_a_state_of_objects_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     as_rank(monkeypatch, tmp_path, 0, 1)
-    with pytest.raises(UserError, match=r"state\.model is a Linear; .* Give its state_dict\(\)"):
+    with pytest.raises(UserError, match=r"state\['model'\] is a Linear; .* Give its state_dict\(\)"):
         everstep.snapshot({"model": torch.nn.Linear(1, 1)}, 1)
     with pytest.raises(UserError, match="step is -1"):
         everstep.snapshot({}, -1)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Kind(str, enum.Enum):  # noqa: UP042 - its str() is not its value
+    ONE = "one"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"best": np.float64(1.5), "n": np.int64(3), "is": np.True_}, {"best": 1.5, "n": 3, "is": True}),
+        ({np.str_("a"): Colour.RED, Colour.RED: 2}, {"a": 1, 1: 2}),
+        ({(1, np.int64(2)): Kind.ONE, Kind.ONE: 1}, {(1, 2): "one", "one": 1}),
+        ([1, (2.5, None, b"x", 1j, 10**100)], [1, (2.5, None, b"x", 1j, 10**100)]),
+    ],
+)
+def test_numbers_and_texts_of_other_classes_are_read_back_as_pythons_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: Any, found: Any
+) -> None:
+    """The class was written with them, and reading it back was refused: no rank could start any more."""
+    as_rank(monkeypatch, tmp_path, 0, 1)
+    everstep.snapshot(given, 3)
+    written()
+    as_rank(monkeypatch, tmp_path, 0, 1).restore_step = 3
+    restored = everstep.restore()
+    assert restored is not None
+    assert restored.state == found
+    assert repr(restored.state) == repr(found)
+
+
+class Marked(torch.Tensor):
+    """A kind of tensor of the script's own."""
+
+
+@pytest.mark.parametrize(
+    ("state", "because"),
+    [
+        ({"a": np.zeros(3)}, r"state\['a'\] is a ndarray"),
+        ({"a": {frozenset(): 1}}, r"a key of state\['a'\] is a frozenset"),
+        ({"a": torch.ones(2).as_subclass(Marked)}, r"state\['a'\] is a Marked, a kind of tensor"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_when_it_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, because: str
+) -> None:
+    as_rank(monkeypatch, tmp_path, 0, 1)
+    with pytest.raises(UserError, match=because):
+        everstep.snapshot(state, 3)
+
+
+def test_paths_to_values_differ_wherever_the_values_do() -> None:
+    """Shards are put together by their paths."""
+    state = {"a/b": 1, "a": {"b": 2, 1: 3, "1": 4}, "a['b']": 5, ("a", "b"): 6}
+    digests: dict[str, int] = {}
+    snapshots._digests(state, "", digests)
+    assert len(digests) == 6
+
+
+def test_a_second_state_of_a_step_is_not_kept_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two nodes each could keep another one of them."""
+    line = as_rank(monkeypatch, tmp_path, 0, 1)
+    for value in (1.0, 2.0, 3.0):
+        everstep.snapshot({"w": value}, 5)
+    everstep.snapshot({"w": 4.0}, 2)
+    written()
+    assert [said["step"] for said in line.said] == [5, 2]
+    assert capsys.readouterr().err.count("a state of step 5 was handed over already") == 1
+    line.restore_step = 5
+    found = everstep.restore()
+    assert found is not None
+    assert found.state == {"w": 1.0}
 
 
 def test_without_everstep_nothing_happens() -> None:
@@ -225,8 +306,6 @@ def test_a_state_is_restored_while_a_thread_still_copies_it_here(monkeypatch: py
         assert second.fetch(5, [wanted]) == ""
         assert during
         assert (snapshots.step_folder(second.folder, 5) / "a.pt").read_bytes() == b"x" * 1000
-        second.trim()
-        assert not snapshots.step_folder(second.folder, 5).exists()
     finally:
         first.close()
         second.close()
@@ -237,8 +316,72 @@ def test_only_the_newest_steps_stay_in_memory() -> None:
     try:
         for step in (1, 2, 9, 10, 11):
             snapshots.step_folder(memory.folder, step).mkdir()
+            os.utime(snapshots.step_folder(memory.folder, step), (step, step))
         memory.trim()
         assert sorted(path.name for path in memory.folder.iterdir()) == ["step-10", "step-11", "step-9"]
+    finally:
+        memory.close()
+
+
+def test_newest_is_what_was_written_last_and_what_nodes_have_copied_stays() -> None:
+    """Ranks hand over more than can be copied, or begin again with a lower step."""
+    first, second = NodeMemory("127.0.0.1", "s"), NodeMemory("127.0.0.1", "s")
+    try:
+        for at, step in enumerate((10, 11, 12, 3)):
+            folder = snapshots.step_folder(first.folder, step)
+            folder.mkdir()
+            (folder / "a.pt").write_bytes(b"x")
+            os.utime(folder, (at, at))
+        wanted = KeptFile(
+            name="a.pt",
+            file=snapshots.described(snapshots.step_folder(first.folder, 11) / "a.pt"),
+            holders=(first.address,),
+        )
+        assert second.fetch(11, [wanted]) == ""
+        for at, step in enumerate((4, 5, 6)):
+            for memory in (first, second):
+                folder = snapshots.step_folder(memory.folder, step)
+                folder.mkdir()
+                os.utime(folder, (10 + at, 10 + at))
+        os.utime(snapshots.step_folder(second.folder, 11), (1, 1))
+        for memory in (first, second):
+            memory.trim()
+            left = sorted(int(path.name.removeprefix("step-")) for path in memory.folder.iterdir())
+            assert left == [4, 5, 6, 11]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_small_states_stay_while_they_are_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "YOUNG_BYTES", 250)
+    memory = NodeMemory("127.0.0.1", "s")
+    now = time.time()
+    try:
+        for step in range(10):
+            folder = snapshots.step_folder(memory.folder, step)
+            folder.mkdir()
+            (folder / "a.pt").write_bytes(b"x" * 100)
+            os.utime(folder, (now - 0.1 + step / 100,) * 2)
+        memory.trim()
+        left = sorted(int(path.name.removeprefix("step-")) for path in memory.folder.iterdir())
+        assert left == [5, 6, 7, 8, 9]
+    finally:
+        memory.close()
+
+
+def test_ranks_begin_with_no_file_of_another_number_of_ranks() -> None:
+    memory = NodeMemory("127.0.0.1", "s")
+    try:
+        folder = snapshots.step_folder(memory.folder, 7)
+        folder.mkdir()
+        for name in ("rank-0-of-1.pt", "rank-0-of-2.pt"):
+            (folder / name).write_bytes(b"x")
+        wanted = KeptFile(
+            name="rank-0-of-1.pt", file=snapshots.described(folder / "rank-0-of-1.pt"), holders=()
+        )
+        memory.leave_only(7, [wanted])
+        assert [path.name for path in folder.iterdir()] == ["rank-0-of-1.pt"]
     finally:
         memory.close()
 

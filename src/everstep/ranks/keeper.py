@@ -240,6 +240,7 @@ class Keeper:
             if failed := self._memory.fetch(step, order.restore.files):
                 self._could_not_restore(self._life, step, failed)
                 return
+            self._memory.leave_only(step, order.restore.files)
             private[RESTORE] = str(step)
         try:
             check(rules)

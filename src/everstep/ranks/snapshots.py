@@ -25,7 +25,9 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,6 +40,9 @@ from everstep.ranks import line as rank_line
 from everstep.store.owned_folders import MEMORY, new_folder, remove_left
 
 KEPT_STEPS = 3  # per node: two that are whole, and one that is being written
+COPIED_STEPS = 3  # that went from node to node last: two that are whole, and one on its way
+# Small states that come one after the other in no time: the order to copy one takes longer than that.
+YOUNG_S, YOUNG_BYTES = 2.0, 64 << 20
 _CHUNK = 1 << 22
 _TIMEOUT_S, _STRANGER_S = 60.0, 5.0
 _LENGTH = struct.Struct("<q")
@@ -65,6 +70,7 @@ class Restored(NamedTuple):
 
 _writing: threading.Thread | None = None
 _compared = False  # whether all ranks have the same rest
+_last: tuple[int, bool] | None = None  # the step that was handed over last; whether a second one was told of
 
 
 def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
@@ -76,19 +82,25 @@ def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
     tensors are copied; the rest happens meanwhile. Does nothing where the script is not run as a script task
     of Everstep.
     """
-    global _writing, _compared
+    global _writing, _compared, _last
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(f"step is {step!r}; give a whole number, at least 0.")
     line = rank_line.current
     if line is None or line.snapshots is None:
         return
+    if _last is not None and _last[0] == step:
+        if not _last[1]:
+            warn(f"a state of step {step} was handed over already, and another one is not kept; count up")
+        _last = (step, True)
+        return
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not per_rank and not _compared:
-        _require_alike(state, world)
-        _compared = True
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {}
     keeps_rest = rank == 0 or per_rank
     rest = _staged(state, "", None if per_rank else shards, keeps_rest=keeps_rest)
+    if not per_rank and not _compared:
+        _require_alike(state, world)
+        _compared = True
+    _last = (step, False)
     if _writing is not None:
         _writing.join()
     content = {_SHARDS: shards, _PER_RANK: per_rank} | ({_REST: rest} if keeps_rest else {})
@@ -164,7 +176,7 @@ def _require_alike(state: Any, world: int) -> None:
         keys = [key for key, is_other in zip(found, different, strict=True) if is_other]
         if not keys:
             return
-        where = f"state{keys[0].replace('/', '.')} is not the same on all ranks"
+        where = f"{_named(keys[0])} is not the same on all ranks"
     raise UserError(
         f"{where}, and only what rank 0 has would be kept: give what ranks share, DTensors, or per_rank=True."
     )
@@ -177,10 +189,10 @@ def _digests(value: Any, key: str, found: dict[str, int]) -> None:
 
     if isinstance(value, Mapping):
         for k, v in value.items():
-            _digests(v, f"{key}/{k}", found)
+            _digests(v, _under(key, _plain(k, f"a key of {_named(key)}")), found)
     elif isinstance(value, list | tuple):
         for i, v in enumerate(value):
-            _digests(v, f"{key}/{i}", found)
+            _digests(v, _under(key, i), found)
     elif isinstance(value, torch.Tensor):
         if not isinstance(value, DTensor):
             held = value.detach().cpu().contiguous()
@@ -201,45 +213,93 @@ def _staged(value: Any, key: str, shards: dict[str, Any] | None, *, keeps_rest: 
     import torch
 
     if isinstance(value, Mapping):
-        return {k: _staged(v, f"{key}/{k}", shards, keeps_rest=keeps_rest) for k, v in value.items()}
+        return {
+            plain: _staged(v, _under(key, plain), shards, keeps_rest=keeps_rest)
+            for k, v in value.items()
+            for plain in (_plain(k, f"a key of {_named(key)}"),)
+        }
     if isinstance(value, list | tuple):
-        items = [_staged(v, f"{key}/{i}", shards, keeps_rest=keeps_rest) for i, v in enumerate(value)]
+        items = [_staged(v, _under(key, i), shards, keeps_rest=keeps_rest) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, torch.Tensor):
-        if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
-            return value
-        raise UserError(
-            f"state{key.replace('/', '.')} is a {type(value).__name__}; a state is made of dicts, lists, "
-            "tensors, numbers and texts. Give its state_dict()."
-        )
+        return _plain(value, _named(key))
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
         if shards is None:
             raise UserError(
-                f"state{key.replace('/', '.')} is a DTensor, which is kept without per_rank; give its "
-                "to_local(), or leave per_rank out."
+                f"{_named(key)} is a DTensor, which is kept without per_rank; give its to_local(), or leave "
+                "per_rank out."
+            )
+        if any(placement.is_partial() for placement in value.placements):
+            raise UserError(
+                f"{_named(key)} is a DTensor of partial sums; give it reduced: "
+                "redistribute(placements=[Replicate()])."
             )
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        local = value.to_local()
-        shards[key] = (tuple(value.shape), tuple(offset), _on_host(local))
+        shards[key] = (tuple(value.shape), tuple(offset), _on_host(value.to_local(), key))
         return None
-    return _on_host(value) if keeps_rest else None
+    return _on_host(value, key) if keeps_rest else None
 
 
-def _on_host(tensor: Any) -> Any:
+# What they are without what a class has added to them: str() of an enum is another text.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Of Python's own types: what another class has made of one (a number of numpy, an enum) is written as a
+    class, and a class is not read back.
+    """
+    if isinstance(value, tuple):  # a key
+        return tuple(_plain(each, where) for each in value)
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
+    raise UserError(
+        f"{where} is a {type(value).__name__}; a state is made of dicts, lists, tensors, numbers and "
+        "texts. Give its state_dict(), or a tensor of it."
+    )
+
+
+def _under(key: str, part: Any) -> str:
+    """The path to a value, another one for each: "a/b" is not b in a, and 1 is not "1"."""
+    return f"{key}[{part!r}]"
+
+
+def _named(key: str) -> str:
+    return f"state{key}"
+
+
+def _on_host(tensor: Any, key: str) -> Any:
     """A copy that no later step changes."""
+    import torch
+
     found = tensor.detach()
+    if type(found) is not torch.Tensor:
+        raise UserError(
+            f"{_named(key)} is a {type(found).__name__}, a kind of tensor that is not read back; give a "
+            "plain tensor."
+        )
     return found.clone() if found.device.type == "cpu" else found.cpu()
 
 
 def _rebuilt(value: Any, key: str, shards: Mapping[str, list[Any]]) -> Any:
     if isinstance(value, dict):
-        return {k: _rebuilt(v, f"{key}/{k}", shards) for k, v in value.items()}
+        return {k: _rebuilt(v, _under(key, k), shards) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        items = [_rebuilt(v, f"{key}/{i}", shards) for i, v in enumerate(value)]
+        items = [_rebuilt(v, _under(key, i), shards) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return _joined(shards[key]) if value is None and key in shards else value
 
@@ -287,13 +347,24 @@ def described(path: Path) -> SnapshotFile:
 # ------------------------------------------------------------------ in a keeper
 
 
-def _trim(folder: Path, but: Collection[int] = ()) -> None:
-    """Only the newest steps stay, and these."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    steps = sorted(int(name) for name in names if name.isdecimal())
-    for step in steps[:-KEPT_STEPS]:
-        if step not in but:
-            shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+def _trim(folder: Path, but: Collection[int] = (), young_s: float = 0.0) -> None:
+    """Only the steps that were written last stay, and these; and of younger ones those that take no room."""
+    found = []
+    for path in folder.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        with contextlib.suppress(OSError):
+            if number.isdecimal():
+                found.append((path.stat().st_mtime, int(number), path))
+    room, now = YOUNG_BYTES, time.time()
+    for written_at, step, path in sorted(found)[:-KEPT_STEPS][::-1]:
+        if step in but:
+            continue
+        if 0 <= now - written_at < young_s:
+            with contextlib.suppress(OSError):
+                room -= sum(file.stat().st_size for file in path.iterdir())
+                if room >= 0:
+                    continue
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -327,6 +398,8 @@ class NodeMemory:
         self._room = threading.BoundedSemaphore(MOST_STRANGERS)
         self._numbers = itertools.count()
         self._fetching: list[int] = []  # steps whose files are on their way here
+        self._copied: deque[int] = deque(maxlen=COPIED_STEPS)
+        self._copied_lock = threading.Lock()
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._serve, name="everstep-snapshots", daemon=True).start()
@@ -337,13 +410,32 @@ class NodeMemory:
         os.close(self._lock)
 
     def trim(self) -> None:
-        _trim(self.folder, self._fetching)
+        with self._copied_lock:
+            copied = tuple(self._copied)
+        _trim(self.folder, (*self._fetching, *copied), YOUNG_S)
+
+    def leave_only(self, step: int, files: Iterable[KeptFile]) -> None:
+        """Ranks begin with this state: no file of another number of ranks is part of it."""
+        names = {each.name for each in files}
+        for path in step_folder(self.folder, step).iterdir():
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
+    def _is_copied(self, step: int) -> None:
+        """From node to node. What is whole is among these, however many states ranks hand over meanwhile."""
+        with self._copied_lock:
+            if step in self._copied:
+                self._copied.remove(step)
+            self._copied.append(step)
 
     def fetch(self, step: int, files: Iterable[KeptFile]) -> str:
         """Read what is not here. Why it failed; empty: all are here, with the right hash."""
         self._fetching.append(step)
         try:
-            return self._fetch(step, files)
+            if failed := self._fetch(step, files):
+                return failed
+            self._is_copied(step)
+            return ""
         finally:
             self._fetching.remove(step)
 
@@ -466,6 +558,7 @@ class NodeMemory:
             if not path.is_file():
                 sock.sendall(_LENGTH.pack(-1))
                 return
+            self._is_copied(int(asked["step"]))
             with path.open("rb") as file:
                 sock.sendall(_LENGTH.pack(os.fstat(file.fileno()).st_size))
                 sock.sendfile(file)

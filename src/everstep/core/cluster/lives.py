@@ -135,18 +135,34 @@ class LifeCause:
 
 @dataclass(slots=True, kw_only=True)
 class BookedSnapshot:
-    """A state that the script has handed over: by node, its files; by node that has copies, of whom."""
+    """A state that the script has handed over: by node, its files; by node that has copies, of whom.
+
+    One state at a time is copied. A script may hand over more than the nodes can copy: what waits is passed
+    over when a newer one waits, too. Newer is what was handed over later, whatever its step: a script that
+    cannot use the newest state begins with a lower one.
+    """
 
     groups: int  # that take part
+    life: int = 0  # in which it was handed over
+    number: int = 0  # counted in the order in which they were handed over
     files: dict[Worker, Mapping[str, SnapshotFile]] = field(default_factory=dict)
     holders: dict[Worker, list[tuple[Worker, int]]] = field(
         default_factory=dict
     )  # of whose files; incarnation
+    is_waiting: bool = False  # for the copies of another one
     copying: set[Worker] = field(default_factory=set)  # whose files are on their way to another node
 
     @property
+    def is_handed_over(self) -> bool:
+        return len(self.files) == self.groups
+
+    @property
     def is_whole(self) -> bool:
-        return len(self.files) == self.groups and not self.copying
+        return self.is_handed_over and not self.is_waiting and not self.copying
+
+    @property
+    def is_on_two_nodes(self) -> bool:
+        return all(len(self.holders[worker]) > 1 for worker, files in self.files.items() if files)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -800,39 +816,62 @@ class Lives:
 
     @on
     def _snapshot_taken(self, event: msg.SnapshotTaken, now: float) -> list[Action]:
-        """The files of one node; the next one in the circle gets a copy of them."""
-        book, life = self._book, self._living()
+        """The files of one node."""
+        book, life, worker = self._book, self._living(), event.worker
         if life is None or event.life != book.life:
             return []
-        kept = book.snapshots.setdefault(event.step, BookedSnapshot(groups=len(life.members)))
-        worker = event.worker
+        kept = book.snapshots.get(event.step)
+        if kept is None or kept.life != event.life or worker in kept.files:
+            number = 1 + max((each.number for each in book.snapshots.values()), default=0)
+            kept = BookedSnapshot(groups=len(life.members), life=event.life, number=number, is_waiting=True)
+            book.snapshots[event.step] = kept
         kept.files[worker] = event.files
         kept.holders[worker] = [(worker, event.incarnation)]
-        index = life.members.index(worker)
-        partner = life.members[(index + 1) % len(life.members)]
-        if not event.files or partner == worker or worker not in book.memories:
-            return self._snapshot_grown(event.step, now)
-        kept.copying.add(worker)
-        return [
-            msg.CopySnapshot(
-                task=self.task,
-                worker=partner,
-                incarnation=self._incarnation(partner),
-                life=book.life,
-                step=event.step,
-                owner=worker,
-                files=tuple(
-                    KeptFile(name=name, file=file, holders=(book.memories[worker],))
-                    for name, file in event.files.items()
-                ),
-                because="two nodes keep it",
+        return self._copy_next(now)
+
+    def _copy_next(self, now: float) -> list[Action]:
+        """Of the states that wait the newest, if no copies are on their way. Older ones are passed over."""
+        book, life = self._book, self._living()
+        waiting = [step for step in self._by_age() if book.snapshots[step].is_waiting]
+        ready = [step for step in waiting if book.snapshots[step].is_handed_over]
+        if life is None or not ready:
+            return []
+        step = ready[-1]
+        for old in waiting[: waiting.index(step)]:  # nodes hand over in one order: the others stay unfinished
+            del book.snapshots[old]
+        if any(each.copying for each in book.snapshots.values()):
+            return []
+        kept = book.snapshots[step]
+        kept.is_waiting = False
+        orders: list[Action] = []
+        for worker, files in kept.files.items():
+            partner = life.members[(life.members.index(worker) + 1) % len(life.members)]
+            if not files or partner == worker or worker not in book.memories:
+                continue
+            kept.copying.add(worker)
+            holders = (book.memories[worker],)
+            orders.append(
+                msg.CopySnapshot(
+                    task=self.task,
+                    worker=partner,
+                    incarnation=self._incarnation(partner),
+                    life=book.life,
+                    step=step,
+                    owner=worker,
+                    files=tuple(KeptFile(name=n, file=file, holders=holders) for n, file in files.items()),
+                    because="two nodes keep it",
+                )
             )
-        ]
+        return orders or self._snapshot_grown(step, now)
+
+    def _by_age(self) -> list[int]:
+        """The steps of the states, that of the newest state last."""
+        return sorted(self._book.snapshots, key=lambda step: (self._book.snapshots[step].number, step))
 
     @on
     def _snapshot_copied(self, event: msg.SnapshotCopied, now: float) -> list[Action]:
         kept = self._book.snapshots.get(event.step)
-        if kept is None or event.owner not in kept.holders:
+        if kept is None or kept.life != event.life or event.owner not in kept.copying:
             return []
         kept.copying.discard(event.owner)
         if not event.failed:
@@ -843,9 +882,12 @@ class Lives:
         book = self._book
         if not book.snapshots[step].is_whole:
             return []
-        for old in sorted(book.snapshots)[:-KEPT_SNAPSHOTS]:
-            del book.snapshots[old]
-        return [*self._drain(step), *self._saved(step, now)]
+        for is_safe in (True, False):  # a state whose copies failed takes the place of no other one
+            kept = ((each, book.snapshots[each]) for each in self._by_age())
+            alike = [each for each, one in kept if one.is_whole and one.is_on_two_nodes is is_safe]
+            for old in alike[:-KEPT_SNAPSHOTS]:
+                del book.snapshots[old]
+        return [*self._drain(step), *self._saved(step, now), *self._copy_next(now)]
 
     def _drain(self, step: int) -> list[Action]:
         """To disk, by the nodes whose files they are, if none is on its way."""
@@ -883,7 +925,12 @@ class Lives:
     def _newest_snapshot(self) -> KeptSnapshot | None:
         """The newest state of which every file is in the memory of a node that is there, else on disk."""
         book = self._book
-        for step in sorted(book.snapshots, reverse=True):
+        for step, kept in list(book.snapshots.items()):
+            kept.copying.clear()  # the life in which they were on their way is over
+            kept.is_waiting = False
+            if not kept.is_handed_over:
+                del book.snapshots[step]
+        for step in reversed(self._by_age()):
             kept = book.snapshots[step]
             found = []
             for owner, files in kept.files.items():
@@ -893,9 +940,9 @@ class Lives:
                     if self._incarnation(worker) == incarnation and worker in book.memories
                 )
                 found += [KeptFile(name=n, file=f, holders=there) for n, f in sorted(files.items())]
-            if len(kept.files) == kept.groups and found and all(each.holders for each in found):
+            if found and all(each.holders for each in found):
                 return KeptSnapshot(step=step, files=tuple(found))
-            del book.snapshots[step]  # unfinished, or lost with its nodes
+            del book.snapshots[step]  # lost with its nodes
         if book.on_disk is None:
             return None
         step, files = book.on_disk
