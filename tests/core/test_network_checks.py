@@ -1,6 +1,7 @@
 """Networks of nodes, measured in pairs: the node that all bad pairs have in common is named."""
 
 import random
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from everstep.core.cluster.network_checks import GATHER_S, MOST_S, PAIR_S
 from everstep.core.cluster.node_states import NodeState
 from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from harness.mutants import planted
 from tests.core.fake_cluster import FakeCluster
@@ -203,3 +205,45 @@ def test_a_hundred_nodes_join_at_once_and_none_is_refused() -> None:
     assert not network.incidents()
     keys = [tuple(sorted(pair)) for pair in network.asked]
     assert all(one != other for one, other in pairwise(sorted(keys))), "a pair was measured twice"
+
+
+def slow_between(victim: str, *, nodes: str = "abc", rate: float = 9.0) -> Network:
+    """Two replicas, each on a node of its own: all slow links are between these two."""
+    network = Network()
+    network.cluster = FakeCluster(nodes={}, planned=True)
+    network.cluster.crew.pairs = network.measured
+    for name in nodes:
+        network.cluster.numbers.setdefault(name, 0)
+        network.cluster.hear(msg.NodeJoined(node=name, boot="1", slots=2, host=name, pair_port=7))
+    network.cluster.submit(shape=Shape(2, 2, 2), steps=100_000)
+    network.cluster.seal()
+    seats = network.cluster.coordinator.tasks["t"].seats
+    assert {seat.node for seat in seats.values()} == {"a", "b"}
+    known = network.cluster.thinking.measured.of("t")
+    known.last = (2, 2, 4)
+    known.steps = {known.last: deque([0.5] * 5 + [2.0] * 3)}
+    network.bad[victim] = {"out_mb_s": rate, "in_mb_s": rate}
+    link = msg.SlowLinkFound(task="t", worker=Worker(0, 0), peer=Worker(1, 0), because="1 of 10 MB/s")
+    network.cluster.hear(link)
+    return network
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_of_the_two_ends_of_all_slow_links_the_one_that_is_slow_with_a_third_node_is_named(
+    victim: str,
+) -> None:
+    network = slow_between(victim)
+    assert {frozenset(pair) for pair in network.asked} == {frozenset("ac"), frozenset("bc")}
+    links = [i for i in network.cluster.coordinator.log.incidents if "link" in i.what]
+    assert {i.node for i in links} == {victim}
+    assert f"it is the network of {victim}" in " ".join(e.text for i in links for e in i.evidence)
+    seats = network.cluster.coordinator.tasks["t"].seats.values()
+    assert {seat.node for seat in seats if not seat.leaving} == {"a", "b", "c"} - {victim}
+    assert network.state(victim) is NodeState.ISOLATED
+    network.cluster.coordinator.validate()
+
+
+def test_neither_end_is_named_where_no_third_node_is_there_or_both_are_as_fast() -> None:
+    for network in (slow_between("a", nodes="ab"), slow_between("a", rate=700.0)):
+        assert {network.state(name) for name in "ab"} == {NodeState.UP}
+        assert not any(seat.leaving for seat in network.cluster.coordinator.tasks["t"].seats.values())

@@ -471,7 +471,7 @@ def _move_off_link(
     """All workers of the node that the slow links have in common. What is gained, steps say: op times do not
     know of a link.
     """
-    node = node_of_slow_links(slow_links(view.log, task), task.seats)
+    node = node_of_slow_links(slow_links(view.log, task), task.seats, view.nodes)
     slowed = known.slowed()
     if node is None or slowed is None:
         return None

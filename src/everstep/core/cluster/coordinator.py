@@ -32,7 +32,7 @@ from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.retention import Retention
 from everstep.core.cluster.roster import Roster
-from everstep.core.cluster.slowness import Slowness
+from everstep.core.cluster.slowness import Slowness, nodes_of_slow_links, slow_links
 from everstep.core.cluster.staffing import Staffing
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.cluster.tasks import PlannerQuestion, Tasks
@@ -229,6 +229,7 @@ class Coordinator:
         actions = self._handle(event, moment)
         only = only if self._later.nothing_to_judge() else None
         actions += self._failures.judge_lives(self._later, moment) + self._note_slow_ranks(moment)
+        self._note_networks(moment)
         actions += self._failures.judge_replays(self._later, moment)
         actions += self._tasks.look_at_held(self.tasks.values() if only is None else (only,), moment)
         only = only if self._later.clear() else None
@@ -465,9 +466,17 @@ class Coordinator:
         is_known = isinstance(event, msg.SlowLinkEnded) or {event.worker, event.peer} <= task.seats.keys()
         if task.state is not TaskState.RUNNING or not is_known:
             return []
-        if isinstance(event, msg.SlowLinkFound):
-            self._later.slots_changed(f"the link from {event.worker} to {event.peer} of {task.name} is slow")
-        return self._slowness.link(task, event, now)
+        actions = self._slowness.link(task, event, now)
+        if isinstance(event, msg.SlowLinkEnded):
+            return actions
+        self._later.slots_changed(f"the link from {event.worker} to {event.peer} of {task.name} is slow")
+        ends = nodes_of_slow_links(slow_links(self.log, task), task.seats)
+        return actions + (self._nodes.compare_networks(ends, now) if len(ends) == 2 else [])
+
+    def _note_networks(self, now: Moment) -> None:
+        measured, self._later.networks = self._later.networks, []
+        for name in self._slowness.networks_measured(measured, now) if measured else ():
+            self._later.slots_changed(f"slow links are those of node {name}")
 
     def _note_slow_ranks(self, now: Moment) -> Actions:
         actions: Actions = []

@@ -18,6 +18,7 @@ class FollowUps:
     leaving: list[tuple[Task, str]] = field(default_factory=list)  # at the next step boundary, and why
     failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
     slow_ranks: list[tuple[Task, RanksSlow]] = field(default_factory=list)  # to be written down
+    networks: list[str] = field(default_factory=list)  # nodes whose networks were measured
     replayed: list[tuple[Task, RecordStep]] = field(default_factory=list)  # suspected steps, to be judged
     pauses: list[tuple[Task, str]] = field(default_factory=list)  # tasks to pause, and by what rule
     vacated: list[Task] = field(default_factory=list)  # a worker of theirs is gone
@@ -32,4 +33,4 @@ class FollowUps:
         return not waits and not self.vacancy
 
     def nothing_to_judge(self) -> bool:
-        return not (self.failed_lives or self.slow_ranks or self.replayed)
+        return not (self.failed_lives or self.slow_ranks or self.networks or self.replayed)

@@ -8,6 +8,7 @@ with every peer, one of which is good with others, is the one that all bad pairs
     checking    gets no workers until two pairs are measured, or `MOST_S` are over; it takes `GATHER_S` at
                 least, so that nodes that join at the same time are compared with each other
     up          serves as a peer, one pair at a time; where that pair is bad it is paired again
+    compared    a link between two nodes is slow: both are measured with a third one, beside their workers
 
 Bad: no connection, other bytes, less than a quarter of the usual rate (a tenth, if one of them has workers),
 or answers that take four times as long. What is usual is the median over the nodes, where `LEAST_KNOWN` are
@@ -60,7 +61,7 @@ class Usual(NamedTuple):
 
 
 class NetworkChecks:
-    """Changes `pairs` and `pairs_at` of nodes, and nothing else."""
+    """Changes `pairs`, `pairs_at` and `rates` of nodes, and nothing else."""
 
     def __init__(self, *, roster: Roster, orders: Orders, policy: CoordinatorPolicy) -> None:
         self._roster, self._orders, self._policy = roster, orders, policy
@@ -72,6 +73,15 @@ class NetworkChecks:
         """Its state is "checking" already."""
         node.pairs, node.pairs_at = [], now.at
         self._roster.node_changed(node)
+
+    def compare(self, ends: Sequence[Node], now: Moment) -> Actions:
+        """All of them with one other node, whose share is then in each figure. Nothing where none is free."""
+        for node in ends:
+            node.rates = {}
+        others = [node for node in self._peers() if node not in ends and not _is_open(node)]
+        if not others or not all(_is_peer(node) and not _is_open(node) for node in ends):
+            return []
+        return [action for node in ends for action in self._open(node, others[0], now)]
 
     def measured(self, node: Node, report: msg.PairMeasured) -> None:
         """By `node`. An answer that came too late is of no use: its pair was given up."""
@@ -96,6 +106,7 @@ class NetworkChecks:
         done = [node for node in looked if self._is_done(node, now, are_open=are_open)]
         found = [self._judged(node, usual) for node in done]
         for node in done:
+            node.rates = {pair.peer: _rate(pair) for pair in node.pairs}
             node.pairs, node.pairs_at = [], None
         for node in looked:
             if node.pairs_at is not None:
@@ -141,8 +152,7 @@ class NetworkChecks:
         """One at a time for each node; without workers first."""
         if not wanting:
             return []
-        ready = [node for node in self._roster.nodes.values() if _is_peer(node)]
-        ready.sort(key=lambda node: (self._is_busy(node), node.admin is not NodeAdmin.UP))
+        ready = self._peers()
         actions: Actions = []
         for node in wanting:
             if _is_open(node):
@@ -152,6 +162,10 @@ class NetworkChecks:
             if (peer := next(free, None)) is not None:
                 actions += self._open(node, peer, now)
         return actions
+
+    def _peers(self) -> list[Node]:
+        ready = [node for node in self._roster.nodes.values() if _is_peer(node)]
+        return sorted(ready, key=lambda node: (self._is_busy(node), node.admin is not NodeAdmin.UP))
 
     def _open(self, node: Node, peer: Node, now: Moment) -> Actions:
         text = f"{self._policy.journal} {node.boot} {peer.boot} {now.event}"  # boots are drawn at random
@@ -243,7 +257,7 @@ def why_bad(pair: NodePair, usual: Usual) -> str:
         return found.error
     if usual.rate:
         limit = SLOW_BESIDE_WORKERS if pair.beside_workers else SLOW
-        rate = min(found.out_mb_s, found.in_mb_s)
+        rate = _rate(pair)
         if rate < limit * usual.rate:
             return f"{rate:.4g} MB/s; usual are {usual.rate:.4g}"
         if found.answer_ms > LATE * usual.answer_ms + LATE_MS:
@@ -275,8 +289,13 @@ def _figures(pairs: Iterable[NodePair]) -> dict[str, float]:
 def _words(pair: NodePair, why: str) -> str:
     if why or pair.found is None:
         return f"{pair.peer}: {why}"
-    rate = min(pair.found.out_mb_s, pair.found.in_mb_s)
-    return f"{pair.peer}: {rate:.4g} MB/s, answers in {pair.found.answer_ms:.3g} ms"
+    return f"{pair.peer}: {_rate(pair):.4g} MB/s, answers in {pair.found.answer_ms:.3g} ms"
+
+
+def _rate(pair: NodePair) -> float:
+    """MB per second in the slower direction; 0 where nothing could be measured."""
+    found = pair.found
+    return 0.0 if found is None or found.error else min(found.out_mb_s, found.in_mb_s)
 
 
 def _is_open(node: Node) -> bool:

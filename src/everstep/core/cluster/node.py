@@ -50,6 +50,7 @@ class Node:
     pair_port: int = 0  # where peers measure the network to it
     pairs: list[NodePair] = field(default_factory=list)  # since its network is checked; bounded
     pairs_at: float | None = None  # when they are looked at next
+    rates: dict[str, float] = field(default_factory=dict)  # MB per second to those peers, as last measured
     lost_slots: set[int] = field(default_factory=set)  # held by processes that outlive SIGKILL
     isolated_slots: dict[int, float] = field(default_factory=dict)  # evidence named them; since when
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot

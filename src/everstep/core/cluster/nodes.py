@@ -167,12 +167,17 @@ class Nodes:
         self._network.measured(node, report)
         return self._network_settled(now)
 
+    def compare_networks(self, names: Sequence[str], now: Moment) -> Actions:
+        """Links between them are slow."""
+        return self._network.compare([self._roster.nodes[name] for name in names], now)
+
     def _network_settled(self, now: Moment) -> Actions:
         actions, judged = self._network.settle(now)
         return [*actions, *(action for found in judged for action in self._network_found(found, now))]
 
     def _network_found(self, found: NetworkFound, now: Moment) -> Actions:
         node, fitness = found.node, found.fitness
+        self._later.networks.append(node.name)
         actions: Actions = []
         if fitness.unfit or fitness.marked:
             actions += self._tell_checks(node, fitness, "its network was measured", now)

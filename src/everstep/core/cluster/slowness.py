@@ -11,7 +11,8 @@ A script's ranks wait for the slow one, so its node's place moves, as soon as li
 
 A worker is slow until it is reported fast again, or until its process is gone: a new one starts even.
 A link's slowness is reported too, and moves no work: a worker that waits for a link is not slow. Where all
-slow links have one node in common, its workers move.
+slow links have one node in common, its workers move. Links between the same two nodes have both in common:
+then each is measured with a third node (`network_checks`), and the one whose network is much slower is named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from everstep.core.cluster.context import ClusterContext
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Seat, Task
 from everstep.core.faults.remedies import Effect, Situation, choose, name_of
@@ -32,6 +34,7 @@ from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Kind, Worker
 
 SLOW = "is slow"
+APART = 0.5  # one network has less than this share of the other's rate
 
 
 def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
@@ -46,13 +49,35 @@ def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
     return [(one.workers[0], receivers[one.what]) for one in found if one.what in receivers]
 
 
-def node_of_slow_links(links: Sequence[tuple[Worker, Worker]], seats: Mapping[Worker, Seat]) -> str | None:
-    """The one node that all of them have in common. A single link has two ends, and says nothing of either;
-    a link between two workers of one node is no network.
+def nodes_of_slow_links(
+    links: Sequence[tuple[Worker, Worker]], seats: Mapping[Worker, Seat]
+) -> tuple[str, ...]:
+    """The nodes that all of them have in common: one, or the two ends of all. A link between two workers of
+    one node is no network.
     """
     ends = [{seats[worker].node for worker in link} for link in links if set(link) <= seats.keys()]
     common = set.intersection(*ends) if ends else set()
-    return common.pop() if len(common) == 1 and all(len(pair) == 2 for pair in ends) else None
+    return tuple(sorted(common)) if all(len(pair) == 2 for pair in ends) else ()
+
+
+def node_of_slow_links(
+    links: Sequence[tuple[Worker, Worker]], seats: Mapping[Worker, Seat], nodes: Mapping[str, Node]
+) -> str | None:
+    """The one that is to blame. Of two ends it is the one that is much slower with a third node."""
+    common = nodes_of_slow_links(links, seats)
+    if len(common) != 2:
+        return common[0] if common else None
+    slower = sorted(common, key=lambda name: max(_rates(name, common, nodes), default=0.0))
+    low, high = (_rates(name, common, nodes) for name in slower)
+    return slower[0] if low and max(low) < APART * max(high) else None
+
+
+def _rates(name: str, ends: Sequence[str], nodes: Mapping[str, Node]) -> list[float]:
+    """With those that all ends were measured with."""
+    if not all(end in nodes for end in ends):
+        return []
+    third = set.intersection(*(set(nodes[end].rates) for end in ends))
+    return [nodes[name].rates[peer] for peer in sorted(third)]
 
 
 def _says_slow(incident: Incident) -> bool:
@@ -127,6 +152,29 @@ class Slowness:
         choice = choose(Situation(judgement=judgement, is_alive=True), self._policy.patience)
         self._incidents.treat(incident, choice.what, choice.because, now)
         return []
+
+    def networks_measured(self, measured: Sequence[str], now: Moment) -> list[str]:
+        """Which end of the slow links is it? Those that can be named."""
+        blamed: list[str] = []
+        for task in self._roster.tasks.values():
+            links = slow_links(self._incidents.log, task)
+            ends = nodes_of_slow_links(links, task.seats)
+            if len(ends) != 2 or not set(ends) & set(measured):
+                continue
+            nodes = self._roster.nodes
+            rates = {name: _rates(name, ends, nodes) for name in ends}
+            if not all(rates.values()):
+                continue
+            named = node_of_slow_links(links, task.seats, nodes)
+            figures = ", ".join(f"{name} {max(found):.4g} MB/s" for name, found in rates.items())
+            verdict = f"it is the network of {named}" if named else "neither is much slower than the other"
+            blamed += [named] if named else []
+            for sender, receiver in links:
+                incident = self._incidents.of_worker(task, sender, _at_link(receiver))
+                assert incident is not None
+                incident.node = named or incident.node
+                self._incidents.tell(incident, "network", (f"with a third node {figures}: {verdict}",), now)
+        return blamed
 
     def ranks(self, task: Task, wish: act.RanksSlow, now: Moment) -> Actions:
         """Of a script: its ranks cannot give work to each other."""
