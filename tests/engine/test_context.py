@@ -230,6 +230,17 @@ def test_models_whose_rows_cannot_be_split_are_refused(kind: str, changes: dict[
         preflight(Job.from_dict(WORDS), model=model)
 
 
+def test_an_attention_with_a_mask_of_its_own_is_refused_before_the_start() -> None:
+    """Doge masks by values: it was refused by its workers, in step 1."""
+    transformers = pytest.importorskip("transformers")
+    from everstep.engine.hf.model import hf
+
+    sizes = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    model = hf(transformers.AutoConfig.for_model("doge", **sizes, num_attention_heads=4))
+    with pytest.raises(UserError, match="DogeAttention attends with attention_mask, which shards"):
+        preflight(Job.from_dict(WORDS), model=model)
+
+
 def test_padded_rows_of_a_hugging_face_model_are_refused() -> None:
     pytest.importorskip("transformers")
 

@@ -235,6 +235,13 @@ def crossing_layer(model: Any, anatomy: Anatomy) -> str | None:
     return None
 
 
+def layer_calls(model: Any, anatomy: Anatomy) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What each layer is called with for one short row."""
+    trace = _Trace(model, (*anatomy.before, *anatomy.after), anatomy.layers, anatomy.given)
+    trace.run()
+    return trace.calls
+
+
 def blocks_of(model: Any, anatomy: Anatomy) -> dict[str, tuple[str, ...]]:
     """Of each layer the parts with matrices in them, such as attention and MLP, where all that the layer does
     around them it does to each token alone. So a shard may do it to its tokens; inside of blocks it has all.

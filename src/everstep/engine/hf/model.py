@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import (
@@ -22,6 +24,7 @@ from everstep.engine.hf.anatomy import (
     anatomy_of,
     blocks_of,
     crossing_layer,
+    layer_calls,
     with_stand_ins,
 )
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
@@ -107,6 +110,7 @@ class Family:
                 shared_out=self._heads(),
                 in_fp32=tuple(sorted(getattr(self.bare, "_keep_in_fp32_modules_strict", None) or ())),
                 split_rows=self.split_rows if rows_can_be_split(self.whole, anatomy.layers) else None,
+                look_at_rows=self.look_at_rows,
                 split_sequence=self.split_sequence,
             ),
             shard_plan=self._shard_plan(),
@@ -152,13 +156,25 @@ class Family:
 
     def split_rows(self, attend: Callable[..., Tensor]) -> FeedPart:
         """Layers and frames that are made from now on attend as shards do that have a part of each row."""
-        interface = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS
-        masks = transformers("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-        interface.register(CONTEXT_PARALLEL, partial(attend_as_shard, attend))
-        masks.register(CONTEXT_PARALLEL, _mask_of_shards)
+        _register_attention(attend)
         for config in (self.config, self.bare.config, self.whole.config):
             config._attn_implementation = CONTEXT_PARALLEL
         return _with_places
+
+    def look_at_rows(self) -> None:
+        """Run the layers without values: attention may ask for what shards with parts of rows lack, such as a
+        mask of its own. A layer that looks at values ends the look, silently.
+        """
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+            return query.new_empty(*query.shape[:3], value.shape[3])
+
+        _register_attention(attend)
+        model = self.empty()
+        model.config._attn_implementation = CONTEXT_PARALLEL
+        for name, (args, kwargs) in layer_calls(model, self.anatomy).items():
+            with torch.no_grad(), contextlib.suppress(RuntimeError):
+                model.get_submodule(name)(*_without_values(args), **_without_values(kwargs))
 
     def split_sequence(self, shards: int) -> dict[str, tuple[str, ...]]:
         """Stages that are made from now on pass parts of rows from layer to layer."""
@@ -393,6 +409,17 @@ def attend_as_shard(
         )
     made = attend(query, key, value, scale=scaling, window=window)
     return made.transpose(1, 2).contiguous(), None
+
+
+def _register_attention(attend: Callable[..., Tensor]) -> None:
+    interface = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS
+    masks = transformers("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    interface.register(CONTEXT_PARALLEL, partial(attend_as_shard, attend))
+    masks.register(CONTEXT_PARALLEL, _mask_of_shards)
+
+
+def _without_values(given: Any) -> Any:
+    return tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, given)
 
 
 def _is_given(value: Any) -> bool:

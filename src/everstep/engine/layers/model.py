@@ -103,6 +103,7 @@ class ModelAssembly:
     # Is given the attention of shards that have a part of each row, before layers are built. None: a row
     # cannot be split over shards, for its tokens meet elsewhere than in attention.
     split_rows: Callable[[Callable[..., Tensor]], FeedPart] | None = None
+    look_at_rows: Callable[[], None] = lambda: None  # refuses what such an attention could not compute
     # Is given the number of shards that have a part of each row around the blocks of a layer, before layers
     # are built; gives the blocks of each such layer, in order. None: the plan of shards has styles for it.
     split_sequence: Callable[[int], dict[str, tuple[str, ...]]] | None = None

@@ -205,6 +205,7 @@ def _refuse_undivided_rows(model: Model) -> None:
             "context_parallel = true splits rows over shards, and the loss is your own; use "
             "everstep.token_loss or the model's own, or leave context_parallel out."
         )
+    model.assembly.look_at_rows()
 
 
 def _refuse_uneven_rows(job: Job, inputs: Value) -> None:
