@@ -12,6 +12,7 @@ from everstep_lab.study import readers
 from everstep_lab.study.failures import Seen, Trace
 from everstep_lab.study.request import Request
 from everstep_lab.study.slurm_events import expand
+from everstep_lab.study.study import run_study
 
 INFINITEHBD = Path(__file__).parents[2].parent / "shared" / "data" / "traces" / "infinitehbd.json"
 
@@ -233,3 +234,19 @@ def test_a_market_that_takes_everything_and_gives_it_back(
     assert everstep(["simulate", "--trace", str(path), "--seeds", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["policies"]
     assert all(0 < row["share_of_healthy"] < 1 for name, row in rows.items() if name != "megatron")
+
+
+def test_a_state_is_on_disk_alone_once_no_node_is_left() -> None:
+    """It cost those with states in memory nothing: one node that died for hours lost a second."""
+    trace = read(
+        "".join(f"{at},{what},a\n" for at, what in ((0, "add"), (7_200_000, "remove")))
+        + "7260000,add,a\n14400000,remove,a\n"
+    )
+    request = Request(trace=trace.name, tasks=("gpt3-1.3b",), checkpoint_minutes=20.0)
+    chosen = request.chosen()
+    found = run_study(request.setup(trace), [trace], {n: chosen[n] for n in ("recycle", "everstep", "ideal")})
+    lost = {name: summary.results[0].lost["replay"] for name, summary in found.items()}
+    second = found["everstep"].results[0].healthy_waf / trace.horizon_s
+    assert lost["everstep"] >= 10 * 60 * second
+    assert lost["recycle"] >= 10 * 60 * second
+    assert lost["ideal"] == 0

@@ -257,6 +257,17 @@ def test_a_wrong_study_file_is_told_in_one_sentence(document: dict, says: str) -
         "simulate --vary colour=1,2",
         "simulate --repair-hours 3",
         "simulate --seeds 0",
+        "simulate --trace poisson --nodes 0",  # was 16
+        "simulate --trace poisson --nodes 200000000",
+        "simulate --trace poisson --slots 0",  # was 8
+        "simulate --trace poisson --days 0",  # was 56
+        "simulate --trace poisson --days inf",  # did not end
+        "simulate --trace poisson --mtbf-hours nan",
+        "simulate --trace poisson --rate nan",
+        "simulate --trace poisson --rate -1",
+        "simulate --checkpoint-minutes nan",
+        "simulate --repair-hours 1:inf",
+        "simulate --plot missing/folder/life.svg",  # was a traceback, after the whole study
         "sim storm --seeds 9:3",
         "sim storm --seeds 0:9 --transcript",
     ],
@@ -266,6 +277,22 @@ def test_wrong_flags_end_with_code_2_and_one_line(arguments: str, capsys: pytest
     told = capsys.readouterr()
     assert told.out == ""
     assert len(told.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("cut.csv.gz", gzip.compress(b"time,up\n0,8\n3600,7\n")[:-6], "cut or damaged"),  # was "stopped"
+        ("flipped.csv.gz", gzip.compress(b"time,up\n0,8\n3600,7\n")[:12] + b"\xff" * 30, "cut or damaged"),
+        ("moment.csv", b"0,add,a\n", "give it later events"),  # was a division by zero
+    ],
+)
+def test_a_damaged_trace_is_told_in_one_sentence(
+    name: str, content: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert everstep(["simulate", "--trace", str(tmp_path / name), "--policies", "everstep"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_storm_by_command_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:

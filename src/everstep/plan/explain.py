@@ -116,7 +116,7 @@ def _explained(name: str, gain: Gain) -> str:
         if not gain.throughput_before:  # a stage has none, or there are fewer than its user wants
             return f"{name} has too few workers ({gain.workers_before}), and others may take their slots"
         return f"{name} stops ({count})"
-    kept = f", {gain.ratio:.0%} of its throughput"
+    kept = f", {gain.ratio:.0%} of its throughput" if gain.throughput_before else ""
     shape = ""
     if gain.kind is OptionKind.RESHAPE and gain.shape_after is not None:
         shape = f" to {gain.shape_after}"

@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import tomllib
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,6 +101,8 @@ def simulate_command(
         "ablation": ablation or None,
     }
     request = _request(study, {name: value for name, value in flags.items() if value is not None})
+    if plot is not None and not plot.parent.is_dir():
+        raise UserError(f"--plot {str(plot)!r} is in a folder that is not there; make it first.")
     if vary:
         _sweep(request, vary, plot, as_json)
     else:
@@ -132,6 +135,8 @@ def _read(path: Path) -> str:
         return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (EOFError, zlib.error):
+        raise UserError(f"{path} is cut or damaged: it cannot be decompressed.") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file.") from None
 

@@ -33,6 +33,7 @@ class StudyTask:
     rate: float = 0.0  # FLOP/s while it runs
     overhead: float = 0.0  # share of the rate that a policy spends while nothing fails
     waiting: bool = False
+    on_disk_alone: bool = False  # no node was left: its state is in no memory
     stalls: list[tuple[str, float]] = field(default_factory=list)
     done: float = 0.0  # FLOPs that count
     lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -53,6 +54,12 @@ class StudyTask:
         replay = seconds.get("replay", 0.0) + owed
         self.stalls = order + ([("replay", replay)] if replay > 0 else [])
         self.decided_now = 0.0
+
+    def owe(self, replay_s: float) -> None:
+        """Work to be done again, after whatever is under way."""
+        if replay_s > 0:
+            self.stalls.append(("replay", replay_s))
+            self.decided_now = 0.0
 
     def pause(self, seconds: float) -> None:
         """A change made on purpose: one more transition, after whatever is under way. Changes decided at the

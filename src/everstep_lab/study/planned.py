@@ -75,6 +75,8 @@ EVERSTEP_TIMES = DetectionTimes(exception_s=0.1, exit_s=0.1, silence_s=1.4, hang
 class PlannedPolicy(Policy):
     """A plan for the whole cluster at every severe failure and every return."""
 
+    in_memory = True
+
     def __init__(self, means: Means, times: DetectionTimes) -> None:
         self.means, self.times = means, times
         same_cut_s = Costs().join_s if means.reroute else Costs().groups_s

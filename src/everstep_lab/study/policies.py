@@ -38,6 +38,8 @@ class Policy(ABC):
 
     overhead: float = 0.0  # share of the healthy rate spent while nothing fails
     checkpoint_s: float | None = None  # of those that write one to shared storage and stand still meanwhile
+    in_memory: bool = False  # a state comes from the memory of nodes; from the disk only if no node is left
+    disk_interval_s: float = 30 * MINUTE_S  # between checkpoints on disk
 
     def begin(self, life: Life) -> None:
         for task in life.tasks:
@@ -222,6 +224,8 @@ class Bamboo(Policy):
     it re-forms within the 10 to 20 s of its own simulator.
     """
 
+    in_memory = True
+
     def __init__(self, *, idealised: bool = False) -> None:
         self.overhead = 0.0 if idealised else 1 - 1 / 1.3
         self.reform_s = {0.35e9: 15.0} if idealised else {0.35e9: 100.0, 2.7e9: 230.0, 6.7e9: 450.0}
@@ -250,6 +254,7 @@ class Oobleck(Policy):
     least as good as a mixture of the good ones (the concave hull of the curve).
     """
 
+    in_memory = True
     change_s: ClassVar = {0.35e9: 2.0, 2.7e9: 6.0, 6.7e9: 10.0}
     measured_s: ClassVar = {"loss": 57.0 / 10.0, "join": 100.0 / 10.0}  # over [O]'s seconds at 6.7B
 
@@ -296,6 +301,7 @@ class Recycle(Policy):
     ([T] names ReCycle, without seconds). Idealised: a join takes 10 s too.
     """
 
+    in_memory = True
     change_s = 10.0
     restart_s = 60.0
 

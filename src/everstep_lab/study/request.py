@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -14,6 +16,7 @@ from everstep_lab.study.policies import Elastic, Megatron, Policy
 from everstep_lab.study.setting import DEFAULT_MIX, Asked, build, of_mix, parse_task
 from everstep_lab.study.study import ABLATIONS, OF_C4, POLICIES, Setup
 
+MOST_NODES = 100_000
 VARIED = ("spares", "rate", "mtbf_hours", "checkpoint_minutes", "repair_hours", "nodes")
 
 
@@ -38,12 +41,17 @@ class Request:
     seeds: int = 5
 
     def __post_init__(self) -> None:
-        for name, least in (("seeds", 1), ("spares", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; make it at least {least}.")
-        if self.checkpoint_minutes <= 0:
-            raise UserError("checkpoint_minutes must be more than 0.")
-        if self.repair_hours is not None and not 0 < self.repair_hours[0] <= self.repair_hours[1]:
+        for name, least in (("seeds", 1), ("spares", 0), ("nodes", 1), ("slots", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; make it at least {least}.")
+        if self.nodes is not None and self.nodes > MOST_NODES:
+            raise UserError(f"nodes is {self.nodes}; make it at most {MOST_NODES}.")
+        for name in ("days", "mtbf_hours", "checkpoint_minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{name} is {value}; make it more than 0, and finite.")
+        if self.repair_hours is not None and not 0 < self.repair_hours[0] <= self.repair_hours[1] < math.inf:
             raise UserError("repair_hours must be two numbers, shortest first, such as 4:72.")
 
     def traces(self) -> list[Trace]:
@@ -117,18 +125,14 @@ class Request:
 
     def _per_1000_node_days(self, nodes: int) -> float:
         if self.mtbf_hours is not None:
-            if self.mtbf_hours <= 0:
-                raise UserError("mtbf_hours must be more than 0.")
             return 1000 * DAY_S / (self.mtbf_hours * 3600 * nodes)
         if self.rate in sources.RATES:
             return sources.RATES[self.rate]
-        try:
-            return float(self.rate)
-        except ValueError:
-            names = ", ".join(sources.RATES)
-            raise UserError(
-                f"rate {self.rate!r} is neither a number per 1,000 node-days nor one of {names}."
-            ) from None
+        with contextlib.suppress(ValueError):
+            if 0 <= (rate := float(self.rate)) < math.inf:
+                return rate
+        names = ", ".join(sources.RATES)
+        raise UserError(f"rate {self.rate!r} is neither a number per 1,000 node-days nor one of {names}.")
 
     def setup(self, trace: Trace) -> Setup:
         """If nothing is said: six tasks on A800 nodes, Llama-3 on its own cluster, one task on spot GPUs."""
@@ -166,6 +170,7 @@ class Request:
     def _with_interval(self, make: Callable[[], Policy]) -> Callable[[], Policy]:
         def made() -> Policy:
             policy = make()
+            policy.disk_interval_s = self.checkpoint_minutes * 60
             if isinstance(policy, Megatron | Elastic):
                 policy.checkpoint_s = self.checkpoint_minutes * 60
             return policy

@@ -154,12 +154,19 @@ def _fail(policy: Policy, life: Life, failure: Failure) -> int:
         policy.spare_lost(life, failure)
     elif failure.severity == 1 or not task.waiting:
         policy.failed(life, failure, task)
+    if policy.in_memory and life.num_here() == 0:
+        for each in life.tasks:
+            each.on_disk_alone = True
     return 1
 
 
 def _return(policy: Policy, life: Life, node: int) -> None:
     del life.away[node]
     policy.returned(life, node, life.owner.get(node))
+    for task in life.tasks:
+        if task.on_disk_alone and not task.waiting:
+            task.on_disk_alone = False
+            task.owe(0.5 * policy.disk_interval_s)
 
 
 def _accumulated(life: Life) -> float:
@@ -168,6 +175,10 @@ def _accumulated(life: Life) -> float:
 
 def first_life(setup: Setup, trace: Trace) -> Life:
     """The allocation everybody starts from: the plan's, in whole nodes, spares left out."""
+    if trace.horizon_s <= 0:
+        raise UserError(
+            f"{trace.name} ends at the moment at which its nodes are there; give it later events."
+        )
     present = [n for n in range(trace.nodes) if n not in set(trace.absent)]
     if not present:
         raise UserError(f"{trace.name} has no node at its start; cut it to begin with one that is there.")
