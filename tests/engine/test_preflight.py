@@ -9,7 +9,7 @@ from torch import nn
 from everstep.engine.layers.model import Model
 from everstep.engine.prepare.preflight import preflight
 from everstep.errors import UserError
-from everstep.job.job import DataSpec, Job, ModelSpec, OptimizerSpec
+from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 
 MINE = """
 import itertools
@@ -92,6 +92,7 @@ def no_optimizer(named): return "sgd"
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "needs.py").write_text("import surely_not_installed")
     (tmp_path / "wrong.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -140,6 +141,16 @@ def test_a_users_own_job_does_too(tmp_path: Path) -> None:
     assert checked.optimizer([("w", nn.Parameter(torch.zeros(1)))]).defaults["momentum"] == 0.9
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not where the first save fails, maybe hours later."""
+    monkeypatch.setattr("everstep.engine.prepare.preflight.os.access", lambda path, mode: False)
+    job = tiny(checkpoint=CheckpointSpec(folder="new/ckpt"), base=str(tmp_path))
+    with pytest.raises(UserError, match=f"checkpoint.folder 'new/ckpt': {tmp_path} is not writable for you"):
+        preflight(job)
+
+
 def test_a_script_gives_its_things_itself() -> None:
     model = Model(layers=[lambda: nn.Linear(3, 1)], loss=nn.functional.mse_loss)
 
@@ -164,6 +175,8 @@ def test_a_script_gives_its_things_itself() -> None:
         (lambda: tiny(data=DataSpec(kind="file", path="no")), "is not a file"),
         (lambda: tiny(data=DataSpec(build="mine:data")), "a GPT takes token numbers"),
         (lambda: tiny(log="mine.py"), "log 'mine.py' is there and is not a folder"),
+        (lambda: tiny(log="mine.py/runs"), "log 'mine.py/runs': mine.py is there and is not a folder"),
+        (lambda: tiny(log="circle/runs"), "log 'circle/runs' cannot be used: circle: Too many levels of"),
         (lambda: users("mine"), "model.build is 'mine'; write it as \"module:function\""),
         (lambda: users("nowhere:layers"), "there is no module 'nowhere' beside the job file"),
         (lambda: users("needs:layers"), "imports 'surely_not_installed', which is not installed"),

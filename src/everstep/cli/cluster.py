@@ -198,12 +198,41 @@ def submit_command(
         body["faults"] = kill
     answer = client.post("/v1/tasks", body)
     render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
+    if not script:
+        render.note(copies_told(job, _num_up(client)))
     if wait:
         answer = _wait(client, answer["task"])
         render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
     if as_json:
         render.emit(answer)
     return 1 if answer["state"] in ("failed", "cancelled") else 0
+
+
+def copies_told(job: Job, num_nodes: int) -> str:
+    """Whether states are kept in memory, and of which nodes, as far as it is known before the start."""
+    every = f"every {job.copy_interval} steps the state of each stage is copied to the memory of"
+    if not job.copy_interval:
+        return "copies in memory are off: memory_interval is 0"
+    if job.memory_interval is not None:
+        return f"copies in memory are on: {every} its own node{' and of another one' * (num_nodes > 1)}"
+    if num_nodes > 1:
+        return (
+            f"copies in memory are on: {every} its own node and of another one, if the task runs on two and "
+            "the copies fit into half of their free memory (everstep logs says whether they do)"
+        )
+    there = "there is only one" if num_nodes else "none is connected yet"
+    return (
+        f"copies in memory are off: they need a second node, and {there}; memory_interval = "
+        f"{job.copy_interval} keeps them on its own node"
+    )
+
+
+def _num_up(client: Client) -> int:
+    """Nodes that can run workers; 0 also where this user may not see them."""
+    try:
+        return sum(node["state"] == "up" for node in client.get("/v1/status")["nodes"])
+    except EverstepError:
+        return 0
 
 
 def packed(job: Job) -> Job:

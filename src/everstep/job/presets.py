@@ -61,6 +61,8 @@ class GptShape:
                     f"model.{name} is {getattr(self, name)} and model.experts is 0; give experts, or leave "
                     f"{name} out."
                 )
+        if not 0 < self.rope_base < math.inf:
+            raise UserError(f"model.rope_base is {self.rope_base}; it must be more than 0, and finite.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1.")
 

@@ -65,6 +65,10 @@ def checked(kind: Any, value: Any, where: str) -> Any:
         raise UserError(f"{where} is {shown(value)}; it must be {words.get(wanted, 'a table')}.")
     if kind is float and not math.isfinite(value):
         raise UserError(f"{where} is {value}; it must be a finite number.")
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{where} has a null character; remove it.")
+    if origin is list:
+        return [checked(args[0], item, where) for item in value]
     return value
 
 

@@ -195,7 +195,7 @@ def _digests(value: Any, key: str, found: dict[str, int]) -> None:
             _digests(v, _under(key, i), found)
     elif isinstance(value, torch.Tensor):
         if not isinstance(value, DTensor):
-            held = value.detach().cpu().contiguous()
+            held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             form = f"{held.dtype}{tuple(held.shape)}".encode()
             found[key] = _number(form + held.view(-1).view(torch.uint8).numpy().tobytes())
     else:

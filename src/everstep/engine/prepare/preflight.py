@@ -8,8 +8,11 @@ workers will find out.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,8 +157,8 @@ def preflight(
         raise UserError(tied_refused(model.tied[0][0]))
     checkpoints = None if job.checkpoint is None else job.checkpoint.folder
     for key, folder in (("checkpoint.folder", checkpoints), ("log", job.log)):
-        if folder is not None and job.path(folder).exists() and not job.path(folder).is_dir():
-            raise UserError(f"{key} {folder!r} is there and is not a folder; name another.")
+        if folder is not None and "://" not in folder:
+            _refuse_unwritable(key, folder, job.path(folder))
     return Checked(
         model=model,
         data=data,
@@ -166,6 +169,22 @@ def preflight(
         rate=lambda step: base * (job.rate(step - 1) if multiplier is None else multiplier(step)),
         notes=_notes(built) if job.stages > 1 else (),
     )
+
+
+def _refuse_unwritable(key: str, folder: str, path: Path) -> None:
+    """Before the first step, not at the first save. What is not there yet is made in the folder above it."""
+    there = next(each for each in (path, *path.parents, Path()) if os.path.lexists(each))
+    try:
+        is_folder = stat.S_ISDIR(there.stat().st_mode)
+    except OSError as error:  # a link to itself, to nothing, to what may not be seen
+        raise UserError(
+            f"{key} {folder!r} cannot be used: {there}: {error.strerror}; name another."
+        ) from None
+    if not is_folder:
+        which = "" if there == path else f": {there}"
+        raise UserError(f"{key} {folder!r}{which} is there and is not a folder; name another.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key} {folder!r}: {there} is not writable for you; name another, or allow it.")
 
 
 def _refuse_unfit_for_fp8(job: Job, model: Model, built: Mapping[str, nn.Module]) -> None:
