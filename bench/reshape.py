@@ -27,8 +27,9 @@ from typing import Any
 from everstep.engine.layers.model import partition, slots
 from everstep.engine.prepare.resolve import model_of
 from everstep.job.job import Job
-from everstep.layout.builders import replicated
-from everstep.layout.layout import Layout, Tensor, merged
+from everstep.layout.tensor import Tensor
+from everstep_lab.layout import Layout, merged
+from everstep_lab.layout_builders import replicated
 from everstep_lab.reshard import reshard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path

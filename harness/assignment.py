@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from everstep.errors import UserError
-from everstep.layout.layout import ITEM_BYTES, Holder, Layout
+from everstep.layout.tensor import ITEM_BYTES
+from everstep_lab.layout import Holder, Layout
 from everstep_lab.reshard import Sources
 
 

@@ -74,7 +74,11 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "everstep.convert.compare": ("compare",),
         },
     ),
-    "layout": ("Where every element lives", "Pure: no torch.", {"everstep.layout": ()}),
+    "layout": (
+        "Where every element lives",
+        "Pure: no torch.",
+        {"everstep.layout": (), "everstep_lab.layout": ("Layout", "Piece", "merged")},
+    ),
     "schedule": (
         "A step as ops on workers",
         "What the plans are worth: [schedules](../schedules.md). Pure: no torch.",
@@ -90,7 +94,11 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "How it is read: [diagnosis](../diagnosis.md). Pure: no torch.",
         {"everstep.diagnose": (), "everstep.diagnose.live_diagnosis": ("DiagnosisStream",)},
     ),
-    "fabric": ("Traffic over a fabric", "At work: [fabrics](../fabric.md). Pure.", {"everstep.fabric": ()}),
+    "fabric": (
+        "Traffic over a fabric",
+        "At work: [fabrics](../fabric.md). Pure.",
+        {"everstep.fabric": (), "everstep_lab.fabric.traffic_task": ("TrafficTask", "flows_of")},
+    ),
 }
 _MADE = "<!-- made by `python -m tools.docs api` from the docstrings; changes here are lost -->"
 _WIDTH = 100

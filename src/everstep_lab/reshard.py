@@ -15,10 +15,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from everstep.errors import UserError
 from everstep.layout.box import Box, Shape
-from everstep.layout.layout import ITEM_BYTES, Holder, Layout, Piece, Tensor
+from everstep.layout.tensor import ITEM_BYTES, Tensor
+from everstep_lab.layout import Holder, Layout, Piece
 
 Distance = Callable[[Holder, Holder], float]
 CUT_ELEMENTS = 1 << 14  # below this a box is not worth cutting
@@ -198,7 +200,7 @@ def _by_distance(
 def _spread(
     box: Box, piece: Piece, holders: list[Holder], target: Holder, sent: dict[Holder, int]
 ) -> Iterator[tuple[Box, Piece, Holder]]:
-    cuts = box.cut(len(holders)) if box.volume >= CUT_ELEMENTS and len(holders) > 1 else [box]
+    cuts = _cut(box, len(holders)) if box.volume >= CUT_ELEMENTS and len(holders) > 1 else [box]
     idlest = sorted(holders, key=lambda holder: sent.get(holder, 0))
     for i, cut in enumerate(cuts):
         yield cut, piece, idlest[i % len(idlest)]
@@ -242,3 +244,18 @@ def _transfer(
         num_bytes=num_bytes,
         share=share,
     )
+
+
+def _cut(box: Box, parts: int) -> list[Box]:
+    """Up to `parts` boxes of nearly the same size, cut along the first dimension that allows it."""
+    d = next((i for i, n in enumerate(box.size) if n >= parts), None)
+    if d is None or parts < 2:
+        return [box]
+    edges = [box.size[d] * i // parts for i in range(parts + 1)]
+    return [
+        Box(
+            (*box.start[:d], box.start[d] + low, *box.start[d + 1 :]),
+            (*box.size[:d], high - low, *box.size[d + 1 :]),
+        )
+        for low, high in pairwise(edges)
+    ]

@@ -21,12 +21,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from everstep.fabric.document import tasks_from, topology_from
+from everstep.fabric.document import topology_from
 from everstep.job.job import Job
 from everstep.launch.local import api
 from everstep.server.quotas import read_quotas
 from everstep.server.webhooks import read_webhooks
 from everstep.store import unix_users
+from everstep_lab.fabric.traffic_task import tasks_from
 from everstep_lab.plan.document import world_from
 from everstep_lab.study.request import from_document
 from tools.pages import DOCS, ROOT, Block, blocks, pages

@@ -9,10 +9,11 @@ from everstep.errors import UserError
 from everstep.fabric import Flow, allocate, clos
 from everstep.fabric.catalogue import Catalogue, Tuple4
 from everstep.fabric.discovery import PathTrace, topology_of
-from everstep.fabric.document import tasks_from, topology_document, topology_from
+from everstep.fabric.document import topology_document, topology_from
 from everstep_lab.fabric import picture
 from everstep_lab.fabric.policies import ecmp
 from everstep_lab.fabric.roce import plan_file
+from everstep_lab.fabric.traffic_task import tasks_from
 
 LAB = """
 [fabric]

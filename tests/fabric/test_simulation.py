@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from everstep.core.worker.slices import SMALL
-from everstep.fabric import TrafficTask, allocate, clos, flows_of, reallocate
-from everstep.fabric.flows import direct, double_tree, engine_flows, place, ring
+from everstep.fabric import allocate, clos, reallocate
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Send
 from everstep_lab.fabric import scenarios as sc
 from everstep_lab.fabric.policies import ecmp
 from everstep_lab.fabric.simulate import FabricChange, simulate
+from everstep_lab.fabric.traffic_task import TrafficTask, direct, double_tree, flows_of, place, ring
 from tests.core.scenario import Scenario
 
 TOPOLOGY = clos(name="two", nodes=2, port_gbps=80, nodes_per_leaf=1, spines=2, uplink_gbps=40)
@@ -110,8 +110,9 @@ def test_the_plan_has_the_flows_that_the_engine_makes(replicas: int, stages: int
         gradient_bytes=1.0,
         boundary_bytes=1.0,
         placement=place(workers, replicas=replicas, stages=stages),
+        algorithm="direct",
     )
-    planned = {(flow.source[0], flow.target[0]) for flow in engine_flows([task])}
+    planned = {(flow.source[0], flow.target[0]) for flow in flows_of(task)}
     assert planned == {(f"n{a.replica}-{a.stage}", f"n{b.replica}-{b.stage}") for a, b in engine.sent}
 
 

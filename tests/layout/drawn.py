@@ -4,8 +4,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from everstep.layout import Layout, Tensor, merged
-from everstep.layout import builders as build
+from everstep.layout import Tensor
+from everstep_lab import layout_builders as build
+from everstep_lab.layout import Layout, merged
 
 WORLD = 5
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.layout.box import Shape
-from everstep.layout.layout import Holder, Layout, Piece
+from everstep_lab.layout import Holder, Layout, Piece
 from everstep_lab.reshard import Transfers
 
 Array = NDArray[Any]

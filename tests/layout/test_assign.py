@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
-from everstep.layout import Layout, Tensor, merged
-from everstep.layout import builders as build
+from everstep.layout import Tensor
+from everstep_lab import layout_builders as build
+from everstep_lab.layout import Layout, merged
 from everstep_lab.reshard import reshard
 from harness.assignment import least_cost, renamed, settled
 from tests.layout.drawn import layouts, tensors

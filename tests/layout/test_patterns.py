@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from everstep.cli.ckpt_text import draw
+from everstep.cli.ckpt_text import grid
 from everstep.errors import UserError
 from everstep.layout import Tensor
-from everstep.layout import builders as build
 from everstep.layout.patterns import Patterns, read_patterns
+from everstep_lab import layout_builders as build
 from everstep_lab.reshard import reshard
 from tests.layout.moving import gathered, move, placed
 
@@ -57,7 +57,7 @@ def patterns() -> Patterns:
 
 
 def test_each_kind_is_the_builder_of_its_name() -> None:
-    layout = patterns().layout(TENSORS, PARTS)
+    layout = build.of_patterns(patterns(), TENSORS, PARTS)
     layout.validate()
     for tensor, built in {
         0: build.padded(TENSORS[0], 0, PARTS, 4),
@@ -75,7 +75,8 @@ def test_each_kind_is_the_builder_of_its_name() -> None:
 def test_the_same_patterns_under_zero_hold_the_same_values(stage: int) -> None:
     values = {t.name: np.random.default_rng(1).standard_normal(t.shape) for t in TENSORS}
     plain = [t for t in TENSORS if t.name != "router.bias"]
-    a, b = patterns().layout(plain, PARTS), patterns().flat(plain, [[0, 1, 2], [3, 4]], stage=stage)
+    a = build.of_patterns(patterns(), plain, PARTS)
+    b = build.flat_of_patterns(patterns(), plain, [[0, 1, 2], [3, 4]], stage=stage)
     b.validate()
     target = {key: np.zeros(size) for key, size in b.buffers.items()}
     move(reshard(a, b), placed(a, values), target)
@@ -84,12 +85,11 @@ def test_the_same_patterns_under_zero_hold_the_same_values(stage: int) -> None:
 
 def test_a_name_that_matches_none_or_two_is_named() -> None:
     with pytest.raises(UserError, match=r"'head.weight' matches no pattern; add one"):
-        patterns().layout([Tensor(name="head.weight", shape=(1,))], PARTS)
+        patterns().of("head.weight")
     with pytest.raises(UserError, match="matches only its beginning"):
         patterns().of("embed.weight.extra")
     with pytest.raises(UserError, match=r"'layers.0.down.weight' matches two patterns"):
         read_patterns(LLAMA + "[[pattern]]\nmatch='layers.*'\nkind='replicated'").of("layers.0.down.weight")
-    assert patterns().unused([t.name for t in TENSORS[1:]]) == [r"embed\.weight"]
 
 
 GRID = r"""
@@ -105,7 +105,7 @@ def test_a_pattern_splits_along_several_dimensions() -> None:
     pattern = read_patterns(GRID).of("w")
     tensor = Tensor(name="w", shape=(7, 2, 14))
     values = np.arange(tensor.num_elements).reshape(tensor.shape)
-    layout = read_patterns(GRID).layout([tensor], [[i] for i in range(6)])
+    layout = build.of_patterns(read_patterns(GRID), [tensor], [[i] for i in range(6)])
     layout.validate()
     shards = placed(layout, {"w": values})
     rows, columns = [(0, 3), (3, 5), (5, 7)], [[0, 1, 2, 3, 4, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12, 13]]
@@ -156,4 +156,9 @@ def test_a_wrong_pattern_is_one_sentence(says: str) -> None:
 
 
 def test_who_holds_what_is_drawn() -> None:
-    assert draw(patterns().layout(TENSORS, PARTS)) == ["0 ▆▅▄▄███", "1 ▆▅▄▄██·", "2 ▂▅▄▄██·", "3 ▂▅▄▄██·"]
+    held = {str(holder): {} for holder in range(4)}
+    for piece in build.of_patterns(patterns(), TENSORS, PARTS).pieces:
+        for holder in piece.holders:
+            held[str(holder)].setdefault(piece.tensor, []).append(piece.box)
+    volumes = {tensor.name: tensor.num_elements for tensor in TENSORS}
+    assert grid(held, volumes) == ["0 ▆▅▄▄███", "1 ▆▅▄▄██·", "2 ▂▅▄▄██·", "3 ▂▅▄▄██·"]

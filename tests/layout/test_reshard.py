@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
-from everstep.layout import Layout, Tensor, merged
-from everstep.layout import builders as build
+from everstep.layout import Tensor
 from everstep.layout.box import Box, flat_range, overlapping, uncovered
-from everstep.layout.layout import Holder
+from everstep_lab import layout_builders as build
+from everstep_lab.layout import Holder, Layout, merged
 from everstep_lab.reshard import least_bytes, reshard
 from tests.layout.drawn import layouts, tensors
 from tests.layout.moving import gathered, move, placed

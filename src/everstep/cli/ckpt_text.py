@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -21,13 +22,10 @@ from rich.table import Table
 from everstep.cli import render
 from everstep.cli.render import note
 from everstep.errors import UserError
+from everstep.layout.box import Box
 
 if TYPE_CHECKING:
     from everstep.convert.state import TrainingState
-from collections.abc import Mapping, Sequence
-
-from everstep.layout.box import Box
-from everstep.layout.layout import Holder, Layout
 
 
 @contextlib.contextmanager
@@ -76,7 +74,7 @@ def document(path: str, kind: str, state: TrainingState, match: str) -> dict[str
 
 
 def _item(stored: Any) -> int:
-    from everstep.layout.layout import ITEM_BYTES
+    from everstep.layout.tensor import ITEM_BYTES
 
     return ITEM_BYTES[stored.dtype]
 
@@ -102,14 +100,17 @@ def _parts(path: str, kind: str) -> list[dict[str, Any]]:
 def picture(path: str, kind: str) -> list[str]:
     if kind != "universal":
         return []
-    from everstep.cli.ckpt_text import draw
     from everstep.convert.formats.universal import find
 
-    lines = draw(find(path).layout())
+    held: dict[str, dict[str, list[Box]]] = {}
+    tensors = find(path).tensors
+    for name, entry in tensors.items():
+        for one in entry.slices:
+            held.setdefault(one.file, {}).setdefault(name, []).append(one.box)
     return [
         "",
         "which file contains what (a column is one or more tensors; a full block is a whole tensor):",
-        *lines,
+        *grid(held, {name: prod(entry.shape) for name, entry in tensors.items()}),
     ]
 
 
@@ -175,12 +176,12 @@ def share(boxes: Sequence[Box], volume: int) -> str:
 
 
 def grid(
-    held: Mapping[Holder, Mapping[str, Sequence[Box]]], volumes: Mapping[str, int], columns: int = 64
+    held: Mapping[str, Mapping[str, Sequence[Box]]], volumes: Mapping[str, int], columns: int = 64
 ) -> list[str]:
     """One line a holder. More tensors than columns: neighbours share a column."""
     names = list(volumes)
     step = -(-len(names) // columns) if names else 1
-    wide = max((len(str(holder)) for holder in held), default=0)
+    wide = max((len(holder) for holder in held), default=0)
     lines = []
     for holder, mine in held.items():
         row = ""
@@ -188,13 +189,5 @@ def grid(
             group = names[at : at + step]
             boxes = [box for name in group for box in mine.get(name, ())]
             row += share(boxes, sum(volumes[name] for name in group))
-        lines.append(f"{holder!s:>{wide}} {row}")
+        lines.append(f"{holder:>{wide}} {row}")
     return lines
-
-
-def draw(layout: Layout, columns: int = 64) -> list[str]:
-    held: dict[Holder, dict[str, list[Box]]] = {holder: {} for holder in layout.holders}
-    for piece in layout.pieces:
-        for holder in piece.holders:
-            held[holder].setdefault(piece.tensor, []).append(piece.box)
-    return grid(held, {name: tensor.num_elements for name, tensor in layout.tensors.items()}, columns)

@@ -28,7 +28,7 @@ import xxhash
 from everstep.convert.state import TrainingState
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box, Shape, offset_of, row_major
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
 from everstep.store.parts import BLOCK_BYTES, Progress, block_of

@@ -1,4 +1,4 @@
-"""Traffic planned over the fabric: a leaf-spine network's paths, a task's flows, and which flow takes which.
+"""Traffic planned over the fabric: a leaf-spine network's paths, flows, and which flow takes which.
 
     topology  what is connected to what, and how well      watch      a slow or dead path becomes moves
     flows     who sends how much to whom, and when         catalogue  which source port takes which path
@@ -10,7 +10,7 @@ Pure: no sockets, no clock, no randomness. `everstep.node.probe` and `.steer` to
 """
 
 from everstep.fabric.allocate import allocate, reallocate
-from everstep.fabric.flows import Flow, TrafficTask, flows_of
+from everstep.fabric.flows import Flow
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import FabricNode, Link, Path, Port, Switch, Topology, clos
 
@@ -23,9 +23,7 @@ __all__ = [
     "Routing",
     "Switch",
     "Topology",
-    "TrafficTask",
     "allocate",
     "clos",
-    "flows_of",
     "reallocate",
 ]

@@ -1,4 +1,4 @@
-"""Fabrics and tasks as TOML, plans as JSON.
+"""Fabrics as TOML, plans as JSON.
 
 [fabric]                      either regular:  [clos] nodes = 16, nics = 8, planes = 2, port_gbps = 200, …
 name = "lab"                  or link by link:
@@ -10,8 +10,7 @@ leaf = "l1", spine = "s1", gbps = 0.1, spine_address = "10.10.1.2", leaf_address
 [condition]                   # what is known to be broken: fraction of capacity left
 "l1>s1" = 0.0
 
-[[task]]
-name = "gpt", replicas = 2, stages = 1, gradient_bytes = 1e9, workers = ["h1", "h2:0"]
+The [[task]] tables of a study are read by `everstep_lab.fabric.traffic_task`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.flows import Endpoint, Flow, TrafficTask, place
+from everstep.fabric.flows import Flow
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import WIDTH, FabricNode, Link, Port, Switch, Topology, clos
 
@@ -31,26 +30,22 @@ _CLOS = (
     *("name", "nodes", "nics", "planes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps", "nic_gbps"),
     "cross_planes",
 )
-_TASK = (
-    *("name", "replicas", "stages", "shards", "parts", "microbatches", "gradient_bytes", "boundary_bytes"),
-    *("weight", "algorithm", "compute_s"),
-)
 
 
 def topology_from(document: Mapping[str, Any]) -> Topology:
-    _known(
+    check_fields(
         document,
         "the fabric file",
         ("fabric", "clos", "leaf", "spine", "node", "cable", "link", "condition", "task"),
     )
     about = document.get("fabric", {})
-    _known(about, "[fabric]", ("name", "cross_planes"))
-    condition = {str(k): _number(v, f"condition of {k}") for k, v in document.get("condition", {}).items()}
+    check_fields(about, "[fabric]", ("name", "cross_planes"))
+    condition = {str(k): number(v, f"condition of {k}") for k, v in document.get("condition", {}).items()}
     if "clos" in document:
         table = {"name": about.get("name", "fabric"), **document["clos"]}
-        _known(table, "[clos]", _CLOS)
+        check_fields(table, "[clos]", _CLOS)
         for field in ("nodes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps"):
-            _get(table, field, "[clos]")
+            required(table, field, "[clos]")
         return clos(**table).with_condition(condition)
     leaves = tuple(_switch(row, "[[leaf]]") for row in document.get("leaf", ()))
     spines = tuple(_switch(row, "[[spine]]") for row in document.get("spine", ()))
@@ -71,25 +66,25 @@ def topology_from(document: Mapping[str, Any]) -> Topology:
 
 
 def _switch(row: Mapping[str, Any], where: str) -> Switch:
-    _known(row, where, ("name", "plane"))
-    return Switch(name=str(_get(row, "name", where)), plane=int(row.get("plane", 0)))
+    check_fields(row, where, ("name", "plane"))
+    return Switch(name=str(required(row, "name", where)), plane=int(row.get("plane", 0)))
 
 
 def _node(row: Mapping[str, Any], leaves: Sequence[Switch]) -> FabricNode:
-    name = str(_get(row, "name", "[[node]]"))
-    _known(row, f"node {name}", ("name", "ports", "nic_gbps"))
+    name = str(required(row, "name", "[[node]]"))
+    check_fields(row, f"node {name}", ("name", "ports", "nic_gbps"))
     planes = {leaf.name: leaf.plane for leaf in leaves}
     ports = []
-    for port in _get(row, "ports", f"node {name}"):
+    for port in required(row, "ports", f"node {name}"):
         where = f"a port of node {name}"
-        _known(port, where, ("nic", "plane", "leaf", "gbps", "address"))
-        leaf = str(_get(port, "leaf", where))
+        check_fields(port, where, ("nic", "plane", "leaf", "gbps", "address"))
+        leaf = str(required(port, "leaf", where))
         ports.append(
             Port(
                 nic=int(port.get("nic", 0)),
                 plane=int(port.get("plane", planes.get(leaf, 0))),
                 leaf=leaf,
-                gbps=_number(_get(port, "gbps", where), f"gbps of {where}"),
+                gbps=number(required(port, "gbps", where), f"gbps of {where}"),
                 address=port.get("address"),
             )
         )
@@ -98,9 +93,9 @@ def _node(row: Mapping[str, Any], leaves: Sequence[Switch]) -> FabricNode:
 
 
 def _cable(row: Mapping[str, Any]) -> tuple[Link, Link]:
-    _known(row, "[[cable]]", ("leaf", "spine", "gbps", "spine_address", "leaf_address"))
-    leaf, spine = str(_get(row, "leaf", "[[cable]]")), str(_get(row, "spine", "[[cable]]"))
-    gbps = _number(_get(row, "gbps", f"cable {leaf}-{spine}"), f"gbps of cable {leaf}-{spine}")
+    check_fields(row, "[[cable]]", ("leaf", "spine", "gbps", "spine_address", "leaf_address"))
+    leaf, spine = str(required(row, "leaf", "[[cable]]")), str(required(row, "spine", "[[cable]]"))
+    gbps = number(required(row, "gbps", f"cable {leaf}-{spine}"), f"gbps of cable {leaf}-{spine}")
     return (
         Link(sender=leaf, receiver=spine, gbps=gbps, address=row.get("spine_address")),
         Link(sender=spine, receiver=leaf, gbps=gbps, address=row.get("leaf_address")),
@@ -108,52 +103,14 @@ def _cable(row: Mapping[str, Any]) -> tuple[Link, Link]:
 
 
 def _one_way(row: Mapping[str, Any]) -> Link:
-    _known(row, "[[link]]", ("sender", "receiver", "gbps", "address"))
-    sender, receiver = str(_get(row, "sender", "[[link]]")), str(_get(row, "receiver", "[[link]]"))
-    gbps = _number(_get(row, "gbps", f"link {sender}>{receiver}"), f"gbps of link {sender}>{receiver}")
+    check_fields(row, "[[link]]", ("sender", "receiver", "gbps", "address"))
+    sender, receiver = str(required(row, "sender", "[[link]]")), str(required(row, "receiver", "[[link]]"))
+    gbps = number(required(row, "gbps", f"link {sender}>{receiver}"), f"gbps of link {sender}>{receiver}")
     return Link(sender=sender, receiver=receiver, gbps=gbps, address=row.get("address"))
 
 
 def _back(link: Link) -> str:
     return f"{link.receiver}>{link.sender}"
-
-
-def tasks_from(document: Mapping[str, Any], topology: Topology) -> list[TrafficTask]:
-    rows = document.get("task", [])
-    if not rows:
-        raise UserError("there is no [[task]]: add one with name, replicas, stages, gradient_bytes, workers.")
-    tasks = [_task(row, topology) for row in rows]
-    if len({task.name for task in tasks}) != len(tasks):
-        raise UserError("two [[task]] entries have one name; rename one.")
-    return tasks
-
-
-def _task(row: Mapping[str, Any], topology: Topology) -> TrafficTask:
-    name = str(_get(row, "name", "[[task]]"))
-    where = f"task {name}"
-    _known(row, where, (*_TASK, "workers"))
-    workers = [_endpoint(text, where, topology) for text in _get(row, "workers", where)]
-    replicas, stages = int(_get(row, "replicas", where)), int(_get(row, "stages", where))
-    shards = int(row.get("shards", 1))
-    if row.get("algorithm", "ring") not in ("ring", "tree", "direct"):
-        raise UserError(f"{where}: algorithm {row['algorithm']!r} is not ring, tree or direct.")
-    fields = {key: value for key, value in row.items() if key not in ("workers",)}
-    for key in ("gradient_bytes", "boundary_bytes", "weight", "compute_s"):
-        if key in fields:
-            fields[key] = _number(fields[key], f"{key} of {where}")
-    _get(row, "gradient_bytes", where)
-    return TrafficTask(**fields, placement=place(workers, replicas=replicas, stages=stages, shards=shards))
-
-
-def _endpoint(text: object, where: str, topology: Topology) -> Endpoint:
-    node, _, nic = str(text).partition(":")
-    if node not in topology.by_node:
-        raise UserError(
-            f"{where}: worker {text!r} is on no node of fabric {topology.name}; see its [[node]]."
-        )
-    if nic and (not nic.isdigit() or int(nic) >= topology.num_nics(node)):
-        raise UserError(f"{where}: worker {text!r}: {node} has NICs 0 to {topology.num_nics(node) - 1}.")
-    return node, int(nic or 0)
 
 
 def topology_document(topology: Topology) -> dict[str, Any]:
@@ -242,13 +199,13 @@ def _bare(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
-def _get(row: Mapping[str, Any], field: str, where: str) -> Any:
+def required(row: Mapping[str, Any], field: str, where: str) -> Any:
     if field not in row:
         raise UserError(f"{where}: {field} is missing.")
     return row[field]
 
 
-def _known(row: Mapping[str, Any], where: str, fields: Sequence[str]) -> None:
+def check_fields(row: Mapping[str, Any], where: str, fields: Sequence[str]) -> None:
     if not isinstance(row, Mapping):
         raise UserError(f"{where} is not a table.")
     for key in row:
@@ -256,7 +213,7 @@ def _known(row: Mapping[str, Any], where: str, fields: Sequence[str]) -> None:
             raise UserError(f"{where}: {key!r} is not a field; known are {', '.join(fields)}.")
 
 
-def _number(value: object, what: str) -> float:
+def number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{what}: {value!r} is not a number.")
     return float(value)

@@ -110,9 +110,6 @@ class Topology:
     def by_node(self) -> Mapping[str, FabricNode]:
         return {node.name: node for node in self.nodes}
 
-    def num_nics(self, node: str) -> int:
-        return 1 + max(port.nic for port in self.by_node[node].ports)
-
     # ------------------------------------------------------------------ paths
 
     def port_pairs(self, source: tuple[str, int], target: tuple[str, int]) -> Iterator[tuple[Port, Port]]:

@@ -1,6 +1,6 @@
-"""Where every element of every tensor lives (pure)."""
+"""Which elements of which tensor a part has (pure)."""
 
 from everstep.layout.box import Box
-from everstep.layout.layout import Layout, Piece, Tensor, merged
+from everstep.layout.tensor import Tensor
 
-__all__ = ["Box", "Layout", "Piece", "Tensor", "merged"]
+__all__ = ["Box", "Tensor"]

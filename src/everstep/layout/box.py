@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from types import EllipsisType
 
@@ -80,20 +79,6 @@ class Box:
     def slices(self) -> tuple[slice | EllipsisType, ...]:
         """To index an array with; the dots make it a view of a 0-dimensional array too."""
         return *(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True)), ...
-
-    def cut(self, parts: int) -> list[Box]:
-        """Up to `parts` boxes of nearly the same size, cut along the first dimension that allows it."""
-        d = next((i for i, n in enumerate(self.size) if n >= parts), None)
-        if d is None or parts < 2:
-            return [self]
-        edges = [self.size[d] * i // parts for i in range(parts + 1)]
-        return [
-            Box(
-                (*self.start[:d], self.start[d] + low, *self.start[d + 1 :]),
-                (*self.size[:d], high - low, *self.size[d + 1 :]),
-            )
-            for low, high in pairwise(edges)
-        ]
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -34,16 +34,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, get_args
 
 from everstep.errors import UserError
-from everstep.layout import builders as build
+from everstep.layout import cuts
 from everstep.layout.box import Shape
-from everstep.layout.builders import Parts, PartSpans, Segment, Shard
-from everstep.layout.layout import Holder, Layout, Tensor, merged
+from everstep.layout.cuts import PartSpans, Segment, Shard
+from everstep.layout.tensor import Tensor
 
 Kind = Literal["unique", "replicated", "fragment", "average"]
 _ONE_SPLIT = ("dim", "sizes", "parts", "pad_to", "experts")
@@ -70,12 +70,12 @@ class DimensionSplit:
     def cuts(self, tensor: Tensor, count: int) -> list[PartSpans]:
         dim = self.dim or 0
         if self.experts is not None:
-            return build.expert_cuts(tensor, self.experts, count, self.dim)
+            return cuts.expert_cuts(tensor, self.experts, count, self.dim)
         if self.pad_to is not None:
-            return build.padded_cuts(tensor, dim, count, self.pad_to)
+            return cuts.padded_cuts(tensor, dim, count, self.pad_to)
         if self.parts is not None:
-            return build.fused_cuts(tensor, dim, [_segment(tensor.name, part) for part in self.parts], count)
-        return build.split_cuts(tensor, dim, count, self.sizes)
+            return cuts.fused_cuts(tensor, dim, [_segment(tensor.name, part) for part in self.parts], count)
+        return cuts.split_cuts(tensor, dim, count, self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +128,9 @@ class Pattern:
     def shards(self, tensor: Tensor, count: int) -> list[Shard]:
         """What each of `count` parts has."""
         if self.kind != "fragment":
-            return [build.whole_shard(tensor)] * count
+            return [cuts.whole_shard(tensor)] * count
         splits = self.split_over(count)
-        return build.cut_shards(
+        return cuts.cut_shards(
             tensor, {split.dim or 0: split.cuts(tensor, split.over or 1) for split in splits}
         )
 
@@ -175,39 +175,6 @@ class Patterns:
                 "make one of them narrower."
             )
         return found[0]
-
-    def layout(self, tensors: Iterable[Tensor], parts: Parts) -> Layout:
-        """Every tensor over the parts (each a list of replicas), as its pattern says."""
-        return merged([self._one(tensor, parts) for tensor in tensors])
-
-    def flat(
-        self, tensors: Iterable[Tensor], parts: Parts, *, stage: Literal[1, 2, 3], align: int = 2
-    ) -> Layout:
-        """The same under ZeRO: the replicas of each part hold ranges of its shards, not copies."""
-        shards = [(tensor, self.of(tensor.name).shards(tensor, len(parts))) for tensor in tensors]
-        found = []
-        for i, replicas in enumerate(parts):
-            mine = [all_parts[i] for _, all_parts in shards]
-            if stage == 3:
-                found.append(build.flat_by_tensor(mine, replicas))
-            else:
-                found.append(build.flat(mine, replicas, align=align))
-        return merged(found)
-
-    def unused(self, names: Sequence[str]) -> list[str]:
-        """Patterns that no name matches: often a typing error."""
-        return [p.match for p in self.patterns if not any(re.fullmatch(p.match, name) for name in names)]
-
-    def _one(self, tensor: Tensor, parts: Parts) -> Layout:
-        pattern = self.of(tensor.name)
-        holders: list[Holder] = [holder for part in parts for holder in part]
-        if pattern.kind == "unique":
-            return build.replicated(tensor, holders[:1])
-        if pattern.kind == "replicated":
-            return build.replicated(tensor, holders)
-        if pattern.kind == "average":
-            return build.replicated(replace(tensor, combine="mean"), holders)
-        return build.laid_out(tensor, parts, pattern.shards(tensor, len(parts)))
 
 
 def read_patterns(text: str, source: str = "patterns") -> Patterns:

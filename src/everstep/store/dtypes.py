@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch

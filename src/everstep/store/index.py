@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from everstep.layout.box import Box, Shape, overlapping, uncovered
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 
 FORMAT, VERSION = "everstep-checkpoint", 2
 MAX_INDEX_BYTES = 1 << 30

@@ -21,7 +21,7 @@ import numpy as np
 
 from everstep.errors import InternalError, UserError
 from everstep.layout.box import Box, Shape, whole
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.index import PART_NAME, Part, digest, in_file_name, num_chunks
 from everstep.store.stored import Held, Stored, read_range

@@ -20,8 +20,7 @@ import numpy as np
 
 from everstep.errors import UserError
 from everstep.layout.box import Box, offset_of, row_major, whole
-from everstep.layout.layout import ITEM_BYTES, Layout, Piece
-from everstep.layout.layout import Tensor as Logical
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
 from everstep.store.index import (
@@ -94,29 +93,6 @@ class Checkpoint:
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self._files.values())
-
-    def layout(self) -> Layout:
-        """The checkpoint as a layout: its holders are its files."""
-        pieces = [
-            Piece(
-                tensor=name,
-                box=one.box,
-                holders=(one.file,),
-                buffer=in_file_name(name, one.box, entry.shape),
-                offset=0,
-                strides=row_major(one.box.size),
-            )
-            for name, entry in self.tensors.items()
-            for one in entry.slices
-        ]
-        return Layout(
-            tensors={
-                name: Logical(name=name, shape=entry.shape, dtype=entry.dtype)
-                for name, entry in self.tensors.items()
-            },
-            pieces=tuple(pieces),
-            buffers={(piece.holders[0], piece.buffer): piece.box.volume for piece in pieces},
-        )
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Tensors by logical name, on the CPU, each checked against its hashes."""

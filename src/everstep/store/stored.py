@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from everstep.layout.box import Box, Shape, flat_range, offset_of, whole
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
 from everstep.store.ranges import RangeFile

@@ -17,7 +17,8 @@ from everstep.cli.fabric_files import read_json, read_tables, topology_in, write
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.fabric import Flow, Routing, Topology, TrafficTask
+    from everstep.fabric import Flow, Routing, Topology
+    from everstep_lab.fabric.traffic_task import TrafficTask
 
 PRESETS = ("c4p", "c4p-2to1", "c4p-one-job", "gpu4096")
 FabricFile = Annotated[Path, typer.Argument(help="Fabric file (TOML); see docs/fabric.md.")]
@@ -150,8 +151,7 @@ def show_command(
 
 
 def read_fabric(path: Path) -> tuple[Topology, list[TrafficTask], list[Flow]]:
-    from everstep.fabric.document import tasks_from
-    from everstep.fabric.flows import flows_of
+    from everstep_lab.fabric.traffic_task import flows_of, tasks_from
 
     document = read_tables(path)
     topology = topology_in(document)

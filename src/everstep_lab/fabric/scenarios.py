@@ -19,11 +19,12 @@ import numpy as np
 from everstep.errors import UserError
 from everstep.fabric.allocate import allocate
 from everstep.fabric.fairness import LinkUsage, max_min
-from everstep.fabric.flows import Flow, TrafficTask, flows_of, place
+from everstep.fabric.flows import Flow
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Ints, Topology, clos
 from everstep_lab.fabric.policies import ecmp
 from everstep_lab.fabric.simulate import simulate
+from everstep_lab.fabric.traffic_task import TrafficTask, flows_of, place
 from everstep_lab.plan.hardware import GPUS
 from everstep_lab.plan.models import PRESETS, ModelFigures
 from everstep_lab.plan.stacks import MEGATRON_2021

@@ -17,9 +17,10 @@ import numpy as np
 
 from everstep.errors import UserError
 from everstep.fabric.fairness import LinkUsage, max_min
-from everstep.fabric.flows import Endpoint, TrafficTask
+from everstep.fabric.flows import Endpoint
 from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Floats, Topology
+from everstep_lab.fabric.traffic_task import TrafficTask
 
 PHASES = ("pipeline", "reduce")
 _NOW = 1e-12

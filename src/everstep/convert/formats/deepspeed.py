@@ -32,7 +32,7 @@ from everstep.convert.values import Encoder
 from everstep.convert.woven import as_dtype, copies
 from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store.stored import FilePiece, Pieces, Stored
 
 

@@ -23,8 +23,8 @@ from everstep.convert.state import TrainingState
 from everstep.convert.values import decode
 from everstep.errors import UserError
 from everstep.layout.box import Shape, offset_of, row_major
-from everstep.layout.layout import Tensor
 from everstep.layout.patterns import Pattern, Patterns
+from everstep.layout.tensor import Tensor
 from everstep.store.stored import Stored
 
 LAYER = re.compile(r"(\d+)\.(.+)")

@@ -14,8 +14,8 @@ from typing import Protocol
 from everstep.convert.formats.dialects import Dialect, Heads
 from everstep.convert.state import TrainingState
 from everstep.errors import UserError
-from everstep.layout.layout import ITEM_BYTES
 from everstep.layout.patterns import Patterns
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store.parts import Progress
 
 

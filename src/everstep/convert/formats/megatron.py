@@ -29,8 +29,8 @@ from everstep.convert.values import Encoder, decode, tensors_in
 from everstep.convert.woven import Woven, WovenBlock, copies
 from everstep.errors import UserError
 from everstep.layout.box import Box
-from everstep.layout.layout import Tensor
 from everstep.layout.patterns import Pattern, Patterns
+from everstep.layout.tensor import Tensor
 from everstep.store.index import Refused
 from everstep.store.parts import Progress
 from everstep.store.stored import Pieces, Stored

@@ -21,7 +21,7 @@ from everstep.convert import numpy_pickles
 from everstep.convert.values import DtypeName
 from everstep.errors import UserError
 from everstep.layout.box import whole
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.index import Refused
 from everstep.store.ranges import LocalFile, RangeFile

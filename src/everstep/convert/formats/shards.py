@@ -16,9 +16,9 @@ from typing import Any
 from everstep.convert.woven import Mean, Twice, Woven, WovenBlock, copies, one_type, viewed
 from everstep.errors import UserError
 from everstep.layout.box import Box, Shape, overlapping, row_major, uncovered, whole
-from everstep.layout.builders import Shard
-from everstep.layout.layout import Tensor
+from everstep.layout.cuts import Shard
 from everstep.layout.patterns import Pattern, Patterns
+from everstep.layout.tensor import Tensor
 from everstep.store.stored import Stored
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from everstep.convert.formats.pickles import STORAGES
 from everstep.convert.values import DtypeName, is_stored
 from everstep.layout.box import row_major
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.parts import BLOCK_BYTES, Progress, block_of
 from everstep.store.stored import Stored, num_bytes

@@ -20,7 +20,7 @@ import xxhash
 from everstep.convert.formats.format import Format, Reading, Target
 from everstep.convert.state import TrainingState
 from everstep.errors import InternalError, UserError
-from everstep.layout.layout import ITEM_BYTES
+from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes, folder, reader
 from everstep.store import index as indexes
 from everstep.store.folder import SavedPart
