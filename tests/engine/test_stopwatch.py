@@ -13,26 +13,20 @@ MS = 1_000_000
 
 
 class World:
-    """A clock, the cores' clock, and the time in line for one."""
+    """A clock, and the time in line for a core."""
 
-    clock_ns = cpu_ns = waited_ns = 0
+    clock_ns = waited_ns = 0
 
     def watch(self) -> Stopwatch:
-        return Stopwatch(
-            clock_ns=lambda: self.clock_ns,
-            cpu_ns=lambda: self.cpu_ns,
-            process_cpu_ns=lambda: self.cpu_ns,
-            waited_ns=lambda: self.waited_ns,
-        )
+        return Stopwatch(clock_ns=lambda: self.clock_ns, waited_ns=lambda: self.waited_ns)
 
     def run(
         self, watch: Stopwatch, kind: Kind, *, on_core: int = 0, in_line: int = 0, asleep: int = 0
     ) -> None:
         began = watch.moment()
-        self.cpu_ns += on_core * MS
         self.waited_ns += in_line * MS
         self.clock_ns += (on_core + in_line + asleep) * MS
-        watch.op(kind, began, on_a_core=True)
+        watch.op(kind, began)
 
 
 def told_steps(step_ms: int, steps: int) -> list[dict[str, Any]]:
@@ -53,7 +47,6 @@ def test_waiting_for_a_core_is_not_own_time_and_sleeping_is() -> None:
     told = watch.step(1)
     assert told is not None
     assert told["ops"] == {"F": (2, pytest.approx(0.025))}
-    assert told["times"]["F.cpu"] == pytest.approx(0.010)
 
 
 def test_ops_are_told_once() -> None:

@@ -14,7 +14,7 @@ from everstep.protocol.ops import Kind
 from everstep.protocol.shape import Fold, Shape
 from everstep.schedule import Instance, Planned, Schedule, Worker, plan
 from everstep.schedule.recovery_answer import plain_answer
-from everstep.schedule.sharing import shared_period
+from everstep.schedule.repeating import repeating_period
 from everstep_lab.schedule.check import deadlocks, violations
 
 WORST = 0.05  # over the bound
@@ -135,10 +135,10 @@ def test_a_tensor_for_oneself_takes_no_hop() -> None:
     assert plan(far, "decoupled").makespan == pytest.approx(3 * 4)
 
 
-def test_plans_where_workers_share_cores_know_parts() -> None:
+def test_a_plan_with_parts_repeats_as_fast_as_it_says() -> None:
     instance = folded(4, replicas=2)
     planned = plan(instance, "decoupled")
-    assert shared_period(planned, instance, ()) == pytest.approx(planned.makespan)
+    assert repeating_period(planned, instance) == pytest.approx(planned.makespan)
 
 
 @pytest.mark.parametrize("turns", [True, False])

@@ -1,12 +1,10 @@
 """How long each op takes on each worker, as the workers themselves report it.
 
-A worker tells three times of an op: how long it took (`F`), how long it kept a core busy (`F.cpu`), and how
-long it took without its wait for a core, which is its *own*. Where every worker has a core they are about the
-same. Where workers share cores, the first holds the wait for one, and that wait changes when a worker dies or
-a neighbour has work; the others do not. `instance` has the first, for planning; `alone` has the second, for
-telling in advance how long a step takes (see sharing.py); `drift` has the third, for telling whether a
-schedule is out of date. Besides its ops a worker burns time on messages and bookkeeping: `step.cpu` is all of
-it in a step, and `alone` spreads the rest over the ops.
+A worker tells two times of an op: how long it took (`F`), and how long it took without its wait for a core,
+which is its *own*. Where every worker has a core they are about the same. Where workers share cores, the
+first holds the wait for one, and that wait changes when a worker dies or a neighbour has work; the other does
+not. `instance` has the first, for planning; `drift` has the second, for telling whether a schedule is out of
+date.
 
 Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
 must not move microbatches. Who is slower than that is not guessed here: it is given as `slow`, with a factor,
@@ -49,8 +47,6 @@ class Profile:
         self.shape = shape
         self._times: dict[Worker, Mapping[Kind, float]] = {}
         self._own: dict[Worker, dict[Kind, float]] = {}
-        self._busy: dict[Worker, Mapping[Kind, float]] = {}
-        self._step_busy: dict[Worker, float] = {}
         self._slow: Mapping[Worker, float] = {}
         self.rooms: dict[Worker, StashRoom] = {}  # what workers have measured of their memory
         self._hops: dict[Worker, dict[int, float]] = {}  # by worker and stage of the receiver: seconds
@@ -82,10 +78,6 @@ class Profile:
                 own[kind] = each if kind not in own else _OLD * own[kind] + _NEW * each
         if (held := max(times.get(HELD_FORWARD, 0.0), times.get(HELD_WEIGHT, 0.0))) > 0:
             self.rooms[worker] = StashRoom(held, times.get(ROOM))
-        busy = {kind: times[f"{kind}.cpu"] for kind in Kind if f"{kind}.cpu" in times}
-        if all(kind in busy for kind in WORK):
-            self._busy[worker] = busy
-            self._step_busy[worker] = times.get("step.cpu", 0.0)
 
     def _learn_hops(self, worker: Worker, boundary: float, sent: Mapping[str, tuple[int, float]]) -> None:
         hops = self._hops.setdefault(worker, {})
@@ -158,21 +150,6 @@ class Profile:
             if all(w.stage != worker.stage for w in even):
                 even[worker] = {kind: seconds / slow[worker] for kind, seconds in self._times[worker].items()}
         return self._instance(even, slow)
-
-    def alone(self, hosted: Mapping[Worker, int]) -> Instance | None:
-        """The same task with times as if every worker had a core; None where no worker has reported them.
-
-        `hosted` is how many microbatches a worker runs in a step, the one that `step.cpu` was reported for.
-        """
-        if not self._busy:
-            return None
-        return self._instance({w: self._with_the_rest(w, hosted.get(w, 0)) for w in self._busy})
-
-    def _with_the_rest(self, worker: Worker, hosted: int) -> dict[Kind, float]:
-        busy = self._busy[worker]
-        known = hosted * sum(busy[k] for k in WORK) + sum(busy.get(k, 0.0) for k in (Kind.R, Kind.U))
-        factor = max(1.0, self._step_busy[worker] / known) if hosted else 1.0
-        return {kind: seconds * factor for kind, seconds in busy.items()}
 
     def _instance(
         self, times: Mapping[Worker, Mapping[Kind, float]], slow: Mapping[Worker, float] | None = None

@@ -22,8 +22,8 @@ from everstep.schedule.modes import WITH_BARRIER
 from everstep.schedule.planner import plan
 from everstep.schedule.profile import Profile
 from everstep.schedule.recovery_answer import answer
+from everstep.schedule.repeating import repeating_period
 from everstep.schedule.schedule import Planned
-from everstep.schedule.sharing import shared_period
 from everstep.schedule.stash_limits import capped
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
@@ -97,7 +97,7 @@ def plan_with_speeds(instance: Instance, mode: str, *, slow: frozenset[Worker]) 
     best = plan(instance, mode)
     for times in STILL_LESS if best.gap > GOOD_ENOUGH else ():
         other = plan(_slower(instance, slow, times), mode)
-        period = shared_period(other, instance, ())
+        period = repeating_period(other, instance)
         if period < best.value:
             best = replace(other, period=period, makespan=period, lower_bound=best.lower_bound)
     return best

@@ -43,7 +43,7 @@ class OpTimes:
         if event is not None:
             self._launched(kind, event, step, doing or str(kind))
             return
-        ended_ns, own_ns = self.stopwatch.op(kind, started, on_a_core=True)
+        ended_ns, own_ns = self.stopwatch.op(kind, started)
         if self.recorder is not None:
             self.recorder.op(step, started.clock_ns, ended_ns, own_ns)
 

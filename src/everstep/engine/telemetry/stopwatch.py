@@ -1,9 +1,9 @@
 """How long ops take on this worker, and when that is worth telling.
 
-Three times of an op. `F` is what it took. `F.cpu` is how long it kept a core busy. *Own* time is what it took
-less what this thread stood in line for a core: it is the same on a crowded machine and on an empty one, and
-it grows when the worker itself has become slow, whether its core, its device or its sleep takes the longer.
-The kernel counts the wait for a core (`/proc/thread-self/schedstat`); where it does not, own is all of it.
+Two times of an op. `F` is what it took. *Own* time is what it took less what this thread stood in line for a
+core: it is the same on a crowded machine and on an empty one, and it grows when the worker itself has become
+slow, whether its core, its device or its sleep takes the longer. The kernel counts the wait for a core
+(`/proc/thread-self/schedstat`); where it does not, own is all of it.
 
 Steps are reported one by one, so that slowness is seen in the step after its first; where steps take less
 than a quarter of a second, 2, 4, 8 or 16 at once, so that telling stays cheap. Which steps those are follows
@@ -27,7 +27,6 @@ _ALWAYS_REPORTED = 3  # the first steps: the first schedule with measured times 
 
 class ClockReading(NamedTuple):
     clock_ns: int
-    cpu_ns: int
     waited_ns: int
 
 
@@ -49,32 +48,25 @@ class Stopwatch:
         self,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        cpu_ns: Callable[[], int] = time.thread_time_ns,
-        process_cpu_ns: Callable[[], int] = time.process_time_ns,
         waited_ns: Callable[[], int] | None = None,
     ) -> None:
         """Made by the thread that runs the ops."""
-        self._clock_ns, self._cpu_ns, self._process_cpu_ns = clock_ns, cpu_ns, process_cpu_ns
-        self._waited_ns = waited_ns or WaitForCore()
-        # Seconds, smoothed: "F" an op takes, "F.cpu" it keeps a core busy, "step.cpu" all threads in a step.
-        self.times: dict[str, float] = {}
+        self._clock_ns, self._waited_ns = clock_ns, waited_ns or WaitForCore()
+        self.times: dict[str, float] = {}  # "F": seconds an op takes, smoothed
         self._ops: dict[str, list[float]] = {}  # since the last report: how many, their own seconds
         self._updates = [0, 0]  # since the last report: all, and those that were eager
         self._step_s: float | None = None  # smoothed
-        self._step_at_ns = self._step_cpu_ns = 0
-        self._reported_at_ns = self._steps = 0
+        self._step_at_ns = self._reported_at_ns = self._steps = 0
 
     def moment(self) -> ClockReading:
-        return ClockReading(self._clock_ns(), self._cpu_ns(), self._waited_ns())
+        return ClockReading(self._clock_ns(), self._waited_ns())
 
-    def op(self, kind: Kind, began: ClockReading, *, on_a_core: bool) -> tuple[int, int]:
-        """An op is over: when, and its own nanoseconds. Not `on_a_core`: this thread only starts the work."""
+    def op(self, kind: Kind, began: ClockReading) -> tuple[int, int]:
+        """An op is over: when, and its own nanoseconds."""
         now = self.moment()
         took = now.clock_ns - began.clock_ns
         own = max(took - (now.waited_ns - began.waited_ns), 0)
         self._smooth(kind, took / 1e9)
-        if on_a_core:
-            self._smooth(f"{kind}.cpu", (now.cpu_ns - began.cpu_ns) / 1e9)
         counted = self._ops.setdefault(str(kind), [0, 0.0])
         counted[0] += 1
         counted[1] += own / 1e9
@@ -99,12 +91,11 @@ class Stopwatch:
 
     def step(self, step: int) -> dict[str, Any] | None:
         """A step is over here. What to report of it, if anything."""
-        now, cpu = self._clock_ns(), self._process_cpu_ns()
+        now = self._clock_ns()
         if self._step_at_ns:
             took = (now - self._step_at_ns) / 1e9
             self._step_s = took if self._step_s is None else 0.7 * self._step_s + 0.3 * took
-            self._smooth("step.cpu", (cpu - self._step_cpu_ns) / 1e9)
-        self._step_at_ns, self._step_cpu_ns = now, cpu
+        self._step_at_ns = now
         self._steps += 1
         if self._steps > _ALWAYS_REPORTED and step % self._every():
             return None
