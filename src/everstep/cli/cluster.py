@@ -368,8 +368,8 @@ def drain_command(
       everstep drain node-3 --readmit
     """
     client = Client(address=address, token=token, ca=ca)
-    answer = client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}", {"force": force})
-    return report(answer, "node", as_json)
+    row = client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}", {"force": force})
+    return node_report(row, as_json)
 
 
 def expect_command(
@@ -390,7 +390,7 @@ def expect_command(
     """
     seconds = duration(back_in, "BACK_IN")
     client = Client(address=address, token=token, ca=ca)
-    return report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), "node", as_json)
+    return node_report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), as_json)
 
 
 def notice_command(
@@ -413,7 +413,7 @@ def notice_command(
     """
     seconds = duration(leaves_in, "LEAVES_IN")
     client = Client(address=address, token=token, ca=ca)
-    return report(client.post(f"/v1/nodes/{node}/notice", {"leaves_in_s": seconds}), "node", as_json)
+    return node_report(client.post(f"/v1/nodes/{node}/notice", {"leaves_in_s": seconds}), as_json)
 
 
 def cancel_command(
@@ -633,11 +633,8 @@ def answer(row: Any, sentence: str, as_json: bool) -> int:
     return 0
 
 
-def report(row: Any, what: str, as_json: bool) -> int:
-    if as_json:
-        render.emit(row)
-    render.note(f"{what} {row[what]} is {row['state']}: {row['because']}")
-    return 0
+def node_report(row: Any, as_json: bool) -> int:
+    return answer(row, f"node {row['node']} is {row['state']}: {row['because']}", as_json)
 
 
 # ------------------------------------------------------------------ the picture

@@ -243,7 +243,7 @@ def run_command(
     if not rdzv_endpoint:
         raise UserError("--nnodes needs --rdzv-endpoint; give HOST:PORT of one of the nodes.")
     at = scripts.Rendezvous(
-        endpoint=scripts.endpoint(rdzv_endpoint, "--rdzv-endpoint", 29400),
+        endpoint=scripts.endpoint(rdzv_endpoint, 29400),
         run_id=rdzv_id or "run",
         node_rank=node_rank,
     )

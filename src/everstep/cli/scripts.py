@@ -110,12 +110,12 @@ class Rendezvous:
     last_call_s: float = 30.0
 
 
-def endpoint(text: str, option: str, default_port: int) -> tuple[str, int]:
+def endpoint(text: str, default_port: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon:
         host, port = text, str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"{option} is {text!r}; give HOST:PORT.")
+        raise UserError(f"--rdzv-endpoint is {text!r}; give HOST:PORT.")
     return host.strip("[]"), int(port)
 
 

@@ -202,7 +202,7 @@ def rendezvous(given: argparse.Namespace) -> scripts.Rendezvous:
         raise UserError("--node-rank is missing; give the number of this node, from 0.")
     is_host = conf.get("is_host", "").lower()
     return scripts.Rendezvous(
-        endpoint=scripts.endpoint(endpoint, "--rdzv-endpoint", 29500 if is_static else 29400),
+        endpoint=scripts.endpoint(endpoint, 29500 if is_static else 29400),
         run_id=given.rdzv_id if given.rdzv_id != "none" else "run",
         node_rank=_whole(rank, "--node-rank") if rank else None,
         is_endpoint=is_host in ("1", "true", "yes") if is_host else None,

@@ -42,7 +42,7 @@ def allocate(topology: Topology, flows: Sequence[Flow], *, start: str = "best") 
         placing = _Placing(topology, flows)
         if way == "colour" and not placing.colour():
             continue
-        placing.place(largest_first=True)
+        placing.place()
         placing.polish(stop_at=bound)
         if best is None or placing.worst() < best.worst() * (1 - _CLOSE):
             best = placing
@@ -66,7 +66,7 @@ def reallocate(
         alive = topology.alive(rows)
         placing.put_many([n for n, lives in zip(old, alive, strict=True) if lives], rows[alive])
     broken = {f.name for n, f in enumerate(flows) if f.name in known and placing.paths[n][0] < 0}
-    placing.place(largest_first=True)
+    placing.place()
     placing.polish(
         stop_at=lower_bound_s(topology, flows),
         max_moves=max_moves,
@@ -229,10 +229,10 @@ class _Placing:
 
     # ------------------------------------------------------------------ place
 
-    def place(self, *, largest_first: bool) -> None:
+    def place(self) -> None:
+        """The largest first."""
         waiting = [n for n, path in enumerate(self.paths) if path[0] < 0]
-        if largest_first:
-            waiting.sort(key=lambda n: -self.flows[n].bytes * self.flows[n].weight)
+        waiting.sort(key=lambda n: -self.flows[n].bytes * self.flows[n].weight)
         for number in waiting:
             self.put(number, self._best_path(number))
 

@@ -34,7 +34,6 @@ class Tuple4:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    port: int
     hops: Hops
     seen_s: float
 
@@ -47,7 +46,7 @@ class Catalogue:
     def learn(self, key: Tuple4, found: Mapping[int, Hops], now_s: float) -> None:
         table = self._entries.setdefault(key, {})
         for port, hops in found.items():
-            table[port] = CatalogueEntry(port=port, hops=hops, seen_s=now_s)
+            table[port] = CatalogueEntry(hops=hops, seen_s=now_s)
 
     def ports(self, key: Tuple4, now_s: float) -> dict[Hops, list[int]]:
         """Fresh ports by the path they take."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Endpoint = tuple[str, int]  # node, NIC
-Slot = tuple[int, int, int]  # replica, stage, shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,6 @@ class Flow:
     bytes: float
     weight: float = 1.0
     plane: int | None = None  # where its sender's port must be, if that was decided outside
-    sender: Slot | None = None  # the worker that sends it
 
 
 def connection_name(task: str, sender: str, host: str, port: int) -> str:

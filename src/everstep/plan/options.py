@@ -100,20 +100,6 @@ class Options:
             * float(layer.back_s[index]),
         )
 
-    def without(self, units: int) -> Options | None:
-        """The same options less the best one of so many units, in whichever layers it stands."""
-        chosen = self.choice(units)
-        layers = []
-        for layer in self.layers:
-            worth = layer.worth.copy()
-            for index in np.flatnonzero(layer.units == units):
-                if self.written_out(layer, int(index)).same(chosen):
-                    worth[index] = NEVER
-            layers.append(replace(layer, worth=worth))
-        if not any((layer.worth > NEVER).any() for layer in layers):
-            return None
-        return Options(self.task, self.situation, self.horizon, tuple(layers))
-
     def only(self, kinds: frozenset[OptionKind]) -> Options | None:
         """The same options less those of other kinds."""
         wanted = np.array([int(kind) for kind in kinds])

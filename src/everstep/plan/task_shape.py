@@ -38,10 +38,6 @@ class ParallelShape:
         """Places of one (replica, stage): a group of shards is lost when one of them is."""
         return self.replicas * self.stages
 
-    def same_cut(self, other: ParallelShape) -> bool:
-        """The model is cut alike: what a worker holds in one shape, a worker holds in the other."""
-        return (self.stages, self.shards) == (other.stages, other.shards)
-
     def __str__(self) -> str:
         parts = [self.replicas, self.stages] + ([self.shards] if self.shards > 1 else [])
         return " x ".join(map(str, parts))

@@ -49,7 +49,6 @@ class RankGroup:
         """`environment`: what ranks inherit, if not that of this process. `hidden`: see RankRules."""
         self.ranks: dict[int, RunningRank] = {}
         self.selector = selectors.DefaultSelector()
-        self.life = 0
         self._command, self._starter, self._happened = tuple(command), starter, happened
         self._output, self._errors = output, errors
         self._environment, self._folder, self._hidden = environment, folder, hidden or {}
@@ -86,7 +85,6 @@ class RankGroup:
         self._marks.clear()
         pids = {}
         for place in places:
-            self.life = place.life
             with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
                 place.folder.mkdir(parents=True, exist_ok=True)
             pids[place.rank] = self._start(place)
@@ -184,10 +182,10 @@ class RankGroup:
             case "recorded":
                 rank.is_recorded = True
             case "left":
-                self._happened(words.RankLeft(rank=number, life=self.life))
+                self._happened(words.RankLeft(rank=number))
             case "paced":
                 is_written = bool(message.get("is_written"))
-                self._happened(words.RankRecorded(rank=number, life=self.life, is_written=is_written))
+                self._happened(words.RankRecorded(rank=number, is_written=is_written))
             case "counted" if isinstance(entered := message.get("entered"), dict):
                 rank.entered = {name: number for name, number in entered.items() if isinstance(number, int)}
             case "progress" if isinstance(step := message.get("step"), int):
@@ -195,7 +193,6 @@ class RankGroup:
                 self._happened(
                     words.StepSeen(
                         rank=number,
-                        life=self.life,
                         step=step,
                         tokens=tokens if isinstance(tokens, int) else None,
                         is_saved=bool(message.get("saved")),
@@ -205,7 +202,6 @@ class RankGroup:
                 self._happened(
                     words.RankHandedOver(
                         rank=number,
-                        life=self.life,
                         step=step,
                         name=str(message.get("name", "")),
                         size=int(message.get("size", 0)),
@@ -217,7 +213,6 @@ class RankGroup:
                 self._happened(
                     words.RankRaised(
                         rank=number,
-                        life=self.life,
                         error=str(message.get("error", "an exception")),
                         where=str(message.get("where", "")),
                         traceback=str(message.get("traceback", "")),
@@ -250,11 +245,10 @@ class RankGroup:
         recorded = rank.recorded_error() if code != 0 else None
         if recorded is not None:
             error, traceback = recorded
-            self._happened(words.RankRaised(rank=number, life=self.life, error=error, traceback=traceback))
+            self._happened(words.RankRaised(rank=number, error=error, traceback=traceback))
         self._happened(
             words.RankExited(
                 rank=number,
-                life=self.life,
                 code=code,
                 reason=self._reason(code),
                 words=rank.stderr.tail(),

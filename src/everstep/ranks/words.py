@@ -1,6 +1,6 @@
 """What is seen of the ranks of a script on this machine: `group` says it, `keeper` hears it.
 
-Ranks are torchrun's: processes of your script. `life` is the one in which it happened.
+Ranks are torchrun's: processes of your script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ class RankRaised:
     """An exception has reached the top of the script. `raised_at`: on the monotonic clock."""
 
     rank: int
-    life: int
     error: str  # "ValueError: no such file"
     where: str = ""  # "train.py:17 in load"
     traceback: str = ""
@@ -26,7 +25,6 @@ class RankExited:
     """`code` is negative for a signal, as in `subprocess`. `words`: the end of its stderr."""
 
     rank: int
-    life: int
     code: int
     reason: str  # "killed by SIGKILL"
     words: str = ""
@@ -47,7 +45,6 @@ class StepSeen:
     """The script has called `everstep.progress`."""
 
     rank: int
-    life: int
     step: int
     tokens: int | None = None
     is_saved: bool = False
@@ -58,7 +55,6 @@ class RankHandedOver:
     """The script has called `everstep.snapshot`: the rank's file, or why there is none."""
 
     rank: int
-    life: int
     step: int
     name: str = ""  # empty: other ranks have all of it
     size: int = 0
@@ -71,7 +67,6 @@ class RankLeft:
     """Its script has come to an end, and raised nothing."""
 
     rank: int
-    life: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +74,6 @@ class RankRecorded:
     """Its flight recorder is written where `RankGroup.ask_for_paces` asked for it, if it has one."""
 
     rank: int
-    life: int
     is_written: bool
 
 

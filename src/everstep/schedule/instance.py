@@ -168,12 +168,6 @@ class Instance:
         done = self.done.get((microbatch, stage))
         return done.kinds if done else ""
 
-    def cells(self, worker: Worker) -> list[Worker]:
-        """What a worker runs, part by part."""
-        if self.virtual == 1:
-            return [worker]
-        return [Worker(worker.replica, part) for part in self.fold.parts_of(worker.stage)]
-
     def merged(self) -> Instance:
         """As if each worker ran its parts as one: for questions about work, not about order."""
         if self.virtual == 1:

@@ -26,9 +26,10 @@ from typing import Any, Literal
 
 from everstep.errors import UserError
 from everstep.fabric.document import check_fields, number, required
-from everstep.fabric.flows import Endpoint, Flow, Slot
+from everstep.fabric.flows import Endpoint, Flow
 from everstep.fabric.topology import Topology
 
+Slot = tuple[int, int, int]  # replica, stage, shard
 Algorithm = Literal["ring", "tree", "direct"]
 _TASK = (
     *("name", "replicas", "stages", "shards", "parts", "microbatches", "gradient_bytes", "boundary_bytes"),
@@ -83,8 +84,8 @@ def _pipeline(task: TrafficTask) -> list[Flow]:
         if s + 1 < task.stages:
             here, there = task.placement[k, s, h], task.placement[k, s + 1, h]
             total = task.boundary_bytes * task.microbatches
-            flows += _cut(task, "pipeline", f"down {k}.{s}.{h}", (k, s, h), here, there, total)
-            flows += _cut(task, "pipeline", f"up {k}.{s}.{h}", (k, s + 1, h), there, here, total)
+            flows += _cut(task, "pipeline", f"down {k}.{s}.{h}", here, there, total)
+            flows += _cut(task, "pipeline", f"up {k}.{s}.{h}", there, here, total)
     return flows
 
 
@@ -99,7 +100,7 @@ def _reduce(task: TrafficTask) -> list[Flow]:
                 here, there = task.placement[one, s, h], task.placement[other, s, h]
                 total = fraction * task.gradient_bytes
                 edge = f"{one}-{other}"
-                flows += _cut(task, "reduce", f"reduce {s}.{h}", (one, s, h), here, there, total, edge)
+                flows += _cut(task, "reduce", f"reduce {s}.{h}", here, there, total, edge)
     return flows
 
 
@@ -107,7 +108,6 @@ def _cut(
     task: TrafficTask,
     phase: str,
     group: str,
-    sender: Slot,
     here: Endpoint,
     there: Endpoint,
     total: float,
@@ -123,7 +123,6 @@ def _cut(
             target=there,
             bytes=total / task.parts,
             weight=task.weight,
-            sender=sender,
         )
         for part in range(task.parts)
     ]

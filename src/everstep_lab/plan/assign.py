@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from everstep.errors import UserError
 from everstep.plan.answer import Decision, decide, split
 from everstep.plan.cluster import Assignment, Cluster
 from everstep.plan.explain import Gain, gains_of, reasons
-from everstep.plan.option import OptionKind, TaskOption
+from everstep.plan.option import NEVER, OptionKind, TaskOption
+from everstep.plan.options import Options
 from everstep.plan.running import Period
 from everstep.plan.task import TaskSpec
 from everstep.protocol.durations import span
@@ -118,14 +121,14 @@ def _placed(cluster: Cluster, now: Assignment, decision: Decision) -> tuple[Deci
         try:
             return decision, place(cluster, known, decision.choices)
         except Unplaceable as error:
-            decision = _without(cluster, decision, error.task) or decision
+            decision = _without(decision, error.task) or decision
     raise UserError(
         "no placement was found for the best allocations; free some slots, or plan in whole nodes."
     )
 
 
-def _without(cluster: Cluster, decision: Decision, task: str) -> Decision | None:
-    fewer = decision.options[task].without(decision.choices[task].units)
+def _without(decision: Decision, task: str) -> Decision | None:
+    fewer = _less(decision.options[task], decision.choices[task].units)
     if fewer is None:
         return None
     every = {**decision.options, task: fewer}
@@ -135,6 +138,21 @@ def _without(cluster: Cluster, decision: Decision, task: str) -> Decision | None
         options=every,
         choices=split(decision.period.cluster, every),
     )
+
+
+def _less(options: Options, units: int) -> Options | None:
+    """The same options less the best one of so many units, in whichever layers it stands."""
+    chosen = options.choice(units)
+    layers = []
+    for layer in options.layers:
+        worth = layer.worth.copy()
+        for index in np.flatnonzero(layer.units == units):
+            if options.written_out(layer, int(index)).same(chosen):
+                worth[index] = NEVER
+        layers.append(replace(layer, worth=worth))
+    if not any((layer.worth > NEVER).any() for layer in layers):
+        return None
+    return Options(options.task, options.situation, options.horizon, tuple(layers))
 
 
 def _runner_up(cluster: Cluster, decision: Decision) -> RunnerUp | None:
@@ -149,7 +167,7 @@ def _runner_up(cluster: Cluster, decision: Decision) -> RunnerUp | None:
     best: Decision | None = None
     large = len(names) * cluster.capacity // cluster.unit > LARGE
     for name in names[: 1 if large else RUNNERS_CONSIDERED]:
-        other = _without(cluster, decision, name)
+        other = _without(decision, name)
         if other is not None and (best is None or other.objective > best.objective):
             best = other
     return None if best is None else runner_up_sentence(decision.choices, best.choices, decision.period)

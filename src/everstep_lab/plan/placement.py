@@ -103,7 +103,7 @@ def _keep_what_stays(cluster: Cluster, now: Assignment, name: str, choice: TaskO
     cut = was if was is not None and was.workers == len(old) else None
     if cut is None and choice.kind is OptionKind.REROUTE:
         cut = shape
-    if cut is not None and cut.same_cut(shape):
+    if cut is not None and (cut.stages, cut.shards) == (shape.stages, shape.shards):
         groups = _live_groups(cut, live)
         seat.groups = groups if choice.kind is OptionKind.REROUTE else _chosen(groups, shape, choice.workers)
     elif cut is None and choice.shape is None:

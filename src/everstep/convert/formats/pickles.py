@@ -71,10 +71,6 @@ class Opaque:
         state = self.__dict__["state"]
         return state.get(key, default) if isinstance(state, dict) else default
 
-    @property
-    def called(self) -> str:
-        return f"{self.module}.{self.name}"
-
     def __hash__(self) -> int:
         return id(self)
 
