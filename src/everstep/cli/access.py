@@ -12,7 +12,7 @@ from rich.table import Table
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.protocol.durations import duration
 from everstep.server.access import CredentialsFile, Role, checked_name, matrix, role_of, write_private

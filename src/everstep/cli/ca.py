@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from everstep.cli import render
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.server.access import Role, checked_name
 from everstep.server.certificates import CA_DAYS, DAYS, SERVER, issue, make_authority

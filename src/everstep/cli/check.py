@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.job.presets import closest
 
@@ -71,9 +72,7 @@ def check_command(
         ),
     ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List the checks and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is fit to train: known answers, memory, disk, limits, hardware errors.
 

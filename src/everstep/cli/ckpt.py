@@ -14,7 +14,7 @@ from rich.table import Table
 
 from everstep.cli import render
 from everstep.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
-from everstep.cli.render import emit, note, parameters
+from everstep.cli.render import AsJson, emit, note, parameters
 from everstep.convert.formats.dialects import DIALECTS
 from everstep.convert.formats.known_formats import FORMATS
 from everstep.errors import UserError
@@ -29,7 +29,6 @@ ckpt_app = typer.Typer(
     help="Universal checkpoints: inspect, convert, export, verify, diff and prune them.",
     rich_markup_mode="rich",
 )
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 PathOf = Annotated[str, typer.Argument(help="Checkpoint directory, or URL of a universal checkpoint.")]
 
 

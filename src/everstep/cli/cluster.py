@@ -20,6 +20,7 @@ from rich.text import Text
 
 from everstep.cli import render, scripts
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
+from everstep.cli.render import AsJson
 from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
@@ -29,8 +30,6 @@ from everstep.protocol.messages import AN_OPERATOR
 if TYPE_CHECKING:
     from everstep.job.job import Job
 
-JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-AsJson = Annotated[bool, JSON]
 _COLOURS = {
     "up": "green",
     "running": "green",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from everstep.cli import render
-from everstep.cli.train import JSON, own_page
+from everstep.cli.render import AsJson
+from everstep.cli.train import own_page
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
 from everstep.protocol.ops import Worker
@@ -87,7 +88,7 @@ def demo_command(
         bool,
         typer.Option("--web", help="Open a page that shows the run; kill, stop or slow down workers there."),
     ] = False,
-    as_json: Annotated[bool, JSON] = False,
+    as_json: AsJson = False,
 ) -> int:
     """See training survive the loss of two workers; takes about a minute on a laptop.
 

@@ -17,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from everstep.cli import render
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def diagnose_command(
             "of its worker server. Repeat it for each rank, in order of rank."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     pictures: Annotated[
         Path | None,
         typer.Option(help="Write delay matrix, wait graph and timeline as SVG into this directory."),

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
+from everstep.cli.render import AsJson
 from everstep.core.faults.remedies import REMEDIES, first_remedy
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
@@ -45,9 +46,7 @@ def explain_command(
     patterns: Annotated[
         bool, typer.Option("--patterns", help="With `severities`: also list the patterns of each error kind.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List recent incidents, or explain one: evidence, verdict and remedies, with times and reasons.
 

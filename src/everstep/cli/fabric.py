@@ -22,6 +22,7 @@ from everstep.cli.fabric_files import (
     topology_in,
     write_text,
 )
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 fabric_app = typer.Typer(
@@ -31,7 +32,6 @@ fabric_app = typer.Typer(
 )
 
 FabricFile = Annotated[Path, typer.Argument(help="Fabric file (TOML); see docs/fabric.md.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
 @fabric_app.command("probe")

@@ -19,7 +19,7 @@ from rich.console import Console
 from everstep import __version__
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.errors import EverstepError, UserError
 
 LOG_BYTES = 1 << 16

@@ -15,6 +15,7 @@ import typer
 from everstep import log
 from everstep.cli import render
 from everstep.cli.client import Ca
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 launch_app = typer.Typer(
@@ -98,9 +99,7 @@ def slurm_command(
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends.")] = False,
     show: Annotated[bool, typer.Option("--print", help="Print the batch script and submit nothing.")] = False,
     ca: Ca = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train a job, or run any torchrun-style script, on nodes that Slurm allocates, and survive lost nodes.
 
@@ -197,9 +196,7 @@ def ray_command(
     grace: Grace = 5.0,
     preload: Preload = None,
     log_dir: LogDir = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train a job, or run any torchrun-style script, on the nodes of a Ray cluster.
 

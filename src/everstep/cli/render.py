@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 note = log.say
 UNCUT = 100_000  # columns
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 LOG_FORMAT = typer.Option("--log-format", help="Lines on stderr: text, or one JSON object each.")
 LOG_LEVEL = typer.Option("--log-level", help="The least severe lines on stderr.")
 

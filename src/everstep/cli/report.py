@@ -13,7 +13,7 @@ from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.drive.goodput import HOUR_S, PRODUCTIVE, STEPS, Cause
 from everstep.errors import UserError
 from everstep.protocol.durations import duration

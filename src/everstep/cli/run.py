@@ -20,7 +20,8 @@ import typer
 
 from everstep import log
 from everstep.cli import render, scripts
-from everstep.cli.train import EVERY, JSON, KILL, WEB, own_page, scalars
+from everstep.cli.render import AsJson
+from everstep.cli.train import EVERY, KILL, WEB, own_page, scalars
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def run_command(
         ),
     ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
-    as_json: Annotated[bool, JSON] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Run your training script, with workers that recover or as torchrun runs it.
 

@@ -20,7 +20,7 @@ import typer
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.protocol.parcels import ParcelKind
 from everstep.server.words import OPS, PARCELS

@@ -17,7 +17,7 @@ import typer
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.cluster import AsJson
+from everstep.cli.render import AsJson
 from everstep.errors import EverstepError, UserError
 from everstep.launch.local.loggers import CsvLog, JsonlLog, MlflowLog, WandbLog
 

@@ -13,6 +13,7 @@ import typer
 
 from everstep import log
 from everstep.cli import render
+from everstep.cli.render import AsJson
 from everstep.drive.step_rows import StepRow
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job, load_job
@@ -48,7 +49,6 @@ EVERY = typer.Option(
 GRACE = typer.Option(
     "--grace", min=0, metavar="SECONDS", help="On SIGTERM: time to finish the step and save its state."
 )
-JSON = typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
 
 
 def train_command(
@@ -68,7 +68,7 @@ def train_command(
     every: Annotated[int | None, EVERY] = None,
     grace: Annotated[float, GRACE] = 25.0,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
-    as_json: Annotated[bool, JSON] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train a job on this machine. If a worker fails, the others finish its step.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from everstep.cli.fabric_files import read_json, read_tables, topology_in, write_text
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 PRESETS = ("c4p", "c4p-2to1", "c4p-one-job", "gpu4096")
 FabricFile = Annotated[Path, typer.Argument(help="Fabric file (TOML); see docs/fabric.md.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
 def plan_command(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def plan_command(
     memory: Annotated[
         bool, typer.Option("--memory", help="FILE is a job: show what its workers keep in memory.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan which task gets which workers, and whether the move pays off."""
     if memory:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from everstep.cli.render import AsJson
 from everstep.diagnose import drawing
 from everstep.errors import UserError
 from everstep.protocol.ops import Kind, parse_worker
@@ -69,9 +70,7 @@ def schedule_command(
     ] = False,
     seconds: Annotated[float, typer.Option(help="Time limit of --polish.")] = 30.0,
     text: Annotated[bool, typer.Option("--text", help="Print the ops, one line per worker.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Write a Gantt chart as SVG.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a Gantt chart as PNG (extra `plot`).")] = None,
     policies: Annotated[

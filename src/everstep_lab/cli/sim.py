@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,9 +93,7 @@ def storm_command(
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Inject random faults into a simulated cluster that runs the real decisions.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from everstep.cli.render import AsJson
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ def simulate_command(
         str, typer.Option(help="Sweep over a parameter, such as spares=0,1,2,4 or mtbf-hours=1,4,24.")
     ] = "",
     plot: Annotated[Path | None, typer.Option(help="Write a plot as SVG.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate a cluster under several recovery policies and compare their goodput.
 
