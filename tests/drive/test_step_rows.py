@@ -1,8 +1,11 @@
 """Rows of steps: each microbatch of a task is counted once, whatever of its steps was reported."""
 
+from dataclasses import replace
+
 from everstep.drive.step_rows import StepRows
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.ops import Microbatch
+from everstep.protocol.work import mean_loss
 
 
 def record(step: int) -> RecordStep:
@@ -51,3 +54,10 @@ def test_a_task_that_resumes_an_earlier_run_counts_its_own_steps() -> None:
     rows.begin(0.0, done=50, microbatches=4)
     rows.add(record(51), 1.0)
     assert (rows.first, rows.committed) == (51, 4)
+
+
+def test_a_row_has_the_loss_that_judges_and_checkpoints_have() -> None:
+    """To the last bit: it was added up in order, and differed from the one in the checkpoint's index."""
+    losses = tuple((Microbatch(0, m), loss) for m, loss in enumerate((0.1, 0.2, 0.3)))
+    row = StepRows().add(replace(record(1), losses=losses), 1.0)
+    assert row.loss == mean_loss(losses) != (0.1 + 0.2 + 0.3) / 3

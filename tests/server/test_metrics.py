@@ -206,3 +206,25 @@ def test_goodput_is_in_the_metrics_and_in_the_report(
         assert main.run(words) == 0
         assert "wait" in capfd.readouterr().out
         assert main.run([*words, "--task", "nobody"]) == 2
+
+
+def test_what_full_experts_dropped_is_in_the_metrics_and_in_the_task(tmp_path: Path) -> None:
+    async def told(address: str) -> tuple[str, dict[str, Any]]:
+        client = Client(address=address)
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(client.post, "/v1/tasks", {"name": "moe", "job": JOB})
+            order = await one.until(msg.StartProcess)
+            started = ev.WorkerStarted(worker=order.worker, incarnation=1, address=("127.0.0.1", 1))
+            await one.say(1, msg.TaskEvent(task="moe", event=started))
+            times = {"F": 1.0, "dropped": 0.25}
+            await one.say(2, msg.TimesReported(task="moe", worker=order.worker, times=times, incarnation=1))
+            await one.say(3, msg.TaskEvent(task="moe", event=started))  # times are not acknowledged
+            await one.acknowledged(3)
+            return await asyncio.to_thread(exported, address), await asyncio.to_thread(
+                client.get, "/v1/status"
+            )
+
+    with served(tmp_path) as address:
+        text, tasks = asyncio.run(told(address))
+    assert 'everstep_task_dropped_ratio{task="moe"} 0.25' in text
+    assert [task["dropped"] for task in tasks["tasks"]] == [0.25]

@@ -6,10 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
+from everstep.protocol.ops import Worker
 from everstep.protocol.table import Document, Json
+from everstep.protocol.work import mean_loss
+from everstep.schedule.profile import DROPPED
 
 KEPT_ROWS = 2000  # of a task, for those who look
 LOSS = "loss"  # what every evaluation finds first
@@ -51,6 +55,16 @@ class StepRows:
     committed: int = 0  # microbatches
     replayed_elsewhere: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that was evaluated
+    # of the experts that tokens chose, the share that was full, as workers last reported it; not journaled
+    dropped: dict[Worker, float] = field(default_factory=dict)
+
+    def learn(self, report: msg.TimesReported) -> None:
+        if DROPPED in report.times:
+            self.dropped[report.worker] = report.times[DROPPED]
+
+    def dropped_share(self) -> float | None:
+        """None: the model has no experts with a capacity, or nothing is known yet."""
+        return round(fmean(self.dropped.values()), 4) if self.dropped else None
 
     def evaluate(self, record: RecordStep, names: Iterable[str]) -> dict[str, float]:
         """The scores that a step brought along: those of the weights after the step before."""
@@ -73,15 +87,16 @@ class StepRows:
         coordinator was there or that an older journal does not know, the steps between were done once too.
         """
         self.last_at = self.last_at or now
+        self.dropped.clear()
         if 0 < self.last < done:
             self.committed += (done - self.last) * microbatches
             self.last = done
 
     def add(self, record: RecordStep, now: float) -> StepRow:
-        losses = dict(record.losses)
+        loss = mean_loss(record.losses)
         row = StepRow(
             step=record.step,
-            loss=sum(losses[m] for m in sorted(losses)) / len(losses) if losses else math.nan,
+            loss=math.nan if loss is None else loss,
             grad_norm=record.norm,
             seconds=now - self.last_at if self.last_at else 0.0,
             epoch=record.epoch,

@@ -91,6 +91,7 @@ class ClusterMetrics(Collector):
         wanted = gauge("wanted_steps", "Steps a task runs in total.")
         seconds = gauge("step_seconds", "Duration of the last step.")
         loss = gauge("loss", "Loss of the last step.")
+        dropped = gauge("dropped_ratio", "Share of the experts that tokens chose which were full.")
         workers = gauge("workers", "Workers of a task.")
         places = gauge("places", "Maximum workers of a task: replicas times stages.")
         running = gauge("running", "1 if the task is training, 0 if it waits, stalls, is paused or ended.")
@@ -122,8 +123,10 @@ class ClusterMetrics(Collector):
                 seconds.add_metric(name, row["step_seconds"])
             if row["loss"] is not None:
                 loss.add_metric(name, row["loss"])
+            if row["dropped"] is not None:
+                dropped.add_metric(name, row["dropped"])
         yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
-        yield from (weight, protected, not_saved)
+        yield from (weight, protected, not_saved, dropped)
 
     def _goodput(self) -> Iterator[Metric]:
         ratio = GaugeMetricFamily(

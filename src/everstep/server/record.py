@@ -183,6 +183,10 @@ class ClusterRecord:
         total = task.shape.replicas * task.shape.microbatches
         self._steps(task.name).begin(at, done=done, microbatches=total)
 
+    def learn(self, report: msg.TimesReported) -> None:
+        if report.task in self.machine.tasks:
+            self._steps(report.task).learn(report)
+
     def _steps(self, task: str) -> StepRows:
         if task not in self.steps:
             self.steps[task] = StepRows()

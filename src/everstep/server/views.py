@@ -190,6 +190,7 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "curve": _curve(steps) if task.state in OVER else [],
         "step_seconds": None if last is None else round(last.seconds, 6),
         "evaluation": None if steps is None else _evaluation(steps),
+        "dropped": None if steps is None else steps.dropped_share(),
         "microbatches": _microbatches(task, steps),
     }
 

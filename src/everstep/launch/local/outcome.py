@@ -12,7 +12,7 @@ from everstep.drive.step_rows import StepRow, StepRows
 from everstep.log import LineFile, warn
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.incidents import Incident
-from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.ops import Microbatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,8 +34,6 @@ class Outcome:
     earlier_losses: dict[int, float] = field(default_factory=dict)  # of earlier starts
     earlier_norms: dict[int, float] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step evaluated
-    # By worker: of the experts that tokens chose, the share that was full, as it was reported last.
-    dropped: dict[Worker, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[StepRow]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from everstep.drive.step_rows import StepRow
@@ -80,7 +80,7 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "saved": not outcome.unsaved,
         "losses": {str(step): loss for step, loss in losses.items()},
         "skipped": sum(not math.isfinite(row.grad_norm) for row in outcome.by_step().values()),
-        "dropped": round(fmean(outcome.dropped.values()), 4) if outcome.dropped else None,
+        "dropped": outcome.steps.dropped_share(),
         "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
         "healthy_step_ms": round(healthy * 1e3, 3),

@@ -38,7 +38,6 @@ from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import EpochFacts
-from everstep.schedule.profile import DROPPED
 from everstep.schedule.task_scheduler import TaskScheduler
 from everstep.server import step_timeline
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
@@ -319,8 +318,7 @@ class LocalTask:
         match report:
             case msg.TimesReported():
                 self._look_at_data(report)
-                if DROPPED in report.times:
-                    self.outcome.dropped[report.worker] = report.times[DROPPED]
+                self.outcome.steps.learn(report)
                 self.watch("times", report)
                 for found in self._thinking.learn(self.coordinator, report):
                     self._driver.hear(found)

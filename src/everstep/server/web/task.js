@@ -119,6 +119,7 @@ export class TaskView {
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
       [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : `nothing saved${over ? "" : " yet"}`, task.saved.failing ? "warn" : ""],
       [percent(task.goodput), "goodput"], [task.owner, "owner"],
+      ...(task.dropped == null ? [] : [[percent(task.dropped), "of chosen experts were full"]]),
       ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
         [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);
