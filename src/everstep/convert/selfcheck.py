@@ -31,7 +31,7 @@ from everstep.layout.box import Box, Shape, offset_of, row_major
 from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
-from everstep.store.parts import BLOCK_BYTES, Progress, block_of
+from everstep.store.parts import BLOCK_BYTES, block_of
 from everstep.store.stored import Held, Stored, num_bytes, read_range
 
 CHUNK_BYTES = BLOCK_BYTES  # hashed as one: writers read blocks of this size, or ranges one after the other
@@ -136,13 +136,7 @@ def hashed(state: TrainingState) -> TrainingState:
 # The comparison.
 
 
-def changes(
-    expected: TrainingState,
-    found: TrainingState,
-    *,
-    threads: int = 2,
-    progress: Progress = lambda count: None,
-) -> list[Change]:
+def changes(expected: TrainingState, found: TrainingState, *, threads: int = 2) -> list[Change]:
     """What is not as it should be; `expected` may be `hashed`."""
     rows = [Change("lost", name) for name in expected.lost]
     wanted, there = _with_aliases(expected), _with_aliases(found)
@@ -158,7 +152,7 @@ def changes(
     alike = [n for n in both if (wanted[n].dtype, wanted[n].shape) == (there[n].dtype, there[n].shape)]
     names = list({(id(wanted[name]), id(there[name])): name for name in alike}.values())  # not aliases twice
     with ThreadPoolExecutor(threads, thread_name_prefix="check") as pool:
-        same = pool.map(lambda name: _same_bytes(wanted[name], there[name], progress), names)
+        same = pool.map(lambda name: _same_bytes(wanted[name], there[name]), names)
         rows += [Change("value", n, "other bytes") for n, ok in zip(names, same, strict=True) if not ok]
     rows += [
         Change("value", name, "cast to another value")
@@ -179,7 +173,7 @@ def _with_aliases(state: TrainingState) -> dict[str, Stored]:
     return names
 
 
-def _same_bytes(a: Stored, b: Stored, progress: Progress) -> bool:
+def _same_bytes(a: Stored, b: Stored) -> bool:
     size = num_bytes(a)
     for chunk, start in enumerate(range(0, size, CHUNK_BYTES)):
         stop = min(start + CHUNK_BYTES, size)
@@ -190,7 +184,6 @@ def _same_bytes(a: Stored, b: Stored, progress: Progress) -> bool:
             source = xxhash.xxh3_64_intdigest(block_of(a, start, stop))
         if written != source:
             return False
-        progress(stop - start)
     return True
 
 

@@ -112,16 +112,13 @@ def choose(
     *,
     now: float = 0.0,
     measured: Measurements | None = None,
-    ready: Mapping[object, Thought] | None = None,
 ) -> AssignmentChosen:
     """How many workers each task shall have, and in which shape, now that `event` has happened."""
     measured = measured or Measurements()
     asked = question(view, now, measured)
     if asked is None:
         return nothing_to_share(version)
-    prepared = (ready or {}).get(asked.key)
-    found = chosen(view, version, event, prepared or think(asked), measured, now)
-    return replace(found, is_prepared=prepared is not None)
+    return chosen(view, version, event, think(asked), measured, now)
 
 
 def nothing_to_share(version: int) -> AssignmentChosen:

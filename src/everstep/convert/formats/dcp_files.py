@@ -132,7 +132,6 @@ def write_keys(
     progress: Progress = lambda count: None,
     *,
     aliases: Mapping[str, str] | None = None,
-    paths: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> None:
     """Any table of tensors and values. `aliases`: other keys of the same bytes, which are written once."""
     from torch.distributed.checkpoint import metadata as torch_metadata
@@ -153,7 +152,7 @@ def write_keys(
         for one in (key, *others.get(key, ())):
             table[one] = described
             storage[torch_metadata.MetadataIndex(one, offset)] = place
-    planner = {key: (paths or {}).get(key) or _written_path(key) for key in table}
+    planner = {key: _written_path(key) for key in table}
     whole = torch_metadata.Metadata(state_dict_metadata=table, planner_data=planner, storage_data=storage)
     partial = path / ".metadata.tmp"
     with open(partial, "wb") as file:
