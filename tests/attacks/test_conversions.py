@@ -91,6 +91,17 @@ def test_a_parameter_of_a_missing_rank_is_not_a_frozen_one(
     assert "of 1 of 2 ranks are there" in refusal(tmp_path / "zero")
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_missing_file_of_model_states_is_named(
+    rank: int, made: Path, tmp_path: Path, refusal: Converts
+) -> None:
+    """Of ZeRO-3: what that rank alone had, such as parts of frozen parameters, was not missed."""
+    folder = shutil.copytree(made / "z3", tmp_path / "copy")
+    gone = next(folder.glob(f"*/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+    gone.unlink()
+    assert f"{gone.name} is missing" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     ("index", "says"),
     [

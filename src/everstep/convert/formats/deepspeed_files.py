@@ -56,7 +56,19 @@ def files_in(folder: Path) -> Files:
         ranks = sorted(dp for rank, dp in found.optims if rank == mp)
         if ranks != list(range(len(ranks))):
             raise UserError(f"{folder}: the optimizer files of model rank {mp} are not 0 to {ranks[-1]}.")
+    if any(path.name.startswith("zero_pp_rank_") for path in found.models.values()):
+        _check_models(folder, found)
     return found
+
+
+def _check_models(folder: Path, found: Files) -> None:
+    """Of ZeRO-3, where every rank has its own: parts of frozen parameters, buffers, random states."""
+    missing = sorted(found.optims.keys() - found.models.keys())
+    if missing:
+        mp, dp = missing[0]
+        raise UserError(
+            f"{folder}: zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt is missing; restore it."
+        )
 
 
 def check_ranks(folder: Path, optims: dict[tuple[int, int], Path], partitions: Any) -> None:
