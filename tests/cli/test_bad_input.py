@@ -2,15 +2,19 @@
 
 import re
 import socket
+import string
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from everstep.cli import main
 from everstep.cli.agent import check_host
 from everstep.errors import UserError
+from everstep.launch.client import Client, in_path
 
 CHANGES = {
     "unknown key": ("steps = 6", "stepz = 6", "stepz is not a key of a job; did you mean 'steps'?"),
@@ -262,3 +266,41 @@ def test_an_agent_with_an_address_that_cannot_be_bound_ends_with_a_sentence(
     assert ran.code == 2
     assert "--host 203.0.113.7 cannot be bound on this machine (Cannot assign requested address)" in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["a b", "é💥", "x/../../y", "j?x=1", "j#x", "%2e"])
+def test_a_name_goes_into_a_path_as_it_was_typed(name: str) -> None:
+    """With a space it was a traceback, with a slash another path."""
+    assert set(in_path(name)) <= set(string.ascii_letters + string.digits + "%.-_~")
+    assert unquote(in_path(name)) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_name_that_would_be_another_path_is_refused(name: str, idle_everstep: Callable[..., Any]) -> None:
+    assert_refused(idle_everstep("cancel", name), f"{name!r} is not a name of a task or node")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:x", "http://127.0.0.1:70000", "http://a b", "http://[::1", "http://é..:1"]
+)
+def test_an_address_of_nothing_is_one_sentence(address: str) -> None:
+    with pytest.raises(
+        UserError, match=r"is not the address of a coordinator|no coordinator at|is not of the"
+    ):
+        Client(address=address).get("/v1/status")
+
+
+def test_what_does_not_speak_http_is_no_coordinator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                sock.recv(1000)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(UserError, match=r"is not the address of a coordinator \(SSH-2.0"):
+            Client(address=f"http://127.0.0.1:{other.getsockname()[1]}").get("/v1/status")
+        thread.join()

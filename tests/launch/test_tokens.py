@@ -58,3 +58,10 @@ def test_a_token_is_read_as_editors_write_it(tmp_path: Path, written: bytes) -> 
     (file := tmp_path / "token").write_bytes(written)
     file.chmod(0o600)
     assert coordinator_token.read_token(file) == "secret"
+
+
+def test_a_token_in_a_variable_may_end_with_the_line_break_of_its_file() -> None:
+    """A secret of Kubernetes often does: it ended in a traceback of http.client."""
+    assert coordinator_token.found("secret\n") == "secret"
+    with pytest.raises(UserError, match="the token has control characters; give it as one line"):
+        coordinator_token.found("two\nlines")

@@ -24,6 +24,7 @@ from everstep.cli.render import AsJson
 from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
+from everstep.launch.client import in_path
 from everstep.protocol.durations import duration
 from everstep.protocol.messages import AN_OPERATOR
 
@@ -254,7 +255,7 @@ def _wait(client: Client, task: str) -> Any:
     away = 0.0
     while True:
         try:
-            answer, away = client.get(f"/v1/tasks/{task}"), 0.0
+            answer, away = client.get(f"/v1/tasks/{in_path(task)}"), 0.0
             if answer["state"] in _OVER:
                 return answer
         except EverstepError:
@@ -367,7 +368,7 @@ def drain_command(
       everstep drain node-3 --readmit
     """
     client = Client(address=address, token=token, ca=ca)
-    row = client.post(f"/v1/nodes/{node}/{'readmit' if readmit else 'drain'}", {"force": force})
+    row = client.post(f"/v1/nodes/{in_path(node)}/{'readmit' if readmit else 'drain'}", {"force": force})
     return node_report(row, as_json)
 
 
@@ -389,7 +390,7 @@ def expect_command(
     """
     seconds = duration(back_in, "BACK_IN")
     client = Client(address=address, token=token, ca=ca)
-    return node_report(client.post(f"/v1/nodes/{node}/expect", {"back_in_s": seconds}), as_json)
+    return node_report(client.post(f"/v1/nodes/{in_path(node)}/expect", {"back_in_s": seconds}), as_json)
 
 
 def notice_command(
@@ -412,7 +413,7 @@ def notice_command(
     """
     seconds = duration(leaves_in, "LEAVES_IN")
     client = Client(address=address, token=token, ca=ca)
-    return node_report(client.post(f"/v1/nodes/{node}/notice", {"leaves_in_s": seconds}), as_json)
+    return node_report(client.post(f"/v1/nodes/{in_path(node)}/notice", {"leaves_in_s": seconds}), as_json)
 
 
 def cancel_command(
@@ -428,7 +429,7 @@ def cancel_command(
 
       everstep cancel llama-8b
     """
-    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/cancel")
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{in_path(task)}/cancel")
     saved = row["saved"]["protected"]
     kept = f"its checkpoint of step {saved} is kept" if saved else "no step of it is saved"
     then = "is cancelled" if row["state"] in _OVER else "ends now"
@@ -461,7 +462,7 @@ def pause_command(
     client = Client(address=address, token=token, ca=ca)
     if go_on:
         return resume_command(task, address=address, token=token, ca=ca, as_json=as_json)
-    row = client.post(f"/v1/tasks/{task}/pause", {"force": True} if force else {})
+    row = client.post(f"/v1/tasks/{in_path(task)}/pause", {"force": True} if force else {})
     if row["state"] == "paused":
         return answer(row, f"task {task} is paused at step {row['step']}; everstep resume {task}", as_json)
     will = f"task {task} completes the step after {row['step']}, saves it and frees its slots"
@@ -502,7 +503,7 @@ def update_command(
     job = load_job(job_file)
     told = (packed(job) if pack else job).to_dict()
     body = {"job": told, "steps": steps, "loss_band": loss_band, "pace_band": pace_band}
-    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/update", body)
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{in_path(task)}/update", body)
     will = f"task {task} takes the new job after the step it is in, on trial for {steps} steps"
     return answer(row, f"{will}; everstep status says whether it stays", as_json)
 
@@ -520,7 +521,7 @@ def resume_command(
 
       everstep resume llama-8b
     """
-    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{task}/unpause")
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{in_path(task)}/unpause")
     if row["state"] == "running":
         return answer(row, f"task {task} is running, at step {row['step']} of {row['steps']}", as_json)
     where = f"after step {row['saved']['protected']}" if row["saved"]["protected"] else "at step 1"
@@ -556,7 +557,7 @@ def resize_command(
     if release:
         if shape or workers is not None:
             raise UserError("--release takes neither a number of workers nor --shape; leave them out.")
-        row = client.post(f"/v1/tasks/{task}/release")
+        row = client.post(f"/v1/tasks/{in_path(task)}/release")
         return answer(row, f"the planner chooses the size and shape of task {task} again", as_json)
     if shape:
         words = shape.lower().split("x")
@@ -567,12 +568,12 @@ def resize_command(
                 "and no number of workers."
             )
         counts = dict(zip(("replicas", "stages", "shards"), map(int, words), strict=False))
-        before = client.get(f"/v1/tasks/{task}?rows=0")
-        row = client.post(f"/v1/tasks/{task}/reshape", counts)
+        before = client.get(f"/v1/tasks/{in_path(task)}?rows=0")
+        row = client.post(f"/v1/tasks/{in_path(task)}/reshape", counts)
         return answer(row, _will_take(counts, before, row), as_json)
     if workers is None:
         raise UserError("give a number of workers, or --shape, such as 3x2.")
-    row = client.post(f"/v1/tasks/{task}/resize", {"workers": workers})
+    row = client.post(f"/v1/tasks/{in_path(task)}/resize", {"workers": workers})
     now = f"it has {row['workers']} of {row['asked']}"
     return answer(
         row, f"task {task} uses at most {render.count(workers, 'worker')} from now on; {now}", as_json

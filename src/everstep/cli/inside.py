@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -21,6 +20,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.render import AsJson
 from everstep.errors import EverstepError, UserError
+from everstep.launch.client import in_path
 
 LOG_BYTES = 1 << 16
 MOST_LOGS = 64
@@ -55,7 +55,7 @@ def stacks_command(
       everstep stacks llama-8b --full
     """
     client = Client(address=address, token=token, ca=ca)
-    document: dict[str, Any] = client.get(f"/v1/tasks/{quote(task)}/stacks")
+    document: dict[str, Any] = client.get(f"/v1/tasks/{in_path(task)}/stacks")
     if as_json:
         render.emit(document)
         return 0
@@ -132,12 +132,12 @@ def collect_command(
     except EverstepError as error:
         missing.append(f"metrics.txt: {error}")
     for row in status["tasks"]:
-        task = quote(row["task"])
-        whole = ask(f"tasks/{row['task']}.json", f"/v1/tasks/{task}?rows=500") or {"seats": []}
+        task = row["task"]
+        whole = ask(f"tasks/{row['task']}.json", f"/v1/tasks/{in_path(task)}?rows=500") or {"seats": []}
         if row["state"] in ("running", "stalled"):
-            ask(f"tasks/{row['task']}-stacks.json", f"/v1/tasks/{task}/stacks")
+            ask(f"tasks/{row['task']}-stacks.json", f"/v1/tasks/{in_path(task)}/stacks")
         for seat in whole["seats"][:MOST_LOGS] if logs else ():
-            where = f"/v1/tasks/{task}/logs?worker={seat['worker']}&bytes={LOG_BYTES}"
+            where = f"/v1/tasks/{in_path(task)}/logs?worker={seat['worker']}&bytes={LOG_BYTES}"
             ask(f"logs/{row['task']}-{seat['worker'].replace(':', '-')}.json", where)
     if missing:
         files["missing.txt"] = "\n".join(missing) + "\n"

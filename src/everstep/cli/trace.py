@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -22,6 +21,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.render import AsJson
 from everstep.errors import UserError
+from everstep.launch.client import in_path
 from everstep.protocol.parcels import ParcelKind
 from everstep.server.words import OPS, PARCELS
 
@@ -55,7 +55,7 @@ def trace_command(
     """
     client = Client(address=address, token=token, ca=ca)
     first, last = _steps(client, task, steps)
-    document: dict[str, Any] = client.get(f"/v1/tasks/{quote(task)}/trace?first={first}&last={last}")
+    document: dict[str, Any] = client.get(f"/v1/tasks/{in_path(task)}/trace?first={first}&last={last}")
     if not any(worker["ops"] for worker in document["workers"]):
         kept = [worker["steps"] for worker in document["workers"] if worker["steps"]]
         if not kept:
@@ -80,7 +80,7 @@ def trace_command(
 
 
 def _steps(client: Client, task: str, text: str) -> tuple[int, int]:
-    row = client.get(f"/v1/tasks/{quote(task)}?rows=0")
+    row = client.get(f"/v1/tasks/{in_path(task)}?rows=0")
     if not text:
         return max(1, row["step"] - 2), max(1, row["step"])
     match = re.fullmatch(r"(\d{1,12})(?::(\d{1,12}))?", text.strip())
@@ -94,7 +94,7 @@ def _steps(client: Client, task: str, text: str) -> tuple[int, int]:
         render.note(f"task {task} is at step {row['step']}; waiting for step {last}")
     while row["step"] < last and row["state"] not in ("finished", "failed", "cancelled"):
         time.sleep(WAIT_S)
-        row = client.get(f"/v1/tasks/{quote(task)}?rows=0")
+        row = client.get(f"/v1/tasks/{in_path(task)}?rows=0")
     return first, last
 
 

@@ -19,6 +19,7 @@ from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.render import AsJson
 from everstep.errors import EverstepError, UserError
+from everstep.launch.client import in_path
 from everstep.launch.local.loggers import CsvLog, JsonlLog, MlflowLog, WandbLog
 
 POLL_S = 1.0
@@ -73,7 +74,7 @@ def track_command(
         raise UserError("--mlflow-uri needs --mlflow EXPERIMENT.")
     client = Client(address=address, token=token, ca=ca)
     last = max([after, *(last_step(path) for path in (csv, jsonl) if path is not None)])
-    document = client.get(f"/v1/tasks/{task}")
+    document = client.get(f"/v1/tasks/{in_path(task)}")
     follower = TaskNews(trackers, after=last)
     follower.start(document)
     render.note(f"task {task} is {document['state']}; its steps after {last} are logged")
@@ -128,7 +129,7 @@ def follow(
     since: float | None = None
     while True:
         try:
-            document = client.get(f"/v1/tasks/{task}")
+            document = client.get(f"/v1/tasks/{in_path(task)}")
             incidents = client.get("/v1/incidents")
             since = None
         except EverstepError:

@@ -9,6 +9,7 @@ from typing import Any
 from everstep.cli.client import Client
 from everstep.core.cluster.task import OVER
 from everstep.errors import UserError
+from everstep.launch.client import in_path
 
 LOOK_EVERY_S = 0.5
 STEPS_SHOWN = 10  # when nothing is followed
@@ -49,7 +50,7 @@ class WorkerOutput:
 
     def _read(self) -> str:
         """What is new; at first, the last `size` bytes."""
-        path = f"/v1/tasks/{self._task}/logs?worker={self._worker}&bytes={self._size}"
+        path = f"/v1/tasks/{in_path(self._task)}/logs?worker={self._worker}&bytes={self._size}"
         known = self.document
         answer = self._client.get(path + (f"&from={known['next']}" if known else ""))
         if known and answer["node"] != known["node"]:  # it runs elsewhere now: another file, from its start
@@ -59,7 +60,7 @@ class WorkerOutput:
         return text
 
     def _row(self, steps: int) -> Any:
-        return self._client.get(f"/v1/tasks/{self._task}?rows={steps}")
+        return self._client.get(f"/v1/tasks/{in_path(self._task)}?rows={steps}")
 
     def _tell_place(self, row: Any) -> None:
         found = place(row, self._worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.coordinator_address import current
@@ -45,7 +46,7 @@ class Client:
         base = current(self.address).rstrip("/")
         if not base:
             raise UserError(f"no coordinator has written its address into {self.address[1:]} yet.")
-        if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).netloc:
+        if not _is_address(base):
             raise UserError(f"--address {self.address!r} is not of the form {DEFAULT_ADDRESS}.")
         request = urllib.request.Request(f"{base}{path}", data=body, method=method)
         if self.token:
@@ -68,6 +69,27 @@ class Client:
             ) from None
         except (TimeoutError, OSError) as error:
             raise EverstepError(f"the coordinator at {base} does not answer: {error}.") from None
+        except (
+            http.client.HTTPException,
+            ValueError,
+        ) as error:  # an address of something else, or of nothing
+            raise UserError(
+                f"{base} is not the address of a coordinator ({error}); give --address."
+            ) from None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return urlsplit(text).scheme in ("http", "https") and bool(urlsplit(text).netloc)
+    except ValueError:  # half of the brackets of an IPv6 address
+        return False
+
+
+def in_path(name: str) -> str:
+    """The name of a task or node as a part of a path, whatever a user has typed."""
+    if name in ("", ".", ".."):
+        raise UserError(f"{name!r} is not a name of a task or node; everstep status shows them.")
+    return quote(name, safe="")
 
 
 def _decoded(data: bytes, base: str) -> Any:

@@ -33,7 +33,11 @@ def tls_place(given: Path | None) -> Path | None:
 def found(token: str = "", file: Path | None = None) -> str:
     """The token for a request: as given, or from @FILE; else the file of this user, if any."""
     held = file_of(token, file)
-    return token if held is None else read_token(held)
+    if held is not None:
+        return read_token(held)
+    if not token.strip().isprintable():
+        raise UserError("the token has control characters; give it as one line, or as @FILE.")
+    return token.strip()  # a variable that was made from a file may end with a line break
 
 
 def file_of(token: str = "", file: Path | None = None) -> Path | None:
