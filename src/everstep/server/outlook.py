@@ -16,14 +16,14 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeLiveness, NodeState
 from everstep.core.cluster.task import Task, TaskState
-from everstep.plan.ask import ClusterView, choose, worth
+from everstep.plan.ahead import SupposedCluster
+from everstep.plan.ask import choose, worth
 from everstep.server.record import ClusterRecord
 
 KEPT = 2000
@@ -141,8 +141,8 @@ def _if_joined(machine: Coordinator, slots: int, what: str) -> dict[str, Any]:
 def _asked(
     machine: Coordinator, nodes: Mapping[str, Node], tasks: Mapping[str, Task], what: str
 ) -> dict[str, Any]:
-    supposed = SimpleNamespace(nodes=nodes, tasks=tasks, log=machine.log, patience=machine.patience)
-    chosen = choose(cast(ClusterView, supposed), machine.version, what)
+    supposed = SupposedCluster(nodes, tasks, machine.log, machine.patience)
+    chosen = choose(supposed, machine.version, what)
     return {
         "if": what,
         "then": [
