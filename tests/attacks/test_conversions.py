@@ -122,6 +122,20 @@ def test_an_index_that_promises_what_is_not_there(
     assert says in refusal(source, None, "--to", "universal")
 
 
+@pytest.mark.parametrize("surplus", ["model-00003-of-00002.safetensors", "model.safetensors"])
+def test_weights_beside_those_of_the_index_are_not_left_out_silently(
+    surplus: str, tmp_path: Path, refusal: Converts
+) -> None:
+    """transformers itself takes model.safetensors where both are there."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    for name, key in (("model-00001-of-00002.safetensors", "a"), (surplus, "b")):
+        save_file({key: np.arange(3.0)}, source / name)
+    index = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    (source / "model.safetensors.index.json").write_text(index)
+    assert f"{surplus} is there beside the files of" in refusal(source, None, "--to", "universal")
+
+
 def test_a_pipe_among_the_files_is_not_waited_for(made: Path, tmp_path: Path, refusal: Converts) -> None:
     folder = shutil.copytree(made / "dcp", tmp_path / "copy")
     data = next(folder.glob("*.distcp"))

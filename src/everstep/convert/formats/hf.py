@@ -12,6 +12,7 @@ Tied weights are in such a folder once: the second name is missing, and config.j
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def is_one(path: Path) -> bool:
     return (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file()
 
 
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
 def read(path: str | Path, reading: Reading) -> TrainingState:
     folder = Path(path)
     try:
@@ -52,7 +56,12 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
 def _read(path: Path, reading: Reading) -> TrainingState:
     state = TrainingState()
     listed = _listed(path)
-    for name in dict.fromkeys(listed.values()) if listed is not None else ["model.safetensors"]:
+    names = dict.fromkeys(listed.values() if listed is not None else ["model.safetensors"])
+    surplus = sorted(p.name for p in path.iterdir() if WEIGHTS.fullmatch(p.name) and p.name not in names)
+    if surplus:
+        there = "model.safetensors" if listed is None else "the files of model.safetensors.index.json"
+        raise Refused(f"{surplus[0]} is there beside {there}; move away what is not of this checkpoint")
+    for name in names:
         for key, stored in _tensors(path, name).items():
             if f"model/{key}" in state.tensors:
                 raise Refused(f"tensor {key!r} is in two files")
