@@ -1,5 +1,6 @@
 """Every mistake: exit 2, one sentence that names it, nothing on stdout, nothing started."""
 
+import asyncio
 import re
 import socket
 import string
@@ -15,6 +16,7 @@ from everstep.cli import main
 from everstep.cli.agent import check_host
 from everstep.errors import UserError
 from everstep.launch.client import Client, in_path
+from everstep.server.serve import ServerSettings, serve
 
 CHANGES = {
     "unknown key": ("steps = 6", "stepz = 6", "stepz is not a key of a job; did you mean 'steps'?"),
@@ -304,3 +306,9 @@ def test_what_does_not_speak_http_is_no_coordinator() -> None:
         with pytest.raises(UserError, match=r"is not the address of a coordinator \(SSH-2.0"):
             Client(address=f"http://127.0.0.1:{other.getsockname()[1]}").get("/v1/status")
         thread.join()
+
+
+def test_a_state_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--state \S+file/x cannot be made: Not a directory; name another"):
+        asyncio.run(serve(ServerSettings(folder=tmp_path / "file" / "x", token="t")))

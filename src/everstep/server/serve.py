@@ -122,7 +122,12 @@ async def serve(
     settings.check()
     allow_many_files()
     policy = PolicySet(patience=patience or Patience(), planned=True)
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--state {settings.folder} cannot be made: {error.strerror}; name another."
+        ) from None
     journal = _journal(settings)
     daemon = Daemon(
         journal,
@@ -165,7 +170,8 @@ async def serve(
                 f"--port {settings.port} on {settings.host} cannot be used: {error.strerror}."
             ) from None
         port = runner.addresses[0][1]
-        ready(f"{'https' if settings.cert else 'http'}://{settings.host}:{port}")
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host  # of IPv6
+        ready(f"{'https' if settings.cert else 'http'}://{host}:{port}")
         leading = asyncio.ensure_future(_lead(daemon, journal))
         watching.append(leading)
         if told_to_end is not None:
