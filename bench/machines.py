@@ -45,7 +45,8 @@ from harness.switch import UserSwitch
 TOKEN = "machines"
 STEPS, FAULT_AT = 24, 5
 # Training goes on meanwhile, and must not be over when the worker dies, or when a hung start is noticed.
-LONGER = {"coordinator-lost": 90, "hang-import": 400, "hang-build": 400, "hang-connect": 150}
+LONGER = {"coordinator-lost": 90, "hang-import": 400, "hang-build": 400, "hang-connect": 150, "data-slow": 40}
+LATER = {"data-slow": 15}  # a link's usual rate is known by then
 NODES = ("n1", "n2", "n3")
 WHOLE_RATE = 12.5e6  # bytes/s of every cable, where bandwidth is the fault
 HUNG_START = """
@@ -356,7 +357,7 @@ def attempt(fault: str, folder: Path, clean: dict[int, float], seed: int) -> dic
             machines.shared, steps=len(clean), memory_interval=1, **variant(fault, machines.shared)
         )
         scene.client.post("/v1/tasks", {"name": "job", "job": job})
-        scene.until(lambda: scene.task()["step"] >= FAULT_AT, "training has begun")
+        scene.until(lambda: scene.task()["step"] >= LATER.get(fault, FAULT_AT), "training has begun")
         seats = {seat["node"] for seat in scene.task()["seats"]}
         scene.victim = "n2" if "n2" in seats else sorted(seats)[0]
         scene.began = time.time()

@@ -207,7 +207,9 @@ def test_a_hundred_nodes_join_at_once_and_none_is_refused() -> None:
     assert all(one != other for one, other in pairwise(sorted(keys))), "a pair was measured twice"
 
 
-def slow_between(victim: str, *, nodes: str = "abc", rate: float = 9.0) -> Network:
+def slow_between(
+    victim: str, *, nodes: str = "abc", rate: float = 9.0, is_suspected: bool = False
+) -> Network:
     """Two replicas, each on a node of its own: all slow links are between these two."""
     network = Network()
     network.cluster = FakeCluster(nodes={}, planned=True)
@@ -223,16 +225,21 @@ def slow_between(victim: str, *, nodes: str = "abc", rate: float = 9.0) -> Netwo
     known.last = (2, 2, 4)
     known.steps = {known.last: deque([0.5] * 5 + [2.0] * 3)}
     network.bad[victim] = {"out_mb_s": rate, "in_mb_s": rate}
-    link = msg.SlowLinkFound(task="t", worker=Worker(0, 0), peer=Worker(1, 0), because="1 of 10 MB/s")
-    network.cluster.hear(link)
+    one, other = Worker(0, 0), Worker(1, 0)
+    if is_suspected:
+        links = ((one, other), (other, one))
+        network.cluster.hear(msg.LinksSuspected(task="t", links=links, because="1 of 10 MB/s"))
+    else:
+        network.cluster.hear(msg.SlowLinkFound(task="t", worker=one, peer=other, because="1 of 10 MB/s"))
     return network
 
 
+@pytest.mark.parametrize("is_suspected", [False, True])
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_of_the_two_ends_of_all_slow_links_the_one_that_is_slow_with_a_third_node_is_named(
-    victim: str,
+    victim: str, is_suspected: bool
 ) -> None:
-    network = slow_between(victim)
+    network = slow_between(victim, is_suspected=is_suspected)
     assert {frozenset(pair) for pair in network.asked} == {frozenset("ac"), frozenset("bc")}
     links = [i for i in network.cluster.coordinator.log.incidents if "link" in i.what]
     assert {i.node for i in links} == {victim}
@@ -244,6 +251,14 @@ def test_of_the_two_ends_of_all_slow_links_the_one_that_is_slow_with_a_third_nod
 
 
 def test_neither_end_is_named_where_no_third_node_is_there_or_both_are_as_fast() -> None:
-    for network in (slow_between("a", nodes="ab"), slow_between("a", rate=700.0)):
-        assert {network.state(name) for name in "ab"} == {NodeState.UP}
-        assert not any(seat.leaving for seat in network.cluster.coordinator.tasks["t"].seats.values())
+    for suspected in (False, True):
+        alone = slow_between("a", nodes="ab", is_suspected=suspected)
+        even = slow_between("a", rate=700.0, is_suspected=suspected)
+        for network in (alone, even):
+            _no_node_is_blamed(network)
+            assert bool(network.incidents()) is not suspected
+
+
+def _no_node_is_blamed(network: Network) -> None:
+    assert {network.state(name) for name in "ab"} == {NodeState.UP}
+    assert not any(seat.leaving for seat in network.cluster.coordinator.tasks["t"].seats.values())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from everstep.diagnose.link_watch import CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
+from everstep.diagnose.link_watch import ALIKE, CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
 from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 
@@ -90,6 +90,27 @@ def test_one_bad_cable_of_three_machines_is_found_though_most_links_are_slow() -
 
 def test_a_machine_without_a_free_core_slows_all_links_and_accuses_none() -> None:
     assert story(lambda sender, receiver, step: 0.1 if step >= 20 else 1.0, steps=60) == []
+
+
+def test_if_all_links_are_slow_they_are_suspected_once_until_they_are_calm() -> None:
+    """Whether they are those of two machines, who runs the watch knows."""
+    watch = LinkWatch("t")
+    for begin in (20, 100):
+        story(lambda sender, receiver, step: 1.0, steps=begin, watch=watch)
+        seen = []
+        for _ in range(2 * ALIKE + 1):
+            story(lambda sender, receiver, step: 0.1, steps=1, watch=watch)
+            seen.append(watch.are_all_slow())
+        assert seen[:2] == [False, False], "a moment"
+        assert any(seen)
+        found = watch.suspect()
+        assert len(found.links) == 12
+        assert "MB/s are usual" in found.because
+        assert story(lambda sender, receiver, step: 0.1, steps=20, watch=watch) == []
+        again = watch.are_all_slow()
+        assert not again
+        ended = story(lambda sender, receiver, step: 1.0, steps=2 * CALM_LOOKS, watch=watch)
+        assert {(said.worker, said.peer) for _, said in ended} == set(found.links)
 
 
 def test_a_link_that_was_slow_from_the_beginning_is_found_beside_the_others() -> None:

@@ -20,6 +20,9 @@ It is compared with what others (at most `COMPARED`) carried since its first slo
 can be of a time when all was well. So a single link is never found slow: it may be its machine.
 A link that was slow before anybody looked has no past: it is compared with the rates of the others, and must
 be far below them for longer.
+
+Where a task is on two machines, the cable of one slows all links. If all are found far below what they
+had `ALIKE` times, they are suspected (`LinksSuspected`): a third machine can tell a network from a busy core.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.messages import LinksSuspected, SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 
 WINDOW_S, WINDOW_BYTES = 0.05, 1 << 16  # a window ends when so much was on its way
@@ -40,6 +43,7 @@ CALM, CALM_LOOKS = 0.7, 5
 KNOWN, PAST = 5, 32
 BESIDE, BESIDE_LOOKS, BESIDE_LINKS = 0.15, 10, 3  # without a past: of the others' median rate
 COMPARED = 32
+ALIKE = 2  # times in a row that all links were found slow; each takes two windows
 SHOWN = 4
 Link = tuple[Worker, Worker]
 
@@ -56,6 +60,7 @@ class _Rate:
     past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))  # rates of calm windows
     usual: float = 0.0
     hot: _HotWindows | None = None
+    alike: int = 0  # times that it was found slow, and the others too
     calm: int = 0
     is_slow: bool = False
     had: float = 0.0  # bytes/s that it should have had, when it was found slow; 0: not known
@@ -90,7 +95,7 @@ class _Rate:
     def learn(self) -> None:
         """A calm window. Hot ones before it were too few in a row: this link varies as much."""
         self.past.extend([*(self.hot.rates if self.hot else ()), self.rate])
-        self.usual, self.hot = median(self.past), None
+        self.usual, self.hot, self.alike = median(self.past), None, 0
 
 
 class _Other(NamedTuple):
@@ -124,6 +129,7 @@ class LinkWatch:
     _rates: dict[Link, _Rate] = field(default_factory=dict)
     _incarnations: dict[Worker, int] = field(default_factory=dict)
     _slow: set[Link] = field(default_factory=set)
+    _looks: bool = False  # one was found slow with the others, so all are looked at
 
     @classmethod
     def of(cls, task: str, slow: Iterable[Link]) -> LinkWatch:
@@ -149,6 +155,24 @@ class LinkWatch:
             if rate.add(sent_bytes, busy_s):
                 news += self._judge(link, rate)
         return news
+
+    def are_all_slow(self) -> bool:
+        if not self._looks:
+            return False
+        self._looks = False
+        times = [rate.alike for rate in self._rates.values() if rate.is_known and not rate.is_slow]
+        return min(times, default=0) >= ALIKE
+
+    def suspect(self) -> LinksSuspected:
+        """All of them; they count as slow until they are calm."""
+        links = tuple(sorted(link for link, rate in self._rates.items() if rate.alike >= ALIKE))
+        paces = []
+        for link in links:
+            rate = self._rates[link]
+            rate.is_slow, rate.calm, rate.had, rate.alike = True, 0, rate.usual, 0
+            paces.append(f"{_bytes(rate.rate)} where {_bytes(rate.usual)} are usual")
+        self._slow.update(links)
+        return LinksSuspected(task=self.task, links=links, because=f"all links are slow: {paces[0]}")
 
     def _forget(self, worker: Worker, because: str) -> list[SlowLinkFound | SlowLinkEnded]:
         """Of a new process, maybe elsewhere, links are other links."""
@@ -177,6 +201,8 @@ class LinkWatch:
             return []
         if rate.rate >= rate.limit() * all_slower:
             rate.hot = None  # not learned either: such times pass
+            rate.alike += 1
+            self._looks = self._looks or rate.alike >= ALIKE
             return []
         return [self._found(link, rate, rate.usual, "usually")] if rate.hot.looks >= LOOKS else []
 

@@ -56,8 +56,11 @@ class Thinking:
         if task.name not in self._watches:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
             self._links[task.name] = LinkWatch.of(task.name, slow_links(machine.log, task))
-        peers = {str(worker): worker for worker in task.seats}
-        return [*self._watches[task.name].reported(report), *self._links[task.name].reported(report, peers)]
+        peers, links = {str(worker): worker for worker in task.seats}, self._links[task.name]
+        news = [*self._watches[task.name].reported(report), *links.reported(report, peers)]
+        if links.are_all_slow() and len({seat.node for seat in task.seats.values()}) == 2:
+            news.append(links.suspect())
+        return news
 
     def answer(self, machine: Coordinator, action: msg.Think) -> list[msg.ClusterEvent]:
         task = machine.tasks.get(action.task)

@@ -354,6 +354,15 @@ class SlowLinkEnded(TaskReport, TaskRequest):
     because: str
 
 
+@message(by=COORDINATOR, fleeting=True, says="links of {task} may be slow: {because}")
+class LinksSuspected(TaskRequest):
+    """All links of a task on two machines are slower than usual: either a network, or busy machines."""
+
+    task: str
+    links: tuple[tuple[Worker, Worker], ...]
+    because: str
+
+
 @message(by=AGENT, says="the kernel of node {node} says: {text}")
 class KernelSpoke(OwnReport):
     """A line of the kernel's log that names a device's fault. `slots`: those of the device, if known."""

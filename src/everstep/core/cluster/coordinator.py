@@ -473,6 +473,14 @@ class Coordinator:
         ends = nodes_of_slow_links(slow_links(self.log, task), task.seats)
         return actions + (self._nodes.compare_networks(ends, now) if len(ends) == 2 else [])
 
+    @on
+    def _links_suspected(self, task: Task, event: msg.LinksSuspected, now: Moment) -> Actions:
+        ends = nodes_of_slow_links(event.links, task.seats)
+        if task.state is not TaskState.RUNNING or len(ends) != 2:
+            return []
+        task.speeds.suspected, task.speeds.suspected_because = event.links, event.because
+        return self._nodes.compare_networks(ends, now)
+
     def _note_networks(self, now: Moment) -> None:
         measured, self._later.networks = self._later.networks, []
         for name in self._slowness.networks_measured(measured, now) if measured else ():

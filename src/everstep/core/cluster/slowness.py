@@ -154,14 +154,15 @@ class Slowness:
         return []
 
     def networks_measured(self, measured: Sequence[str], now: Moment) -> list[str]:
-        """Which end of the slow links is it? Those that can be named."""
+        """Which end of the slow links is it? Those that can be named. Links that were suspected only are slow
+        if their network is.
+        """
         blamed: list[str] = []
         for task in self._roster.tasks.values():
-            links = slow_links(self._incidents.log, task)
-            ends = nodes_of_slow_links(links, task.seats)
+            links = slow_links(self._incidents.log, task) or list(task.speeds.suspected)
+            ends, nodes = nodes_of_slow_links(links, task.seats), self._roster.nodes
             if len(ends) != 2 or not set(ends) & set(measured):
                 continue
-            nodes = self._roster.nodes
             rates = {name: _rates(name, ends, nodes) for name in ends}
             if not all(rates.values()):
                 continue
@@ -169,7 +170,12 @@ class Slowness:
             figures = ", ".join(f"{name} {max(found):.4g} MB/s" for name, found in rates.items())
             verdict = f"it is the network of {named}" if named else "neither is much slower than the other"
             blamed += [named] if named else []
-            for sender, receiver in links:
+            for sender, receiver in task.speeds.suspected if named else ():
+                because = task.speeds.suspected_because
+                found = msg.SlowLinkFound(task=task.name, worker=sender, peer=receiver, because=because)
+                self.link(task, found, now)
+            task.speeds.suspected = ()
+            for sender, receiver in slow_links(self._incidents.log, task):
                 incident = self._incidents.of_worker(task, sender, _at_link(receiver))
                 assert incident is not None
                 incident.node = named or incident.node

@@ -325,6 +325,9 @@ class Speeds:
     slow: dict[Worker, float] = field(default_factory=dict)
     awaited: dict[Worker, float] = field(default_factory=dict)  # the same, of scripts: others wait for them
     planned: dict[Worker, float] = field(default_factory=dict)  # what the last schedule was asked with
+    # links that may be slow, until their nodes are compared with a third one; why
+    suspected: tuple[tuple[Worker, Worker], ...] = ()
+    suspected_because: str = ""
 
 
 @dataclass(slots=True)
