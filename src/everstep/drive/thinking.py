@@ -57,7 +57,10 @@ class Thinking:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
             self._links[task.name] = LinkWatch.of(task.name, slow_links(machine.log, task))
         peers, links = {str(worker): worker for worker in task.seats}, self._links[task.name]
-        news = [*self._watches[task.name].reported(report), *links.reported(report, peers)]
+        news: list[msg.ClusterEvent] = [
+            *self._watches[task.name].reported(report),
+            *links.reported(report, peers),
+        ]
         if links.are_all_slow() and len({seat.node for seat in task.seats.values()}) == 2:
             news.append(links.suspect())
         return news
