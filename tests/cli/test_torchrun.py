@@ -281,3 +281,30 @@ def test_an_endpoint_whose_port_is_taken_is_one_sentence(
     assert f"the rendezvous endpoint {endpoint} cannot be used (" in said
     assert "in use); give another port." in said
     assert "--port" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("head", ("head", 7)), ("head:9", ("head", 9)), ("::1", ("::1", 7)), ("[::1]", ("::1", 7)),
+     ("[fe80::2]:9", ("fe80::2", 9))],
+)  # fmt: skip
+def test_an_endpoint_may_be_an_address_of_ipv6(text: str, found: tuple[str, int]) -> None:
+    assert scripts.endpoint(text, 7) == found
+
+
+def test_machines_meet_at_an_endpoint_of_ipv6(tmp_path: Path) -> None:
+    """The coordinator was at 127.0.0.1 then, and everyone looked for it elsewhere for ten minutes."""
+    try:
+        with socket.socket(socket.AF_INET6) as free:
+            free.bind(("::1", 0))
+            port = free.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    (tmp_path / "train.py").write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-conf", "last_call_timeout=1"]
+    options += ["--rdzv-endpoint", f"[::1]:{port}"]
+    command = [sys.executable, "-m", "everstep.run", *options, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] 0 1\n"
+    assert f"coordinator: http://[::1]:{port}" in done.stderr

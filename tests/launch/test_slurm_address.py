@@ -8,8 +8,9 @@ import pytest
 
 from everstep.errors import UserError
 from everstep.launch.slurm import shell as slurm_shell
-from everstep.launch.slurm.address import address_of, free_port, in_url
+from everstep.launch.slurm.address import address_of, free_port
 from everstep.launch.slurm.slurm_text import SlurmNode
+from everstep.net.sockets import in_url
 
 
 @pytest.fixture

@@ -112,7 +112,8 @@ class Rendezvous:
 
 def endpoint(text: str, default_port: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
-    if not colon:
+    is_bare = text.count(":") > 1 and not text.startswith("[")  # an address of IPv6
+    if not colon or is_bare or text.endswith("]"):
         host, port = text, str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"--rdzv-endpoint is {text!r}; give HOST:PORT.")

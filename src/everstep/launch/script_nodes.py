@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import Client
 from everstep.log import say, warn
+from everstep.net.sockets import family_of, in_url
 from everstep.node.agent import Agent, AgentSettings
 from everstep.server.serve import LOOPBACK, ServerSettings, serve
 from everstep.store.owned_folders import temporary_folder
@@ -123,7 +124,7 @@ class RunOnNodes:
 
     def _address(self, leads: bool) -> str:
         host, port = self.run.endpoint
-        return f"http://{'127.0.0.1' if leads else host}:{port}"
+        return f"http://{in_url(_loopback(host) if leads else host)}:{port}"
 
     async def _serve(self, folder: Path) -> bool:
         """Is the coordinator here?"""
@@ -134,7 +135,7 @@ class RunOnNodes:
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         settings = ServerSettings(
             folder=folder,
-            host="127.0.0.1" if host in LOOPBACK else "0.0.0.0",
+            host=_loopback(host) if host in LOOPBACK else _everywhere(host),
             port=port,
             token=run.token,
             is_insecure=True,  # as torchrun's rendezvous
@@ -144,12 +145,12 @@ class RunOnNodes:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             self._server = serving
-            say(f"coordinator: http://{host}:{port}")
+            say(f"coordinator: http://{in_url(host)}:{port}")
             return True
         if run.is_endpoint:
             reason = str(serving.exception()).rstrip(".").rpartition(": ")[2]
             raise UserError(
-                f"the rendezvous endpoint {host}:{port} cannot be used ({reason}); give another port."
+                f"the rendezvous endpoint {in_url(host)}:{port} cannot be used ({reason}); give another port."
             ) from None
         serving.exception()  # another one of this machine has come first
         return False
@@ -289,9 +290,26 @@ def is_here(host: str) -> bool:
 
 def _address_towards(host: str, port: int) -> str:
     """The address of this machine on the way to that one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as trial:
         try:
             trial.connect((host, port))
         except OSError:
-            return "127.0.0.1"
+            return _loopback(host)
         return str(trial.getsockname()[0])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """IPv6 where the endpoint has no other address."""
+    found = {family_of(host)}
+    with contextlib.suppress(OSError):
+        found = {socket.AddressFamily(info[0]) for info in socket.getaddrinfo(host, None)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+def _everywhere(host: str) -> str:
+    return "::" if _family(host) == socket.AF_INET6 else "0.0.0.0"
+
+
+def _loopback(host: str) -> str:
+    """Of the endpoint's machine itself."""
+    return "::1" if _family(host) == socket.AF_INET6 else "127.0.0.1"

@@ -9,6 +9,7 @@ its kernel answers for it, so the connection stays.
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import struct
@@ -28,10 +29,13 @@ def watch_path(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
 
 
-def listening(host: str, port: int = 0) -> socket.socket:
+def listening(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
     """A socket that listens at an address or a name of this machine, IPv4 or IPv6."""
     family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(at, family=family, backlog=128)
+    try:
+        return socket.create_server(at, family=family, backlog=backlog)
+    except OSError as error:  # without the address, which Python puts into the reason
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
 
 
 class Way(NamedTuple):
@@ -47,6 +51,10 @@ class Way(NamedTuple):
 def family_of(address: str) -> socket.AddressFamily:
     """Of an address in numbers."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def in_numbers(host: str) -> str:

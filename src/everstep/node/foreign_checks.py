@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from everstep.net.sockets import read_exactly
+from everstep.net.sockets import in_url, read_exactly
 from everstep.node.checks import CheckFinding, State
 
 TOLERATED = ("nvidia.com/gpu", "amd.com/gpu")  # what GPU nodes have in good health
@@ -207,7 +207,7 @@ def _api_of_pod() -> str:
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
     if not host or not port:
         raise ValueError("this is not a pod: KUBERNETES_SERVICE_HOST is not set")
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return f"https://{in_url(host)}:{port}"
 
 
 def _node_at(api: str, node: str, account: Path, limit_s: float) -> list[dict[str, str]]:

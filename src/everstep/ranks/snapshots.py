@@ -35,6 +35,7 @@ from everstep.errors import EverstepError, PeerError, UserError
 from everstep.layout.box import Box, uncovered
 from everstep.log import warn
 from everstep.net.handshake import Acceptor, Opener
+from everstep.net.sockets import listening
 from everstep.protocol.messages import KeptFile, SnapshotFile
 from everstep.ranks import line as rank_line
 from everstep.store.owned_folders import MEMORY, new_folder, remove_left
@@ -400,7 +401,7 @@ class NodeMemory:
         self._fetching: list[int] = []  # steps whose files are on their way here
         self._copied: deque[int] = deque(maxlen=COPIED_STEPS)
         self._copied_lock = threading.Lock()
-        self._listener = socket.create_server((host, 0))
+        self._listener = listening(host)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         threading.Thread(target=self._serve, name="everstep-snapshots", daemon=True).start()
 

@@ -23,20 +23,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from everstep.net.sockets import listening
+
 _BACKLOG = 4096
 
 
 def listen(address: str, port: int) -> socket.socket:
     """`port` 0: a free one."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    return listening(address, port, _BACKLOG)
 
 
 class StoreHost:

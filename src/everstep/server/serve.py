@@ -15,7 +15,7 @@ from aiohttp import web
 from everstep.errors import UserError
 from everstep.fabric.topology import Topology
 from everstep.log import warn
-from everstep.net.sockets import allow_many_files
+from everstep.net.sockets import allow_many_files, in_url
 from everstep.protocol.messages import Patience, PolicySet
 from everstep.server.access import Credentials
 from everstep.server.api import Api
@@ -170,8 +170,7 @@ async def serve(
                 f"--port {settings.port} on {settings.host} cannot be used: {error.strerror}."
             ) from None
         port = runner.addresses[0][1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host  # of IPv6
-        ready(f"{'https' if settings.cert else 'http'}://{host}:{port}")
+        ready(f"{'https' if settings.cert else 'http'}://{in_url(settings.host)}:{port}")
         leading = asyncio.ensure_future(_lead(daemon, journal))
         watching.append(leading)
         if told_to_end is not None:

@@ -8,6 +8,7 @@ import socket
 
 from everstep.errors import UserError
 from everstep.launch.slurm import shell as slurm
+from everstep.net.sockets import listening
 
 
 def address_of(node: str, interface: str = "") -> str:
@@ -33,10 +34,6 @@ def address_of(node: str, interface: str = "") -> str:
     )
 
 
-def in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _address_of_interface(name: str) -> str:
     import psutil
 
@@ -51,6 +48,6 @@ def _address_of_interface(name: str) -> str:
 def free_port(host: str, port: int) -> int:
     """The port, or any other if something else listens there."""
     for wanted in (port, 0):
-        with contextlib.suppress(OSError), socket.create_server((host, wanted)) as server:
+        with contextlib.suppress(OSError), listening(host, wanted) as server:
             return int(server.getsockname()[1])
     return port

@@ -29,10 +29,11 @@ from typing import Any
 
 from everstep.errors import EverstepError
 from everstep.launch.slurm import shell as slurm
-from everstep.launch.slurm.address import free_port, in_url
+from everstep.launch.slurm.address import free_port
 from everstep.launch.slurm.leading_keeper import Leader
 from everstep.launch.slurm.run import Run
 from everstep.log import append_to, trim
+from everstep.net.sockets import in_url
 
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 TURN_S = 0.5
