@@ -89,7 +89,10 @@ def test_a_running_task_shows_the_time_between_its_stages_and_its_eager_updates(
 
         cluster.until(lambda: told().get("hop_s", 0.0) > 0, "the schedule in force knows hops", within_s=120)
         assert told()["hop_s"] < 1.0
-        cluster.until(
-            lambda: told()["eager_updates"] > 0.3, "the stage that ends first does not wait for the norm"
-        )
-        assert told()["mode"] == "staggered"
+
+        def is_staggered() -> bool:
+            """Where updates collide often for a while, as on a busy machine, another mode is taken."""
+            found = told()
+            return bool(found["mode"] == "staggered" and found["eager_updates"] > 0.3)
+
+        cluster.until(is_staggered, "the stage that ends first does not wait for the norm", within_s=120)
