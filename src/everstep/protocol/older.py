@@ -7,6 +7,7 @@ workers one by one. JSON in and out: only what differs is touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
@@ -15,21 +16,11 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.table import Document
 from everstep.protocol.work import EpochFacts, OwnOrders, StateDirections
 
-_OWN = ("step", "lists", "steady", "ghosts", "give", "awaits", "feeds", "fills")
-_COMMON = (
-    "epoch",
-    "attempts",
-    "members",
-    "hosts",
-    "steady_hosts",
-    "shares",
-    "rewind",
-    "restore",
-    "until",
-    "saves",
-    "recorded",
-)
-_STATES = ("copy_to", "copy_at_end", "copy_away", "copies", "other_holders")
+# A field that version does not know it leaves out. One of this version that is taken for it, as in an upgrade
+# to the next, needs all of them: whether a step is voted on, all workers must decide alike.
+_OWN = tuple(field.name for field in fields(OwnOrders))
+_COMMON = tuple(field.name for field in fields(EpochFacts) if field.name != "book")
+_STATES = tuple(field.name for field in fields(StateDirections))
 
 
 def order_of_protocol_3(order: Document) -> Document:
@@ -41,7 +32,7 @@ def order_of_protocol_3(order: Document) -> Document:
     own = {name: resume[name] for name in _OWN if name in resume}
     own["steady"] = own.get("steady") or ""
     own["lists"] = [[step, ops or ""] for step, ops in own.get("lists", ())]
-    facts = {name: resume[name] for name in _COMMON if name in resume}
+    facts = {"votes_from": None} | {name: resume[name] for name in _COMMON if name in resume}
     facts["book"] = [[worker, [host, port]] for worker, host, port in order.get("book", ())]
     states = {name: order[name] for name in _STATES if name in order}
     return {
