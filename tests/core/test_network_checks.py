@@ -1,13 +1,16 @@
 """Networks of nodes, measured in pairs: the node that all bad pairs have in common is named."""
 
+import json
 import random
 from collections import deque
 from itertools import pairwise
 
 import pytest
 
+from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.network_checks import GATHER_S, MOST_S, PAIR_S
 from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.snapshot import freeze, thaw
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
@@ -262,3 +265,17 @@ def test_neither_end_is_named_where_no_third_node_is_there_or_both_are_as_fast()
 def _no_node_is_blamed(network: Network) -> None:
     assert {network.state(name) for name in "ab"} == {NodeState.UP}
     assert not any(seat.leaving for seat in network.cluster.coordinator.tasks["t"].seats.values())
+
+
+def test_suspected_links_outlive_a_restart_and_are_forgotten_when_they_are_calm() -> None:
+    """Nobody is there to measure with; who comes later must not name a node for what is over."""
+    network = slow_between("a", nodes="ab", is_suspected=True)
+    again = Coordinator()
+    thaw(again, json.loads(json.dumps(freeze(network.cluster.coordinator))))
+    one, other = Worker(0, 0), Worker(1, 0)
+    links = ((one, other), (other, one))
+    speeds = network.cluster.coordinator.tasks["t"].speeds
+    assert again.tasks["t"].speeds.suspected == speeds.suspected == links
+    for worker, peer in links:
+        network.cluster.hear(msg.SlowLinkEnded(task="t", worker=worker, peer=peer, because="calm"))
+    assert speeds.suspected == ()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from everstep.diagnose.link_watch import ALIKE, CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
-from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound, TimesReported
+from everstep.protocol.messages import LinksSuspected, SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 
 WORKERS = [Worker(replica, stage) for replica in range(2) for stage in range(2)]
@@ -97,20 +97,25 @@ def test_if_all_links_are_slow_they_are_suspected_once_until_they_are_calm() -> 
     watch = LinkWatch("t")
     for begin in (20, 100):
         story(lambda sender, receiver, step: 1.0, steps=begin, watch=watch)
-        seen = []
-        for _ in range(2 * ALIKE + 1):
+        told: list[list[LinksSuspected]] = []
+        for _ in range(2 * ALIKE):
             story(lambda sender, receiver, step: 0.1, steps=1, watch=watch)
-            seen.append(watch.are_all_slow())
-        assert seen[:2] == [False, False], "a moment"
-        assert any(seen)
-        found = watch.suspect()
+            told.append(watch.suspected(lambda: True))
+        assert told[:-1] == [[]] * (2 * ALIKE - 1), "a moment"
+        (found,) = told[-1]
         assert len(found.links) == 12
         assert "MB/s are usual" in found.because
         assert story(lambda sender, receiver, step: 0.1, steps=20, watch=watch) == []
-        again = watch.are_all_slow()
-        assert not again
+        assert watch.suspected(lambda: True) == []
         ended = story(lambda sender, receiver, step: 1.0, steps=2 * CALM_LOOKS, watch=watch)
         assert {(said.worker, said.peer) for _, said in ended} == set(found.links)
+
+
+def test_links_of_more_than_two_machines_are_not_suspected() -> None:
+    watch = LinkWatch("t")
+    for slower in (1.0, 0.1):
+        story(lambda sender, receiver, step, slower=slower: slower, steps=20, watch=watch)
+    assert watch.suspected(lambda: False) == []
 
 
 def test_a_link_that_was_slow_from_the_beginning_is_found_beside_the_others() -> None:

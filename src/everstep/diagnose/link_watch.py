@@ -28,7 +28,7 @@ had `ALIKE` times, they are suspected (`LinksSuspected`): a third machine can te
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -156,23 +156,23 @@ class LinkWatch:
                 news += self._judge(link, rate)
         return news
 
-    def are_all_slow(self) -> bool:
+    def suspected(self, are_two: Callable[[], bool]) -> list[LinksSuspected]:
+        """All links, once, where all are slow and `are_two` says that they are those of two machines. They
+        count as slow until they are calm.
+        """
         if not self._looks:
-            return False
+            return []
         self._looks = False
         times = [rate.alike for rate in self._rates.values() if rate.is_known and not rate.is_slow]
-        return min(times, default=0) >= ALIKE
-
-    def suspect(self) -> LinksSuspected:
-        """All of them; they count as slow until they are calm."""
+        if min(times, default=0) < ALIKE or not are_two():
+            return []
         links = tuple(sorted(link for link, rate in self._rates.items() if rate.alike >= ALIKE))
-        paces = []
-        for link in links:
-            rate = self._rates[link]
+        first = self._rates[links[0]]
+        because = f"all links are slow: {_bytes(first.rate)} where {_bytes(first.usual)} are usual"
+        for rate in map(self._rates.__getitem__, links):
             rate.is_slow, rate.calm, rate.had, rate.alike = True, 0, rate.usual, 0
-            paces.append(f"{_bytes(rate.rate)} where {_bytes(rate.usual)} are usual")
         self._slow.update(links)
-        return LinksSuspected(task=self.task, links=links, because=f"all links are slow: {paces[0]}")
+        return [LinksSuspected(task=self.task, links=links, because=because)]
 
     def _forget(self, worker: Worker, because: str) -> list[SlowLinkFound | SlowLinkEnded]:
         """Of a new process, maybe elsewhere, links are other links."""

@@ -57,13 +57,11 @@ class Thinking:
             self._watches[task.name] = Watch(task.name, task.speeds.slow)
             self._links[task.name] = LinkWatch.of(task.name, slow_links(machine.log, task))
         peers, links = {str(worker): worker for worker in task.seats}, self._links[task.name]
-        news: list[msg.ClusterEvent] = [
+        return [
             *self._watches[task.name].reported(report),
             *links.reported(report, peers),
+            *links.suspected(lambda: len({seat.node for seat in task.seats.values()}) == 2),
         ]
-        if links.are_all_slow() and len({seat.node for seat in task.seats.values()}) == 2:
-            news.append(links.suspect())
-        return news
 
     def answer(self, machine: Coordinator, action: msg.Think) -> list[msg.ClusterEvent]:
         task = machine.tasks.get(action.task)

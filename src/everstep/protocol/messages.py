@@ -354,7 +354,7 @@ class SlowLinkEnded(TaskReport, TaskRequest):
     because: str
 
 
-@message(by=COORDINATOR, fleeting=True, says="links of {task} may be slow: {because}")
+@message(says="links of {task} may be slow: {because}")
 class LinksSuspected(TaskRequest):
     """All links of a task on two machines are slower than usual: either a network, or busy machines."""
 

@@ -142,6 +142,8 @@ class Slowness:
         what = _at_link(event.peer)
         incident = self._incidents.of_worker(task, event.worker, what)
         if isinstance(event, msg.SlowLinkEnded):
+            ended = (event.worker, event.peer)
+            task.speeds.suspected = tuple(link for link in task.speeds.suspected if link != ended)
             return [] if incident is None else self._incidents.close(incident, event.because, now)
         if incident is not None:
             return []
@@ -158,10 +160,11 @@ class Slowness:
         if their network is.
         """
         blamed: list[str] = []
-        for task in self._roster.tasks.values():
+        there = {task.name: task for name in measured for task in self._roster.tasks_on_node(name)}
+        for task in there.values():
             links = slow_links(self._incidents.log, task) or list(task.speeds.suspected)
             ends, nodes = nodes_of_slow_links(links, task.seats), self._roster.nodes
-            if len(ends) != 2 or not set(ends) & set(measured):
+            if len(ends) != 2:
                 continue
             rates = {name: _rates(name, ends, nodes) for name in ends}
             if not all(rates.values()):
