@@ -187,7 +187,7 @@ def _ours(settings: dict[str, Any], args: argparse.Namespace) -> Callable[[int],
             regions.enable()
         if job.accumulate != "fp32" and args.device == "cuda":
             devices.exact(torch.device("cuda"))
-        worker = OneWorker(job, 0)
+        worker = OneWorker(job, 0, cap=args.cap)
     return lambda number: (worker.step(number), None)[1]
 
 
@@ -218,6 +218,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--cap", type=int, help="microbatches a worker may hold; else as in a run")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=4, help="steps that do not count")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -11,8 +11,10 @@ done
 python3 -m pip install --quiet --target rivals --no-deps --only-binary=:all: --ignore-requires-python \
     --python-version "$python" "${platforms[@]}" -r "$here/requirements-race.txt"
 cd rivals
-rm -rf ray/jars ray/rllib ray/serve ray/llm ray/cpp ray/dashboard/client kubernetes/docs bin
+rm -rf ray/jars ray/rllib ray/serve ray/llm ray/cpp ray/dashboard/client kubernetes/docs kubernetes/aio bin
 find . -depth \( -name __pycache__ -o -name tests -o -name '*.pyi' \) -exec rm -rf {} +
-strip --strip-unneeded ray/_raylet.so ray/core/src/ray/raylet/raylet ray/core/src/ray/gcs/gcs_server
+strip=$(command -v x86_64-linux-gnu-strip || command -v strip) # elsewhere: package binutils-x86-64-linux-gnu
+"$strip" --strip-unneeded ray/_raylet.so ray/core/src/ray/raylet/raylet ray/core/src/ray/gcs/gcs_server
+find . -name '*.so' -exec "$strip" --strip-unneeded {} +
 cd ..
-tar c rivals | xz -7 -T 0 > "$archive"
+tar c rivals | xz -9e -T 0 > "$archive"

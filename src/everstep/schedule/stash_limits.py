@@ -2,9 +2,9 @@
 
 Without a cap a schedule holds whatever shortens it, up to all microbatches of a step, and twice that after a
 death. Twice as many as there are stages is enough: over pipelines of 2 to 8 stages, with and without a death,
-no period becomes 1 % longer (docs/schedules.md). Where it would, for stages of very different times, the cap
-is raised, as far as memory allows. What workers have measured (bytes of a stash, bytes they have for stashes)
-lowers it.
+no period becomes 1 % longer (docs/schedules.md). Where there is one stage, one is enough. Where a step would
+be longer, for stages of very different times, the cap is raised, as far as memory allows. What workers have
+measured (bytes of a stash, bytes they have for stashes) lowers it.
 """
 
 from __future__ import annotations
