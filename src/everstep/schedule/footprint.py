@@ -17,9 +17,9 @@ with what a process really uses.
 Per microbatch a stage holds its stash: from F to I what autograd saves, from I to W the inputs and output
 gradients of the Linears, or the weight gradients, where those are smaller and the whole model is one stage of
 a CPU. `stash_cap` says how many at once: twice as many as there are stages (one, where all is one stage),
-whatever the number of microbatches. With this cap no schedule that we have measured takes 1 % longer (docs/schedules.md).
-Strict sums on a GPU keep one more from W to the next W: its contributions may have to be made again
-(`engine.sums.sums`). Where a GPU has room for it, F and I are recorded as CUDA graphs
+whatever the number of microbatches. With this cap no schedule that we have measured takes 1 % longer
+(docs/schedules.md). Strict sums on a GPU keep one more from W to the next W: its contributions may have to be
+made again (`engine.sums.sums`). Where a GPU has room for it, F and I are recorded as CUDA graphs
 (`engine.stage.recordings`): each microbatch under way then has memory of its own that is never given back,
 and no job is refused for it. Boundary tensors are kept until the step is sealed everywhere: one step of
 them, and they do grow with the number of microbatches.
