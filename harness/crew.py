@@ -46,6 +46,7 @@ class Crew:
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
         self.on_disk = 0  # the step of the checkpoint that a search finds
+        self.compiled = False  # the run that wrote it
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.hang_at_start: set[Worker] = set()  # their processes never report
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
@@ -94,7 +95,9 @@ class Crew:
                     looked = ev.CheckpointsLooked(search=order.search, step=self.on_disk)
                     self._say(node, msg.TaskEvent(task=order.task, event=looked), None)
             case msg.FindCheckpoint() if node not in self.hung_disks:
-                found = msg.CheckpointFound(task=order.task, step=self.on_disk, search=order.search)
+                found = msg.CheckpointFound(
+                    task=order.task, step=self.on_disk, search=order.search, compiled=self.compiled
+                )
                 self._say(node, found, None)
             case msg.CommitCheckpoint() if self.commits:
                 committed = ev.CheckpointCommitted(step=order.step)

@@ -183,7 +183,7 @@ def _ours(settings: dict[str, Any], args: argparse.Namespace) -> Callable[[int],
             device=args.device,
             **settings,
         )
-        if job.compile:
+        if job.compiles:
             regions.enable()
         if job.accumulate != "fp32" and args.device == "cuda":
             devices.exact(torch.device("cuda"))

@@ -565,6 +565,64 @@ def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_r
     assert recovery.checkpoint == 1
 
 
+@pytest.mark.parametrize(
+    ("on_disk", "compiled", "by_us", "then"),
+    [
+        (0, False, True, True),  # a new run
+        (7, False, True, False),  # of an earlier version, or of a job that was shorter
+        (7, True, True, True),
+        (7, False, False, True),  # the job says it
+    ],
+)
+def test_a_task_that_resumes_another_ones_checkpoint_compiles_as_that_one_did(
+    on_disk: int, compiled: bool, by_us: bool, then: bool
+) -> None:
+    cluster = FakeCluster()
+    cluster.crew.on_disk, cluster.crew.compiled = on_disk, compiled
+    because = "1000 steps are worth it" if by_us else ""
+    shape = Shape(2, 2, 2)
+    cluster.hear(
+        msg.TaskSubmitted(
+            task="t",
+            job={"job": "t", "compile": True},
+            shape=shape,
+            steps=99,
+            secret="s",
+            has_checkpoints=True,
+            compile_because=because,
+        )
+    )
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.RUNNING
+    opened = [a.order for a in cluster.actions if isinstance(getattr(a, "order", None), msg.OpenTask)]
+    assert [order.job["compile"] for order in opened] == [then, then]
+    assert task.job == {"job": "t", "compile": then}
+    if on_disk and by_us:
+        was = "compiled" if compiled else "not compiled"
+        assert task.request.compile_because == f"the run whose checkpoint of step 7 it resumes was {was}"
+
+
+def test_a_task_keeps_what_it_began_with_though_its_own_checkpoint_does_not_say_it() -> None:
+    """Its workers were of the version before, which writes no such word; others come after a pause."""
+    cluster = FakeCluster()
+    shape = Shape(2, 2, 2)
+    job = {"job": "t", "compile": True}
+    cluster.hear(
+        msg.TaskSubmitted(
+            task="t", job=job, shape=shape, steps=99, secret="s", has_checkpoints=True, compile_because="so"
+        )
+    )
+    cluster.seal()
+    cluster.hear(msg.PauseRequested(task="t"))
+    until_left(cluster)
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.PAUSED
+    cluster.crew.on_disk = task.progress.recorded
+    cluster.hear(msg.UnpauseRequested(task="t"))
+    assert task.state is TaskState.RUNNING
+    assert task.job == job
+
+
 def test_a_stage_s_part_is_whole_when_all_who_share_it_have_written() -> None:
     cluster = FakeCluster()
     cluster.submit(has_checkpoints=True)

@@ -148,6 +148,8 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f"stages = true\n{MODEL}", "stages is True; it must be a whole number"),
         (f"stages = 0\n{MODEL}", "stages is 0; it must be at least 1"),
         (f"recompute = 1\n{MODEL}", "recompute is 1; it must be true or false"),
+        (f'compile = "yes"\n{MODEL}', "compile is 'yes'; it must be true, false or \"auto\"."),
+        (f"compile = 1\n{MODEL}", 'compile is 1; it must be true, false or "auto".'),
         (f"device = 1\n{MODEL}", "device is 1; it must be text in quotes"),
         (f'precision = "b16"\n{MODEL}', "precision is 'b16'; did you mean 'bf16'?"),
         (f"{MODEL}[data]", "data.kind or data.build is missing"),

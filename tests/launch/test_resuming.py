@@ -20,9 +20,10 @@ from everstep.engine.state.optimizer import Updater
 from everstep.engine.worker.work_items import whole_tensors
 from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from everstep.launch.local import resuming
 from everstep.launch.local.arguments import shape_of_call
 from everstep.launch.local.history import History, settings_of
-from everstep.launch.local.resuming import first_row, refuse_another_model
+from everstep.launch.local.resuming import first_row, refuse_another_model, with_compile_settled
 from everstep.layout.box import Box
 from everstep.node.disk_orders import work_on_disk
 from everstep.protocol.events import CheckpointCommitted
@@ -40,7 +41,7 @@ def job(tmp_path: Path, **model) -> Job:
     return Job(model=ModelSpec(preset="gpt-tiny", options={**TINY, **model}), base=tmp_path, checkpoint=spec)
 
 
-def save(made: Job, step: int, *, trained: bool = False) -> None:
+def save(made: Job, step: int, *, trained: bool = False, meta: dict[str, Any] | None = None) -> None:
     model = model_of(made)
     slices = [
         (f"model/{name}", tuple(p.shape), Box((0,) * p.ndim, tuple(p.shape)), p.detach())
@@ -51,7 +52,7 @@ def save(made: Job, step: int, *, trained: bool = False) -> None:
         moments = [(name.removeprefix("model/"), *of) for name, *of in slices]
         slices += [(f"optimizer/{name}/exp_avg", shape, box, value) for name, shape, box, value in moments]
     part = folder.write_slices(made.base / "kept", step, "all", slices)
-    folder.commit(made.base / "kept", step, [part], {})
+    folder.commit(made.base / "kept", step, [part], meta or {})
 
 
 def test_the_same_model_and_an_empty_folder_pass(tmp_path: Path) -> None:
@@ -88,6 +89,64 @@ def test_a_checkpoint_with_more_trained_parameters_is_refused(tmp_path: Path) ->
         refuse_another_model(fewer, model_of(fewer))
     save(made, 6)  # weights alone, as of a converted checkpoint
     refuse_another_model(fewer, model_of(fewer))
+
+
+@pytest.mark.parametrize(
+    ("said", "meta", "compiles"),
+    [
+        ("auto", {}, False),  # of an earlier version
+        ("auto", {"compile": False}, False),
+        ("auto", {"compile": True}, True),
+        (True, {}, True),
+        (False, {"compile": True}, False),
+    ],
+)
+def test_a_run_that_resumes_compiles_as_its_checkpoint_says_unless_the_job_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any, meta: dict[str, Any], compiles: bool
+) -> None:
+    monkeypatch.setattr(resuming, "why_unable", lambda device, environment: "")
+    one = replace(job(tmp_path, depth=1), compile=said)
+    assert with_compile_settled(one)[0].compiles is (said is True), "a new run, on a CPU"
+    save(one, 5, meta={**meta, "seed": 0})
+    made, notes = with_compile_settled(one)
+    assert made.compiles is compiles
+    assert list(notes) == ['compile = "auto" is true: the run that it resumes was compiled'] * bool(
+        said == "auto" and compiles
+    )
+    assert settings_of(made)["compile"] is compiles
+
+
+def test_a_damaged_newest_checkpoint_leaves_the_word_to_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From which the run resumes, once the damaged one is set aside."""
+    monkeypatch.setattr(resuming, "why_unable", lambda device, environment: "")
+    one = job(tmp_path, depth=1)
+    save(one, 5, meta={"compile": True})
+    save(one, 6, meta={"compile": True})
+    (tmp_path / "kept" / "step-00000006" / "index.json").write_text("{")
+    assert with_compile_settled(one)[0].compiles
+
+
+def test_a_compiled_run_is_not_resumed_where_nothing_can_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "why_unable", lambda device, environment: "there is no C compiler")
+    one = job(tmp_path, depth=1)
+    save(one, 5, meta={"compile": True})
+    with pytest.raises(UserError, match=r"resumes was compiled\) cannot be done .* set compile = false\.$"):
+        with_compile_settled(one)
+
+
+def test_a_new_run_on_such_a_machine_is_eager_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "why_unable", lambda device, environment: "there is no C compiler")
+    large = {"model": {"preset": "gpt-1b"}, "data": {"kind": "synthetic", "rows": 8}}
+    one = Job.from_dict({**large, "device": "cuda", "steps": 1000, "base": str(tmp_path)})
+    made, notes = with_compile_settled(one)
+    assert made.compile is False
+    assert notes == ('compile = "auto" is false: there is no C compiler',)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_left_to_the_start_of_the_run(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def test_a_compiled_job_on_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyP
     """torch's compiler opened each GPU of the machine: half a GiB of its memory per worker."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(worker.regions, "enable", lambda: None)
+    monkeypatch.setattr(worker, "why_unable", lambda device: "")
     worker._device_of(Job(model=ModelSpec(preset="gpt-tiny")))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     worker._device_of(Job(model=ModelSpec(preset="gpt-tiny"), compile=True))

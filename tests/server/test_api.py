@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 
 from everstep.cli.client import Client
 from everstep.core.cluster.progress import DrainCost
+from everstep.core.cluster.task import Task, TaskState
 from everstep.errors import UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
+from everstep.server import requests
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.serve import ServerSettings
 from everstep.server.term import Term
@@ -133,6 +135,57 @@ def test_a_wrong_submission_is_one_sentence(lasting: str, body: bytes, sentence:
     status, answer = call(lasting, "/v1/tasks", body=body)
     assert status == 400
     assert sentence in json.loads(answer)["error"]
+
+
+LARGE = {
+    **JOB,
+    "steps": 1000,
+    "device": "cuda",
+    "model": {"preset": "gpt-1b"},
+    "data": {"kind": "synthetic", "rows": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("cannot", "changes", "told"),
+    [
+        ("", {}, {"is": True, "because": "fused layers are faster, and 1000 steps are worth compiling them"}),
+        ("no C compiler", {}, {"is": False, "because": "node a cannot: no C compiler"}),
+        ("no C compiler", {"compile": True}, {"is": True, "because": ""}),
+    ],
+)
+def test_whether_a_task_compiles_is_decided_when_it_is_submitted(
+    address: str, cannot: str, changes: dict[str, Any], told: dict[str, Any]
+) -> None:
+    """Its workers, and those that replace them on nodes that come later, get one and the same answer."""
+
+    async def play() -> None:
+        async with agent(address, "a", cannot_compile=cannot) as one:
+            post = Client(address=address).post
+            answer = await asyncio.to_thread(post, "/v1/tasks", {"name": "t", "job": {**LARGE, **changes}})
+            assert answer["compile"] == told
+            opened = await one.until(msg.OpenTask)
+            assert opened.job["compile"] is told["is"]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_update_keeps_what_the_task_does_unless_it_says_otherwise(compiled: bool) -> None:
+    submitted = requests.submission(
+        {"name": "t", "job": {**LARGE, "compile": compiled}}, known={}, owner="alice"
+    )
+    task = Task(request=submitted, submitted_at=0.0)
+    task.enter(TaskState.SEARCHING, "")
+    task.enter(TaskState.RUNNING, "")
+
+    def after(**changes: Any) -> Any:
+        return requests.update(task, {"job": {**LARGE, **changes}}, rows=[], by="alice").job["compile"]
+
+    assert after() is compiled
+    assert after(compile="auto") is compiled
+    assert after(compile=not compiled) is not compiled
+    assert after(recompute=True, recompute_part="attention") is False
 
 
 def test_two_tasks_do_not_share_a_checkpoint_folder(address: str) -> None:

@@ -187,6 +187,7 @@ def submit_command(
             environment=scripts.environment(env or []),
         ).table()
     else:
+        from everstep.job.compiling import Choice
         from everstep.job.job import load_job
 
         if not given or len(given) > 1:
@@ -200,6 +201,10 @@ def submit_command(
     render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
     if not script:
         render.note(copies_told(job, _num_up(client)))
+        chosen = Choice(answer["compile"]["is"], answer["compile"]["because"])
+        if chosen.because and job.device == "cuda":
+            checkpoint = " (a checkpoint that it resumes from decides)" if job.checkpoint is not None else ""
+            render.note(f"{chosen}{checkpoint}")
     if wait:
         answer = _wait(client, answer["task"])
         render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")

@@ -95,8 +95,9 @@ def train_command(
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data_needs import prepare
     from everstep.launch.local.pace import workload_of
-    from everstep.launch.local.resuming import refuse_another_model
+    from everstep.launch.local.resuming import refuse_another_model, with_compile_settled
 
+    job, notes = with_compile_settled(job)
     faults = api.parse_kills(kill or (), job)
     data = data_of(job)
     prepare(job, data)
@@ -104,7 +105,7 @@ def train_command(
     checked = preflight(job, data=data)
     refuse_another_model(job, checked.model)
     render.note(f"{describe(job)}, {render.parameters(checked.parameters)}")
-    for sentence in checked.notes:
+    for sentence in (*notes, *checked.notes):
         render.note(sentence)
     with (
         nullcontext() if no_web else own_page(web) as page,

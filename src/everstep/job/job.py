@@ -300,7 +300,7 @@ class Job:
     loss_scale: float = 65536.0  # with fp16: the first one, a power of two; halved by every overflow
     loss_scale_interval: int = 2000  # and doubled after so many steps without one
     accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
-    compile: bool = False  # fuse what lies between the Linears, by torch.compile
+    compile: bool | Literal["auto"] = "auto"  # fuse what is between Linears; auto: where that is faster
     graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     recompute_every: int = 1  # with recompute: only one layer of this many
@@ -432,7 +432,7 @@ class Job:
                 raise UserError(
                     f"{part} cannot be combined with shards that split the layers; leave recompute_part out."
                 )
-            if self.compile:
+            if self.compiles:
                 raise UserError(f"{part} cannot be combined with compile = true; leave one of them out.")
         if not self.offload:
             return
@@ -482,6 +482,11 @@ class Job:
             raise UserError(f'{parts} cannot be recorded, and graphs is "always"; leave graphs out.')
         if self.verify.votes == "every":
             raise UserError(f'{parts} cannot be combined with verify.votes = "every"; leave one of them out.')
+
+    @property
+    def compiles(self) -> bool:
+        """Do its workers compile? "auto" becomes true or false before they start (`job.compiling`)."""
+        return self.compile is True
 
     @property
     def copy_interval(self) -> int:
@@ -553,6 +558,12 @@ class Job:
             return form.vocab, form.context
         return (int(config["vocab_size"]), None) if "vocab_size" in config else None
 
+    def width(self) -> int | None:
+        """Numbers per token between two layers, where the model's words say."""
+        form, config = self.model.shape(), self._hf_config() or self.model.card.get("hf_config", {})
+        width = config.get("hidden_size", config.get("n_embd")) if form is None else form.width
+        return width if isinstance(width, int) else None
+
     def most_stages(self) -> int | None:
         """How many stages the model can be cut into, where its words say: its layers and both ends. With one
         stage an optimizer of one's own may let all parameters depend on each other, so it stays one.
@@ -591,6 +602,7 @@ class Job:
             "seed": self.seed,
             "steps": self.steps,
             "precision": self.precision,
+            "compile": self.compiles,
             **self.model_card(),
             "shape": {"replicas": self.replicas, "stages": self.stages, "microbatches": self.microbatches},
             "rng": {"kind": "of (seed, step, microbatch, layer)", "seed": self.seed},

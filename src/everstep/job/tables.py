@@ -37,6 +37,12 @@ def checked(kind: Any, value: Any, where: str) -> Any:
     """`value` as the type `kind`, or a sentence."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
+        literals = [word for arg in args if get_origin(arg) is Literal for word in get_args(arg)]
+        if bool in args and literals:
+            if not isinstance(value, bool) and value not in literals:
+                choice = " or ".join(f'"{word}"' for word in literals)
+                raise UserError(f"{where} is {shown(value)}; it must be true, false or {choice}.")
+            return value
         if value is None or (value is False and bool not in args):
             return None
         return checked(next(arg for arg in args if arg is not NoneType), value, where)

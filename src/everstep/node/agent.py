@@ -49,6 +49,7 @@ from everstep.core.faults.severity import ErrorKind, judge
 from everstep.core.faults.xids import place_of_xid
 from everstep.drive.order_lines import unpacked
 from everstep.errors import PeerError, UserError
+from everstep.job.compiling import why_unable
 from everstep.log import say, warn
 from everstep.net.sockets import watch_path
 from everstep.node.agent_record import AgentRecord, Left, line_row, report_row
@@ -668,6 +669,7 @@ class Agent:
             "runs": encode(self.state.processes.runs()),
             "alone_s": 0.0 if self._record is None else self.settings.alone_s,
             "rack": self.settings.rack,
+            "cannot_compile": why_unable("cuda"),
         }
         self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}

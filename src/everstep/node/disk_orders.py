@@ -104,7 +104,12 @@ def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
     except NoStart as error:
         return _unusable(order, str(error), passing=error.passing)
     return msg.CheckpointFound(
-        task=order.task, step=found.step, refused=found.refused, search=order.search, loss=found.loss
+        task=order.task,
+        step=found.step,
+        refused=found.refused,
+        search=order.search,
+        loss=found.loss,
+        compiled=found.compiled,
     )
 
 

@@ -38,6 +38,7 @@ from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.errors import MOST_TRACEBACK, UserError, clipped
+from everstep.job.compiling import refusal, why_unable
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
@@ -253,7 +254,9 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
 def _device_of(job: Job) -> torch.device:
     torch.set_num_threads(job.threads)
     device = devices.pick(job.device)
-    if job.compile:
+    if job.compiles:
+        if unable := why_unable(device.type):
+            raise UserError(refusal(unable))
         if device.type == "cpu":  # the compiler would ask each GPU what it is: half a GiB of its memory
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         regions.enable()

@@ -175,6 +175,7 @@ class CheckpointFound(TaskReport):
     refused: tuple[str, ...] = ()
     search: int = 1  # the number of the search
     loss: float | None = None  # of that step, where the checkpoint says it
+    compiled: bool = False  # were the layers of the run that wrote it?
 
 
 @message(by=AGENT, says="the checkpoints of {task} cannot be used: {because}")
@@ -1036,6 +1037,7 @@ class NodeJoined(OtherEvent):
     epochs: Mapping[str, int] = field(default_factory=dict)  # by task: of the last facts it knows
     alone_s: float = 0.0  # so long its workers wait for another agent when this one is gone
     rack: str = ""  # what it shares power or a switch with others in; empty: not said
+    cannot_compile: str = ""  # why torch.compile cannot work for its GPUs; empty: it can, or not said
 
 
 @message(since=4, says="the journal {journal} is kept by version {version}: {because}")
@@ -1142,6 +1144,7 @@ class TaskSubmitted(OtherEvent):
     on_nan: str = "skip"  # what follows a step with a NaN that is the same again: skip, back, pause
     on_spike: str = "tell"  # the same of a loss far above those before it; tell: the step counts
     votes_on_all: bool = False  # replicas check each other's numbers in every step
+    compile_because: str = ""  # why `job.compile` was chosen so; empty: the job said it
 
 
 @message(by=OPERATOR, says="{by} cancels task {task}")

@@ -324,7 +324,8 @@ def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
         if not 0 <= port <= MAX_PORT:
             raise PeerError(f"{what} is {port}, which is not a port")
     texts = [("node", hello.node, 64), ("host", hello.host, 255), ("boot", hello.boot, 128)]
-    for what, text, most in [*texts, *([("rack", hello.rack, 64)] if hello.rack else [])]:
+    may_be_empty = [("rack", hello.rack, 64), ("cannot_compile", hello.cannot_compile, 255)]
+    for what, text, most in [*texts, *(one for one in may_be_empty if one[1])]:
         if not 1 <= len(text) <= most or not text.isprintable() or text != text.strip():
             raise PeerError(f"{what} is {clipped(repr(text), 100)}; give 1 to {most} printable characters")
     if "/" in hello.node or hello.node in (".", ".."):

@@ -395,7 +395,8 @@ class Api:
 
     async def _submit(self, request: web.Request) -> web.Response:
         given, tasks = await requests.body(request), self.record.machine.tasks
-        submitted = requests.submission(given, known=tasks, owner=CALLER.get().words)
+        nodes = self.record.machine.nodes.values()
+        submitted = requests.submission(given, known=tasks, owner=CALLER.get().words, nodes=nodes)
         self._quotas.check(
             submitted.owner,
             tasks.values(),

@@ -21,6 +21,7 @@ from everstep.core.cluster.task import OVER, Task, TaskState
 from everstep.drive.step_rows import StepRow
 from everstep.engine.telemetry.faults import check_fault, parse_fault
 from everstep.errors import PeerError, UserError
+from everstep.job.compiling import choice_for, settled
 from everstep.job.job import MOST_WORKERS, Job
 from everstep.job.tables import shown
 from everstep.protocol.codec import decode
@@ -48,8 +49,10 @@ NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) -> TaskSubmitted:
-    """The task that a submission asks for. `known`: those whose names are taken."""
+def submission(
+    given: dict[str, Any], *, known: Mapping[str, Task], owner: str, nodes: Collection[Node] = ()
+) -> TaskSubmitted:
+    """The task that a submission asks for. `known`: those whose names are taken. `nodes`: of the cluster."""
     unknown = given.keys() - {"name", "job", "ranks", "weight", "script", "faults", "min_workers"}
     if unknown:
         raise UserError(
@@ -73,6 +76,8 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         raise UserError("job is missing; give the job's table.")
     job = Job.from_dict(given["job"])
     job.refuse_contradictions()
+    compiling = choice_for(job, unable=_unable(nodes))
+    job = settled(job, compiling)
     needs = job.needs()
     if needs.checkpoints is not None:
         _refuse_shared_folder(needs.checkpoints, known)
@@ -103,7 +108,14 @@ def submission(given: dict[str, Any], *, known: Mapping[str, Task], owner: str) 
         on_spike=job.verify.spike,
         votes_on_all=job.vote_period[0] == 1,
         needs=needs,
+        compile_because=compiling.because,
     )
+
+
+def _unable(nodes: Collection[Node]) -> str:
+    """Why not every node can compile."""
+    those = (node for node in nodes if node.state is NodeState.UP and node.cannot_compile)
+    return next((f"node {node.name} cannot: {node.cannot_compile}" for node in those), "")
 
 
 def _script_task(name: str, given: Any, weight: float, owner: str) -> TaskSubmitted:
@@ -214,6 +226,7 @@ def update(task: Task, given: Mapping[str, Any], *, rows: Sequence[StepRow], by:
         raise UserError("job is missing; give the job's table.")
     now, job = Job.from_dict(task.job), Job.from_dict(given["job"])
     job.refuse_contradictions()
+    job = settled(job, choice_for(job, kept=now.compiles))
     for key in ("steps", "checkpoint", "base"):
         if getattr(job, key) != getattr(now, key):
             raise UserError(

@@ -314,6 +314,7 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
     places = task.recovery.places if task.recovery is not None else {}
     return task_row(record, task) | {
         "submitted_at": task.submitted_at + record.ahead_s,
+        "compile": {"is": task.job.get("compile") is True, "because": task.request.compile_because},
         "empty_stages": empty_stages(task) if task.recovery is not None else [],
         "seats": [
             {

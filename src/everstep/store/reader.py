@@ -87,6 +87,11 @@ class Checkpoint:
         return self.index.meta
 
     @property
+    def compiled(self) -> bool:
+        """Were the layers of its run? Earlier versions did not say; false was their default."""
+        return self.meta.get("compile") is True
+
+    @property
     def tensors(self) -> dict[str, TensorEntry]:
         return self.index.tensors
 

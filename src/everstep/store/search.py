@@ -35,6 +35,7 @@ class Newest:
     step: int  # 0: there is none
     refused: tuple[str, ...] = ()  # a sentence for each newer one that was set aside
     loss: float | None = None  # of that step, if it is known
+    compiled: bool = False  # were the layers of its run?
 
 
 class NoStart(EverstepError):
@@ -95,8 +96,9 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool, verify:
     refused: list[str] = []
     for _, name in reversed(place.complete()):
         try:
-            step, loss = _usable_step(place, name, verify)
-            return Newest(_not_older(place, step, known, refused, start_over), tuple(refused), loss)
+            found = _usable(place, name, verify)
+            step = _not_older(place, found.step, known, refused, start_over)
+            return replace(found, step=step, refused=tuple(refused))
         except UnusableCheckpointError as error:
             sentence = str(error).rstrip(".")
             if error.kind == "unknown" and not start_over:
@@ -116,8 +118,7 @@ def _newest(place: Place, known: int, pass_over: bool, start_over: bool, verify:
     return Newest(_not_older(place, 0, known, refused, start_over), tuple(refused))
 
 
-def _usable_step(place: Place, name: str, verify: bool) -> tuple[int, float | None]:
-    """Its step, and the loss of that step if it says one."""
+def _usable(place: Place, name: str, verify: bool) -> Newest:
     try:
         found = open_in(place, name)
     except Refused as refused:
@@ -126,7 +127,7 @@ def _usable_step(place: Place, name: str, verify: bool) -> tuple[int, float | No
         if verify:
             found.verify()
         loss = found.meta.get("loss")
-        return found.step, loss if isinstance(loss, float) else None
+        return Newest(found.step, loss=loss if isinstance(loss, float) else None, compiled=found.compiled)
     finally:
         found.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from everstep.job.compiling import Choice
 from everstep.schedule.footprint import ON_THE_HOST, RECORDED
 
 MOST_STAGES = 4  # columns of the table
@@ -21,21 +22,25 @@ def show_memory(file: Path, as_json: bool) -> None:
     from everstep.engine.prepare.fitting import fit, fits, memory_here
     from everstep.engine.prepare.preflight import batch_of
     from everstep.engine.prepare.resolve import data_of, model_of
+    from everstep.job.compiling import choice_for, settled
     from everstep.job.job import load_job
     from everstep.schedule import footprint
 
     job = load_job(file)
     job.refuse_contradictions()
+    compiling = choice_for(job)
+    job = settled(job, compiling)
     model = model_of(job)
     memory = memory_here(job)
     batch = batch_of(job, data_of(job))
-    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compile)
+    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compiles)
     found = fit(job, model, layers, memory)
     document: dict[str, Any] = {
         "per_parameter": footprint.per_parameter(settings_of(job)),
         "worker_bytes": memory.worker,
         "machine_bytes": memory.machine,
         "fits": fits(job, found, memory),
+        "compile": {"is": compiling.compile, "because": compiling.because},
         "copies_in_memory": {"interval": job.copy_interval, "by_default": job.memory_interval is None},
         "stages": [
             {
@@ -108,6 +113,8 @@ def _show(document: dict[str, Any]) -> None:
             '(graphs = "never" records none)',
             soft_wrap=True,
         )
+    if document["compile"]["because"]:
+        console.print(str(Choice(*document["compile"].values())), soft_wrap=True)
     each = sum(document["per_parameter"].values())
     console.print(f"{each:g} bytes per parameter stay from step to step", soft_wrap=True)
     if document["worker_bytes"] is not None:

@@ -60,6 +60,7 @@ class Node:
     unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports of kinds that are not known
     alone_s: float = 0.0  # so long its workers outlive its agent
     rack: str = ""  # empty: not known
+    cannot_compile: str = ""  # why; empty: it can, or not known
     agent_gone: bool = False  # since it is silent: its system has closed the agent's connection
     back_at: float | None = None  # promised, of a node that takes no workers now
     leaves_at: float | None = None  # announced: a spot notice

@@ -90,7 +90,7 @@ class Nodes:
             if event.journal and event.journal == self._policy.journal:
                 node.sent = event.done  # a node that was gone, and was forgotten with many others
         node.protocol, node.pair_port, node.memory_port = event.protocol, event.pair_port, event.memory_port
-        node.alone_s, node.rack = event.alone_s, event.rack
+        node.alone_s, node.rack, node.cannot_compile = event.alone_s, event.rack, event.cannot_compile
         strange = self._strange_tasks(event)
         if because := self._why_records_disagree(node, event):
             actions += self._reconcile(node, event, strange, because, now)

@@ -233,6 +233,12 @@ class Tasks:
             return []
         task.checkpoints.newest = event.step
         task.checkpoints.search_at = task.checkpoints.searched_at = None
+        if event.step and not task.progress.recorded and task.request.compile_because:
+            # It continues another task's run, and its bits: a choice of ours gives way.
+            compiled = "compiled" if event.compiled else "not compiled"
+            because = f"the run whose checkpoint of step {event.step} it resumes was {compiled}"
+            job = {**task.job, "compile": event.compiled}
+            task.request = replace(task.request, job=job, compile_because=because)
         return self._begin(task, event.step, now)
 
     def checkpoint_unusable(self, task: Task, event: msg.CheckpointUnusable, now: Moment) -> Actions:

@@ -158,7 +158,7 @@ def refuse_what_does_not_fit(job: Job, model: Model, batch: tuple[Value, Value],
     """One sentence: which stage, how much, and what to change."""
     if memory.worker is None and memory.machine is None:
         return
-    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compile)
+    layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compiles)
     found = fit(job, model, layers, memory)
     if fits(job, found, memory):
         return
@@ -206,7 +206,7 @@ def _changes(job: Job, model: Model) -> Iterator[tuple[str, Job, float]]:
         never = replace(job.optimizer, stagger="never")
         singles.append((*one('optimizer.stagger = "never"', optimizer=never), 1.0))
     if not job.recompute and not job.offload:
-        if not job.compile and (job.shards == 1 or job.context_parallel):
+        if not job.compiles and (job.shards == 1 or job.context_parallel):
             text = 'recompute = true and recompute_part = "attention"'
             singles.append((text, replace(job, recompute=True, recompute_part="attention"), 1.0))
         if job.device == "cuda" and job.graphs != "always":

@@ -44,14 +44,14 @@ from everstep.launch.local.arguments import (
     named_optimizer,
     shape_of_call,
 )
-from everstep.launch.local.data_needs import buffered, prepare, steps_of
+from everstep.launch.local.data_needs import buffered, prepare, steps_of, tokens_of_each
 from everstep.launch.local.history import History, settings_of
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.pace import workload_of
 from everstep.launch.local.page import RunPage
 from everstep.launch.local.plain_lines import LiveLine, PlainLines
 from everstep.launch.local.report import document, stopped_line, summary_line
-from everstep.launch.local.resuming import first_row, refuse_another_model
+from everstep.launch.local.resuming import first_row, refuse_another_model, with_compile_settled
 from everstep.launch.local.run import TASK, LocalTask, Watcher
 from everstep.log import say
 from everstep.node.fork_server import ForkServer
@@ -177,6 +177,7 @@ def train(
     elif eval_every is not None or metrics:
         raise UserError("eval_every and metrics need eval_data; give the data to evaluate on.")
     job = job_of_call(shape, settings, found.assembly.card)
+    job, notes = with_compile_settled(job, tokens_of_each(given, tested))
     if hasattr(given, "order_in"):
         order = given.order_in(job.microbatches_in_step, job.seed)
         if start := first_row(checkpoint, order):
@@ -189,7 +190,7 @@ def train(
             batch_of(job, of_job(tested, job))
         checked = preflight(job, model=found, data=dataset, optimizer=factory, schedule=schedule)
         refuse_another_model(job, checked.model)
-        for sentence in checked.notes:
+        for sentence in (*notes, *checked.notes):
             say(sentence)
         with call.page(page) as shown, call.watch(job) as watch:
             watch("workload", workload_of(job, checked.model, checked.batch))

@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from everstep.engine.datasets.documents import PackedDocuments
+from everstep.engine.datasets.rows import Rows
 from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
+from everstep.engine.datasets.tokens import Tokens
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.launch.local.resuming import first_row
@@ -29,6 +32,17 @@ def steps_of(data: Any, epochs: Any, shape: Mapping[str, int], checkpoint: Any) 
         raise UserError(f"epochs is {epochs!r}; it must be a number above 0.")
     order = data.order_in(shape["replicas"] * shape["microbatches"], seed=0)
     return max(1, int(replace(order, start=first_row(checkpoint, order)).steps(epochs)))
+
+
+def tokens_of_each(data: Any, tested: Any = None) -> int | None:
+    """In a microbatch, where all have as many, those of an evaluation too; None: that is not known."""
+    lengths: list[int] = []
+    for one in (data, *([] if tested is None else [tested])):
+        packed = one.dataset if isinstance(one, Rows) else one
+        if not isinstance(packed, PackedDocuments | Tokens):
+            return None
+        lengths.append(one.rows * packed.sequence)
+    return lengths[0]
 
 
 @contextlib.contextmanager

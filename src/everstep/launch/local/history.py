@@ -124,7 +124,7 @@ def settings_of(job: Job, order: RowOrder | None = None) -> Row:
     the rows of the data set, where it has any.
     """
     words = job.to_dict()
-    found = {key: words.get(key) for key in ("seed", "precision", "recompute")}
+    found = {key: words.get(key) for key in ("seed", "precision", "recompute", "compile")}
     found[MICROBATCHES] = job.microbatches_in_step
     for table in ("optimizer", "data"):
         found |= {f"{table}.{key}": value for key, value in (words.get(table) or {}).items()}

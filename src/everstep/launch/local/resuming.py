@@ -1,17 +1,19 @@
-"""The checkpoint that a run would resume from: is it one of its model, and which rows had it seen? Asked
-before a worker is started.
+"""The checkpoint that a run would resume from: is it one of its model, which rows had it seen, and was its
+run compiled? Asked before a worker is started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.model import Model, slots
 from everstep.errors import EverstepError, UserError
+from everstep.job.compiling import choice_for, settled, why_unable
 from everstep.job.job import Job
 from everstep.launch.local.history import FIRST_ROW, MICROBATCHES, PER_MICROBATCH, History
 from everstep.store import folder
@@ -24,7 +26,7 @@ def refuse_another_model(job: Job, model: Model) -> None:
     """
     if job.checkpoint is None or (found := _newest(job.base, job.checkpoint.folder)) is None:
         return
-    step, there = found
+    step, there = found.step, found.shapes
     tied = {name for pair in model.tied for name in pair}  # other formats keep one of a pair
     ours = slots(model, range(len(model.names)))
     for name in sorted(_trained(there) - ours.keys() - tied):
@@ -53,19 +55,40 @@ def first_row(checkpoint: Any, order: RowOrder) -> int:
         return 0  # no checkpoint, or one without a history beside it
     if (found := _newest(str(Path.cwd()), str(where))) is None:
         return 0
-    step, before = found[0], History.at(Path.cwd() / where).earlier
+    step, before = found.step, History.at(Path.cwd() / where).earlier
     rows = before.get(PER_MICROBATCH, order.rows) * before.get(MICROBATCHES, order.microbatches)
     return int(before.get(FIRST_ROW, 0) + step * (rows - order.rows * order.microbatches))
 
 
-def _newest(base: str, where: str) -> tuple[int, dict[str, tuple[int, ...]]] | None:
-    """Its step, and the shapes of its tensors."""
+def with_compile_settled(job: Job, microbatch: int | None = None) -> tuple[Job, tuple[str, ...]]:
+    """The job as this machine will run it, and a sentence for the user where that is news. `microbatch`: its
+    tokens, where a script gives the data and all have as many.
+    """
+    found = None if job.checkpoint is None else _newest(job.base, job.checkpoint.folder)
+    unable = why_unable(job.device, {**os.environ, **job.environment})
+    kept = None if found is None else found.compiled
+    choice = choice_for(job, kept=kept, unable=unable, microbatch=microbatch)
+    is_news = choice.because and (choice.compile or job.device != "cpu")
+    return settled(job, choice, unable=unable), (str(choice),) if is_news else ()
+
+
+class _Newest(NamedTuple):
+    step: int
+    shapes: dict[str, tuple[int, ...]]  # of its tensors
+    compiled: bool
+
+
+def _newest(base: str, where: str) -> _Newest | None:
+    """The newest that can be opened."""
     root = folder.root_of(Path(base), where)
     with contextlib.suppress(OSError, EverstepError):
-        names = [name for _, name in place_of(root).complete()]
-        if names:
-            with contextlib.closing(folder.open_step(root, names[-1])) as found:
-                return found.step, {name: tuple(entry.shape) for name, entry in found.tensors.items()}
+        for _, name in reversed(place_of(root).complete()):
+            with (
+                contextlib.suppress(OSError, EverstepError),
+                contextlib.closing(folder.open_step(root, name)) as found,
+            ):
+                shapes = {name: tuple(entry.shape) for name, entry in found.tensors.items()}
+                return _Newest(found.step, shapes, found.compiled)
     return None
 
 
