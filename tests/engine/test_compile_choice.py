@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import everstep
 from everstep.errors import UserError
 from everstep.job import compiling
 from everstep.job.compiling import LEAST_STEPS, Choice, choice_for, settled, why_unable
 from everstep.job.job import Job
+from everstep.launch.local.data_needs import tokens_of_each
 from everstep.node import worker
 
 GPT: dict[str, Any] = {
@@ -81,6 +84,19 @@ def test_a_script_says_by_its_data_how_long_rows_are() -> None:
     job = Job.from_dict({**GPT, "model": words, "data": {"build": "in-the:script"}})
     assert "many lengths" in choice_for(job).because
     assert choice_for(job, microbatch=8192).compile
+
+
+def test_data_of_a_script_has_one_length_where_rows_are_cut_or_packed(tmp_path: Path) -> None:
+    np.zeros(1000, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    cut = everstep.tokens(tmp_path / "x.bin", sequence=16, rows=4, token="uint16")
+    documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    packed = everstep.rows(documents, rows=2, pack=8)
+    padded = everstep.rows(documents, rows=2)
+    assert tokens_of_each(cut) == 64
+    assert tokens_of_each(packed, cut) == 16
+    assert tokens_of_each(padded) is None
+    assert tokens_of_each(cut, padded) is None, "an evaluation has its own lengths"
+    assert tokens_of_each(lambda step, microbatch: None) is None
 
 
 def test_what_a_run_has_begun_with_is_kept() -> None:

@@ -243,6 +243,7 @@ def test_the_command_shows_what_fits(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "master weights" in shown
     assert "the job fits" in shown
     assert "memory of two nodes every 10 steps" in shown
+    assert 'compile = "auto" is false: on CPUs' in shown
     for interval, told in ((0, False), (3, True)):
         file.write_text(f'memory_interval = {interval}\n[model]\npreset = "gpt-tiny"\n')
         assert main.run(["plan", "--memory", str(file)]) == 0

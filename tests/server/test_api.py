@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.core.cluster.progress import DrainCost
 from everstep.core.cluster.task import Task, TaskState
@@ -168,6 +169,20 @@ def test_whether_a_task_compiles_is_decided_when_it_is_submitted(
             assert opened.job["compile"] is told["is"]
 
     asyncio.run(play())
+
+
+def test_who_submits_is_told_whether_it_compiles_and_why(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = 'steps = 300\ndevice = "cuda"\n[model]\npreset = "gpt-1b"\n[data]\nkind = "synthetic"\n'
+    (tmp_path / "large.toml").write_text(f"{words}rows = 8\n[checkpoint]\nfolder = 'kept'\n")
+    (tmp_path / "small.toml").write_text(f"{words}rows = 1\n")
+    for name in ("large", "small"):
+        assert main.run(["submit", str(tmp_path / f"{name}.toml"), "--address", address]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'compile = "auto" is true: fused layers are faster, and 300 steps are worth compiling' in said
+    assert "(a checkpoint that it resumes from decides)" in said
+    assert 'compile = "auto" is false: a microbatch has 4 M numbers per layer' in said
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -12,7 +12,8 @@ import pytest
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.node import disk_orders
-from everstep.store.folder import complete_steps, newest_valid, prune
+from everstep.protocol import messages as msg
+from everstep.store.folder import commit, complete_steps, newest_valid, prune, write_part
 from everstep.store.places import UrlPlace
 from everstep.store.ranges import LocalFile
 from everstep.store.search import PAUSES_S, Newest, NoStart, newest_to_use
@@ -210,6 +211,20 @@ def test_pruning_takes_nothing_when_nothing_can_be_read(root: Path, monkeypatch:
     with pytest.raises(UserError, match="so all stay"):
         prune(root, keep=1)
     assert complete_steps(root) == [10, 20, 30]
+
+
+@pytest.mark.parametrize(("meta", "compiled"), [({}, False), ({"compile": True}, True)])
+def test_an_agent_says_whether_the_run_of_a_checkpoint_was_compiled(
+    tmp_path: Path, meta: dict[str, bool], compiled: bool
+) -> None:
+    """Earlier versions did not say it, and did not by default."""
+    commit(tmp_path, 5, [write_part(tmp_path, 5, "all", all_of(5))], meta)
+    needs = Job.from_dict(
+        {"model": {"preset": "gpt-tiny"}, "checkpoint": {"folder": "."}, "base": str(tmp_path)}
+    ).needs()
+    order = msg.FindCheckpoint(task="t", job={}, needs=needs, search=3)
+    found = disk_orders.work_on_disk(order, needs.checkpoints)
+    assert found == msg.CheckpointFound(task="t", step=5, search=3, compiled=compiled)
 
 
 def test_the_job_says_whether_to_start_over(root: Path) -> None:
