@@ -53,8 +53,8 @@ def exits(actions: list[Any]) -> list[tuple[Worker, int, str]]:
 class Node:
     """A node whose shell does everything at once, unless a test wants otherwise."""
 
-    def __init__(self) -> None:
-        self.machine = NodeProcesses(DetectorLimits(), LIMITS)
+    def __init__(self, limits: AgentLimits = LIMITS) -> None:
+        self.machine = NodeProcesses(DetectorLimits(), limits)
         self.now = 100.0
         self.give(msg.OpenTask(task="t", job={}, secret="s"))
 
@@ -101,6 +101,15 @@ def test_a_start_waits_until_the_process_before_it_is_gone_for_good(node: Node) 
     ]
     assert node.happens(ag.ProcessGone(sender(A, 1))) == [ag.Spawn(start(A, 2))]
     assert list(node.machine.processes) == [sender(A, 2)]
+
+
+@pytest.mark.parametrize(("cores", "crowded"), [(0, False), (1, True), (2, True), (3, False)])
+def test_an_exit_says_whether_its_node_has_two_workers_or_more_per_core(cores: int, crowded: bool) -> None:
+    node = Node(replace(LIMITS, cores=cores))
+    for slot in range(4):
+        node.up(Worker(slot, 0), slot=slot)
+    (told,) = node.happens(ag.ProcessDied(sender(), "killed by SIGKILL"))
+    assert told.report.event.crowded is crowded
 
 
 def test_another_worker_s_start_waits_while_the_dead_one_still_holds_the_slot(node: Node) -> None:

@@ -44,6 +44,7 @@ from everstep.core.agent.agent import (
     OrderHeard,
     ReportsKept,
 )
+from everstep.core.agent.process import AgentLimits
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.severity import ErrorKind, judge
 from everstep.core.faults.xids import place_of_xid
@@ -156,7 +157,8 @@ class Agent:
         )
         self.boot = secrets.token_hex(8)
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
-        self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
+        cores = AgentLimits(cores=len(os.sched_getaffinity(0)))
+        self.state = AgentState(detector=settings.limits, limits=cores, ahead_s=ahead_s)
         self.devices = NodeDevices()
         self._job_files = None if settings.job_files is None else JobFiles(settings.job_files)
         self._mapped: dict[int, set[str]] | None = None  # tasks by slot, as last written

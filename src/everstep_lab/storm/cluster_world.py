@@ -123,6 +123,7 @@ class ClusterWorld:
             secret="",
             has_checkpoints=bool(rules.checkpoint_every),
             votes_on_all=rules.vote_every == 1,
+            needs=msg.TaskNeeds(),
         )
         self.head.hear(submitted)
         self.others.begin()

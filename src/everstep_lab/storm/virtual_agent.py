@@ -101,6 +101,7 @@ class VirtualAgent:
             processes,
         )
         self.name = f"n{number}"
+        self.limits = replace(AGENT_LIMITS, cores=number % 2)  # one core, or it is not known
         self.boot = 1  # changes with every power cycle, and with it the numbers start again
         self.up = True
         self.heard = True  # by the coordinator, and the other way round
@@ -113,7 +114,7 @@ class VirtualAgent:
         self._begin()
 
     def _begin(self) -> None:
-        self.state = AgentState(detector=LIMITS, limits=AGENT_LIMITS)
+        self.state = AgentState(detector=LIMITS, limits=self.limits)
         self.newest_term = 0  # of the coordinators heard
         self.line: VirtualLine | None = None
         self.workers: dict[Sender, VirtualWorker] = {}
@@ -259,7 +260,7 @@ class VirtualAgent:
         """While it is stopped: the next agent has the record, and hears from its workers what they have said
         meanwhile. What was under way on the line to the coordinator is lost.
         """
-        old, self.state = self.state, AgentState(detector=LIMITS, limits=AGENT_LIMITS)
+        old, self.state = self.state, AgentState(detector=LIMITS, limits=self.limits)
         self.state.restore(json.loads(json.dumps(old.image())), self.scene.now())
         self.state.reports.restore(old.reports.after(0, at_most=1 << 30), old.reports.number)
         self.has_server, self.misses_server = True, False

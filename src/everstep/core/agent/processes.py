@@ -462,7 +462,14 @@ class NodeProcesses:
         process.deadline = None
         self.progress.forget(process.sender.task, process.sender.worker)
         reason = process.raised or clipped(event.reason)
-        return [] if reported else [_exited(process.order, reason, event)]
+        return [] if reported else [_exited(process.order, reason, event, crowded=self._is_crowded())]
+
+    def _is_crowded(self) -> bool:
+        """Two workers or more per core: without one of them the others still use every core. Of S stages with
+        R >= 2 workers each, S (R - 1) >= S R / 2 share the work evenly, which is one per core.
+        """
+        running = sum(len(_slots(p.order)) for p in self.processes.values() if p.is_up)
+        return 0 < 2 * self.limits.cores <= running
 
     def _gone(self, sender: Sender) -> Actions:
         process = self.processes.get(sender)
@@ -573,6 +580,7 @@ def _exited(
     reason: str,
     died: ProcessDied | None = None,
     stuck: bool = False,
+    crowded: bool = False,
 ) -> SendToCoordinator:
     event = ev.WorkerExited(
         worker=order.worker,
@@ -582,6 +590,7 @@ def _exited(
         step=died.step if died is not None else 0,
         killed_at=died.killed_at if died is not None else None,
         stuck=stuck,
+        crowded=crowded,
     )
     sender = Sender(order.task, order.worker, order.incarnation)
     return SendToCoordinator(msg.TaskEvent(task=order.task, event=event), sender)

@@ -72,6 +72,7 @@ class Training:
                 max_restarts=patience.restarts_per_place,
                 looks=task.request.has_checkpoints,
                 votes_on_all=task.request.votes_on_all,
+                computes_on_cores=task.request.needs is not None and task.request.needs.device == "cpu",
             ),
             lived=progress.lived,
             granted=frozenset(task.seats),

@@ -143,6 +143,10 @@ class Places:
                 )
         return None
 
+    def has_member(self, stage: int, *, but: Worker) -> bool:
+        """Is there another one in this stage?"""
+        return self._there[Member, stage] > isinstance(self.states[but], Member)
+
     def _is_filled(self, stage: int) -> bool:
         return any(self._there[kind, stage] for kind in PLACE if kind is not Absent)
 

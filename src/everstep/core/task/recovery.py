@@ -298,7 +298,9 @@ class Recovery:
         members: list[ev.WorkerExited] = []
         for event in exits:
             worker, place = event.worker, self.places[event.worker]
-            self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
+            has_peer = self._places.has_member(worker.stage, but=worker)
+            wait = self.policy.wait_steps(crowded=event.crowded, has_peer=has_peer)
+            self._places.to(worker, Absent(self.recorded + wait, event.reason))
             if isinstance(place, Fed):
                 because = f"worker {worker} died while joining"
                 actions.append(act.StopFeeding(source=place.source, joiner=worker, because=because))

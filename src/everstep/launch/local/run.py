@@ -8,6 +8,7 @@ workers, and the next run goes on from the newest checkpoint.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import selectors
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.core.agent.process import AgentLimits
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import TaskState
@@ -115,7 +117,7 @@ class LocalTask:
             self.workers = WorkerProcesses(
                 NodeSettings(folder=folder, memory=memory, slots=self._slots, detect=self._node.detect),
                 loop=self._loop,
-                machine=NodeProcesses(DetectorLimits()),
+                machine=NodeProcesses(DetectorLimits(), AgentLimits(cores=len(os.sched_getaffinity(0)))),
                 report=self._reported,
                 fork_server=lambda needs: self.fork_server,
             )
