@@ -201,7 +201,8 @@ def submit_command(
     render.note(f"task {answer['task']} is {answer['state']}: {answer['because']}")
     if not script:
         render.note(copies_told(job, _num_up(client)))
-        chosen = Choice(answer["compile"]["is"], answer["compile"]["because"])
+        told = answer.get("compile", {"is": False, "because": ""})  # a coordinator of an earlier version
+        chosen = Choice(told["is"], told["because"])
         if chosen.because and job.device == "cuda":
             checkpoint = " (a checkpoint that it resumes from decides)" if job.checkpoint is not None else ""
             render.note(f"{chosen}{checkpoint}")
