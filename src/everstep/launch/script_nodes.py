@@ -33,6 +33,7 @@ from everstep.store.owned_folders import temporary_folder
 
 AWAY_S = 60.0  # without a coordinator, after which a machine gives up
 LOOK_S = 0.5
+SAID_AFTER_S = 5.0  # of waiting for the endpoint
 FAREWELL_S = 10.0  # the endpoint waits so long for the others to hear the end
 OVER = ("finished", "failed", "cancelled")
 
@@ -88,7 +89,8 @@ class RunOnNodes:
         run = self.run
         leads = await self._serve(folder / "state")
         client = Client(address=self._address(leads), token=run.token)
-        await self._until_there(client)
+        if not await self._is_there(client):
+            return 143
         order = run.order if run.order is not None else int(not leads)
         words = folder / "words"
         words.mkdir()
@@ -155,19 +157,25 @@ class RunOnNodes:
         serving.exception()  # another one of this machine has come first
         return False
 
-    async def _until_there(self, client: Client) -> None:
-        until = time.monotonic() + self.run.join_timeout_s
-        while True:
+    async def _is_there(self, client: Client) -> bool:
+        """Waits for the coordinator. False: this machine is to leave before that."""
+        began, has_said = time.monotonic(), False
+        while not self._left:
             try:
                 if (await asyncio.to_thread(client.get, "/v1/health"))["leads"]:
-                    return
+                    return True
             except EverstepError as error:
-                if time.monotonic() > until:
+                waited_s = time.monotonic() - began
+                if waited_s > self.run.join_timeout_s:
                     raise UserError(
                         f"no coordinator answers at the rendezvous endpoint {client.address} after "
                         f"{self.run.join_timeout_s:g} s: {error}"
                     ) from None
+                if waited_s > SAID_AFTER_S and not has_said:
+                    has_said = True
+                    say(f"waiting up to {self.run.join_timeout_s:g} s for the rendezvous endpoint: {error}")
             await asyncio.sleep(LOOK_S)
+        return False
 
     async def _submit(self, client: Client) -> None:
         """All machines do; the first one is heard."""
