@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everstep.core.worker.announcements import Announcements
 from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.rules import TaskRules
@@ -10,7 +12,7 @@ from everstep.protocol.events import StepSealed
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Part
 from everstep.protocol.shape import Fold
-from everstep.protocol.work import Members, Resume
+from everstep.protocol.work import Members, Resume, Send
 
 RULES = TaskRules(replicas=2, stages=1, microbatches=1, steps=900)
 
@@ -23,14 +25,18 @@ def order(epoch: int, live: tuple[int, ...], *, recorded: int = 0) -> Resume:
 def second_peer(steps: int) -> Announcements:
     news = Announcements(Mailbox(Worker(1, 0), Fold(2), incarnation=1), RULES)
     news.mail.order = order(1, (0, 1))
+    seal(news, steps)
+    assert reported(news) == [], "the first peer does"
+    return news
+
+
+def seal(news: Announcements, steps: int) -> None:
     for step in range(1, steps + 1):
         losses = ((Microbatch(0, 0), float(step)), (Microbatch(1, 0), float(step)))
         state = StepState(step, 1)
         both = tuple(microbatch for microbatch, _ in losses)
         state.everyone = Part(microbatches=both, losses=losses, executed=6, weights=(1.0, 1.0))
         news.announce(state, 1.0)
-    assert reported(news) == [], "the first peer does"
-    return news
 
 
 def reported(news: Announcements) -> list[int]:
@@ -46,6 +52,23 @@ def test_after_the_first_peer_s_death_the_next_one_reports_all_that_is_not_on_re
     news.begin_epoch()
     assert reported(news) == list(range(145, 301))
     assert all(command.losses for command in news.mail.commands if isinstance(command, StepSealed))
+
+
+def test_what_is_on_record_is_not_reported_again_and_other_stages_hear_of_it_all_the_same() -> None:
+    """After a kill survivors and coordinator spent 2 ms of CPU on it, before and beside the first op."""
+    news = Announcements(Mailbox(Worker(1, 0), Fold(2), incarnation=1), RULES)
+    news.mail.order = replace(order(1, (1,)), members=(Members(1, ((1,), (0, 1)), (1, 1)),))
+    seal(news, 6)
+    news.mail.commands.clear()
+    news.mail.order = replace(news.mail.order, epoch=2, recorded=5)
+    news.begin_epoch()
+    assert reported(news) == [6]
+    assert [c.parcel.step for c in news.mail.commands if isinstance(c, Send) and c.replica == 0] == [
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_what_is_on_record_is_forgotten_and_what_is_kept_is_bounded() -> None:

@@ -54,6 +54,7 @@ _TRAINING = (
     "everstep.node.worker",
     "everstep.engine.layers.gpt",
     "torch._dynamo",
+    "encodings.idna",  # by the first look-up of an address
 )
 _KEEPING = ("everstep.node.keep_ranks",)
 

@@ -63,7 +63,7 @@ class Announcements:
         self._unrecorded.clear()
 
     def _report(self, sealed: StepSealed) -> None:
-        if self.mail.is_first_peer(sealed.step):
+        if sealed.step > self.mail.order.recorded and self.mail.is_first_peer(sealed.step):
             self.mail.commands.append(replace(sealed, attempt=self.mail.order.attempt(sealed.step)))
 
     def _send_news(self, sealed: StepSealed) -> None:
