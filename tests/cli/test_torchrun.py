@@ -292,6 +292,12 @@ def test_an_endpoint_may_be_an_address_of_ipv6(text: str, found: tuple[str, int]
     assert scripts.endpoint(text, 7) == found
 
 
+@pytest.mark.parametrize("text", ["[::1:29400", "::1:x", "[head:1", "head]:1", "http://head:1", "[head/x]:1"])
+def test_an_endpoint_that_is_none_is_one_sentence(text: str) -> None:
+    with pytest.raises(UserError, match=r"--rdzv-endpoint is .*; give HOST:PORT"):
+        scripts.endpoint(text, 7)
+
+
 def test_machines_meet_at_an_endpoint_of_ipv6(tmp_path: Path) -> None:
     """The coordinator was at 127.0.0.1 then, and everyone looked for it elsewhere for ten minutes."""
     try:
@@ -300,7 +306,12 @@ def test_machines_meet_at_an_endpoint_of_ipv6(tmp_path: Path) -> None:
             port = free.getsockname()[1]
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    (tmp_path / "train.py").write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print(dist.get_rank(), dist.get_world_size())\n"
+        "dist.destroy_process_group()\n"
+    )
     options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-conf", "last_call_timeout=1"]
     options += ["--rdzv-endpoint", f"[::1]:{port}"]
     command = [sys.executable, "-m", "everstep.run", *options, "train.py"]

@@ -405,6 +405,16 @@ def test_restarts_are_counted_and_wait_longer_each_time() -> None:
     assert cluster.task.because == "rank 0 killed by SIGKILL. All 2 restarts are used up."
 
 
+def test_a_life_that_has_trained_for_a_while_is_followed_by_the_next_at_once() -> None:
+    cluster = Cluster(2)
+    cluster.submit(max_restarts=9)
+    for kill in range(1, 7):
+        cluster.wait(60.0)
+        cluster.fail(1, "killed by SIGKILL")
+        cluster.wait(1.0)
+        assert cluster.life[0].life == kill + 1
+
+
 def test_the_same_mistake_twice_is_not_tried_again() -> None:
     cluster = Cluster(1)
     cluster.submit(most=1, max_restarts=9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import sys
 import tempfile
@@ -117,7 +119,16 @@ def endpoint(text: str, default_port: int) -> tuple[str, int]:
         host, port = text, str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"--rdzv-endpoint is {text!r}; give HOST:PORT.")
-    return host.strip("[]"), int(port)
+    plain = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if set("[]/@ ") & set(plain) or (":" in plain and not _is_ip6(plain)):
+        raise UserError(f"--rdzv-endpoint is {text!r}; give HOST:PORT, or [HOST]:PORT with an IPv6 address.")
+    return plain, int(port)
+
+
+def _is_ip6(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text))
+    return False
 
 
 def refuse_folders(run: ScriptCommand) -> None:

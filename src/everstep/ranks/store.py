@@ -89,7 +89,7 @@ class StoreHost:
 
 
 def _settings(listener: socket.socket) -> bytes:
-    address, port = listener.getsockname()
+    address, port, *_ = listener.getsockname()  # of IPv6 it has more
     return json.dumps({"address": address, "port": port}).encode()
 
 

@@ -60,7 +60,7 @@ ALL_BUSY = 4  # times the limit, for ranks that all use a CPU in one place and o
 CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
 JUST_SAVED_S = 5.0  # little is done again by a life that begins now
 GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
-LONG_LIFE_S = 600.0  # after which waits between lives start from the beginning
+LONG_LIFE_S = 30.0  # after which a failure is one of many, not a start that fails again and again
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
 KEPT_SNAPSHOTS = 2  # states in memory; nodes keep one more
 MOST_KEEPERS_LOST = 3  # in a row, of one node, without a life that it took part in
@@ -619,7 +619,7 @@ class Lives:
         return [failed, *self._close(now, now + wait_s, cause.what, over=over)]
 
     def _backoff_s(self, ran_s: float) -> float:
-        """The first restart is at once; the next ones wait longer and longer, unless a life was long."""
+        """At once, unless lives are short: then longer and longer."""
         book = self._book
         if ran_s >= LONG_LIFE_S:
             book.backoffs = 0
