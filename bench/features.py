@@ -249,6 +249,7 @@ _LLAMA = {
 }
 _DENSE = {"preset": "gpt-350m", "options": {"depth": 12}}
 _SPARSE = {"preset": "gpt-350m", "options": {"depth": 6, "experts": 8, "hidden": 1024}}
+_UNTIED = {"preset": "gpt-350m", "options": {"depth": 12, "tied": False}, "replicas": 2}
 _LONG = _DENSE | {"sequence": 8192, "rows": 1}
 ON_GPU: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute": (_DENSE | {"recompute": True}, _DENSE),
@@ -271,7 +272,7 @@ ON_GPU: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _DENSE | {"llama": True, "shards": 2},
     ),
     "packed rows": (_DENSE | {"packed": True}, _DENSE),
-    "sharded optimizer": (_DENSE | {"replicas": 2, "optimizer": {"shard": True}}, _DENSE | {"replicas": 2}),
+    "sharded optimizer": (_UNTIED | {"optimizer": {"shard": True}}, _UNTIED),
     "batch ramp": (_DENSE | {"ramp": {"1": 0.5}}, _DENSE),
     "bf16": (_DENSE, _DENSE | {"precision": "fp32"}),
 }

@@ -231,7 +231,7 @@ class _Trial:
         self._script = [str(SCRIPTS / KINDS[script][0]), *KINDS[script][1:]]
         self._folder = machines.shared / "trial"
         self._folder.mkdir()
-        self._read, self._lines = 0, []
+        self._read, self._lines, self._victim = 0, [], VICTIM
 
     def go(self, limit_s: float) -> dict[str, Any]:
         began = time.monotonic()
@@ -250,7 +250,10 @@ class _Trial:
         if not self._until(is_settled, 120 + limit_s) or self._has_ended():
             return found | {"error": "it did not start", "log": self._log()[-3000:]}
         found["start_s"] = round(self._times("step")[0] - began, 2)
-        victim_pid = self._machines[VICTIM].processes[0].pid
+        hosts = {one["host"] for one in self._seen("step")} - {HEAD}
+        if VICTIM not in hosts:  # it is a spare of NVRx
+            self._victim = min(hosts)
+        victim_pid = self._machines[self._victim].processes[0].pid
         rank, struck = self._strike()
         before = self._highest(until=struck)
 
@@ -272,7 +275,7 @@ class _Trial:
         name = ""
         if self._fault == "lost":  # a set of processes is named by the pid of its first one
             is_machine = isinstance(self._machines, Machines)
-            name = VICTIM if is_machine else f"{os.uname().nodename}-{victim_pid}"
+            name = self._victim if is_machine else f"{os.uname().nodename}-{victim_pid}"
         found["named"] = self._launcher.named(self._log(), rank, name)
         return found
 
@@ -294,8 +297,8 @@ class _Trial:
         return own | {"ELASTIC_JOB_NAME": "trial"} | self._launcher.environment
 
     def _strike(self) -> tuple[int, float]:
-        victim = next(one for one in reversed(self._seen("step")) if one["host"] == VICTIM)
-        rank, machine = victim["rank"], self._machines[VICTIM]
+        victim = next(one for one in reversed(self._seen("step")) if one["host"] == self._victim)
+        rank, machine = victim["rank"], self._machines[self._victim]
         if self._fault in ("exception", "spin"):
             (self._folder / "fault.new").write_text(f"{self._fault} {rank}")
             (self._folder / "fault.new").rename(self._folder / "fault")
@@ -303,7 +306,7 @@ class _Trial:
             return rank, self._seen("fault")[-1]["at"]
         if self._fault == "lost":
             struck = time.monotonic()
-            self._machines.switch_off(VICTIM)
+            self._machines.switch_off(self._victim)
             return rank, struck
         machine.run("kill", "-9" if self._fault == "kill" else "-STOP", str(victim["pid"]))
         return rank, time.monotonic()
@@ -311,8 +314,8 @@ class _Trial:
     def _return(self, everywhere: int, limit_s: float) -> float | None:
         time.sleep(RETURNS_AFTER_S)
         on = time.monotonic()
-        self._machines.switch_on(VICTIM)
-        self._start(VICTIM)
+        self._machines.switch_on(self._victim)
+        self._start(self._victim)
 
         def whole() -> list[float]:
             return [o["at"] for o in self._seen("step") if o["at"] > on and o["world"] == everywhere]

@@ -181,10 +181,11 @@ def pauses(race: dict[str, Any], figures: Figures) -> dict[str, str]:
 def standstills(race: dict[str, Any]) -> str:
     """The README's caption of the race."""
     longest = {result["name"]: max(result["stalled_s"]) for result in race["systems"].values()}
-    ours, torchft = longest.pop("Everstep"), longest.pop("torchft")
+    ours, torchft, script = (longest.pop(name) for name in ("Everstep", "torchft", "everstep run"))
     return (
-        f"Everstep stood still for {ours:.1f} s at most, torchft for {torchft:.0f}, "
-        f"the others for {min(longest.values()):.0f} to {max(longest.values()):.0f} s."
+        f"Everstep stood still for {ours:.1f} s at most, torchft for {torchft:.0f}, a plain script under "
+        f"`everstep run` for {script:.0f}, the others for {min(longest.values()):.0f} to "
+        f"{max(longest.values()):.0f} s."
     )
 
 
