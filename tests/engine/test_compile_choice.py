@@ -12,7 +12,7 @@ import pytest
 import everstep
 from everstep.errors import UserError
 from everstep.job import compiling
-from everstep.job.compiling import LEAST_STEPS, Choice, choice_for, settled, why_unable
+from everstep.job.compiling import LEAST_STEPS, CompileChoice, choice_for, settled, why_unable
 from everstep.job.job import Job
 from everstep.launch.local.data_needs import tokens_of_each
 from everstep.node import worker
@@ -102,11 +102,11 @@ def test_data_of_a_script_has_one_length_where_rows_are_cut_or_packed(tmp_path: 
 def test_what_a_run_has_begun_with_is_kept() -> None:
     """Also where the rule would say the opposite: the steps of a run may be changed when it resumes."""
     job = Job.from_dict(GPT)
-    assert choice_for(job, kept=False) == Choice(False, "the run that it resumes was not compiled")
+    assert choice_for(job, kept=False) == CompileChoice(False, "the run that it resumes was not compiled")
     short = Job.from_dict({**GPT, "steps": 5, "device": "cpu"})
-    assert choice_for(short, kept=True) == Choice(True, "the run that it resumes was compiled")
+    assert choice_for(short, kept=True) == CompileChoice(True, "the run that it resumes was compiled")
     said = Job.from_dict({**GPT, "compile": False})
-    assert choice_for(said, kept=True) == Choice(False, "")
+    assert choice_for(said, kept=True) == CompileChoice(False, "")
 
 
 def test_workers_get_true_or_false_and_checkpoints_say_which() -> None:
@@ -114,7 +114,7 @@ def test_workers_get_true_or_false_and_checkpoints_say_which() -> None:
     assert job.compile == "auto"
     assert not job.compiles, "what nobody has settled is eager"
     for chosen in (True, False):
-        made = settled(job, Choice(chosen, "x"))
+        made = settled(job, CompileChoice(chosen, "x"))
         assert made.compile is chosen
         assert Job.from_dict(json.loads(json.dumps(made.to_dict()))).compiles is chosen
         assert made.reshaped(2, 2).compiles is chosen
@@ -124,7 +124,7 @@ def test_workers_get_true_or_false_and_checkpoints_say_which() -> None:
 def test_a_machine_that_cannot_compile_is_eager_unless_compiling_is_asked_for() -> None:
     job, unable = Job.from_dict(GPT), "there is no C compiler ('gcc')"
     choice = choice_for(job, unable=unable)
-    assert choice == Choice(False, unable)
+    assert choice == CompileChoice(False, unable)
     assert not settled(job, choice, unable=unable).compiles
     asked = Job.from_dict({**GPT, "compile": True})
     with pytest.raises(UserError) as told:

@@ -187,7 +187,7 @@ def submit_command(
             environment=scripts.environment(env or []),
         ).table()
     else:
-        from everstep.job.compiling import Choice
+        from everstep.job.compiling import CompileChoice
         from everstep.job.job import load_job
 
         if not given or len(given) > 1:
@@ -202,7 +202,7 @@ def submit_command(
     if not script:
         render.note(copies_told(job, _num_up(client)))
         told = answer.get("compile", {"is": False, "because": ""})  # a coordinator of an earlier version
-        chosen = Choice(told["is"], told["because"])
+        chosen = CompileChoice(told["is"], told["because"])
         if chosen.because and job.device == "cuda":
             checkpoint = " (a checkpoint that it resumes from decides)" if job.checkpoint is not None else ""
             render.note(f"{chosen}{checkpoint}")

@@ -35,7 +35,7 @@ LEAST_STEPS = 200
 LEAST_NUMBERS = {"preset": 16 << 20, "hf": 8 << 20}
 
 
-class Choice(NamedTuple):
+class CompileChoice(NamedTuple):
     compile: bool
     because: str  # empty: the job says it
 
@@ -45,24 +45,24 @@ class Choice(NamedTuple):
 
 def choice_for(
     job: Job, *, kept: bool | None = None, unable: str = "", microbatch: int | None = None
-) -> Choice:
+) -> CompileChoice:
     """`kept`: what the checkpoint that it resumes from says; None: there is none. `unable`: why a machine
     that it runs on cannot compile. `microbatch`: tokens in each, of data of a script; None: not known.
     """
     if job.compile != "auto":
-        return Choice(job.compile, "")
+        return CompileChoice(job.compile, "")
     if job.recompute_part == "attention":  # which goes with eager layers only: so the job says it
-        return Choice(False, "")
+        return CompileChoice(False, "")
     if kept is not None:
-        return Choice(kept, f"the run that it resumes was {'compiled' if kept else 'not compiled'}")
+        return CompileChoice(kept, f"the run that it resumes was {'compiled' if kept else 'not compiled'}")
     against = _against(job, microbatch or _tokens(job))
     because = next((sentence for holds, sentence in against if holds), unable)
     if because:
-        return Choice(False, because)
-    return Choice(True, f"fused layers are faster, and {job.steps} steps are worth compiling them")
+        return CompileChoice(False, because)
+    return CompileChoice(True, f"fused layers are faster, and {job.steps} steps are worth compiling them")
 
 
-def settled(job: Job, choice: Choice, *, unable: str = "") -> Job:
+def settled(job: Job, choice: CompileChoice, *, unable: str = "") -> Job:
     """The job as its workers get it."""
     if choice.compile and unable:
         said = f" ({choice.because})" if choice.because else ""

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from everstep.job.compiling import Choice
+from everstep.job.compiling import CompileChoice
 from everstep.schedule.footprint import ON_THE_HOST, RECORDED
 
 MOST_STAGES = 4  # columns of the table
@@ -114,7 +114,7 @@ def _show(document: dict[str, Any]) -> None:
             soft_wrap=True,
         )
     if document["compile"]["because"]:
-        console.print(str(Choice(*document["compile"].values())), soft_wrap=True)
+        console.print(str(CompileChoice(*document["compile"].values())), soft_wrap=True)
     each = sum(document["per_parameter"].values())
     console.print(f"{each:g} bytes per parameter stay from step to step", soft_wrap=True)
     if document["worker_bytes"] is not None:
