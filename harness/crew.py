@@ -46,7 +46,7 @@ class Crew:
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
         self.on_disk = 0  # the step of the checkpoint that a search finds
-        self.compiled = False  # the run that wrote it
+        self.compiled: bool | None = False  # the run that wrote it
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.hang_at_start: set[Worker] = set()  # their processes never report
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find

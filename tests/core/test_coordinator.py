@@ -571,11 +571,12 @@ def test_a_checkpoint_is_committed_when_all_parts_lie_there_and_its_step_is_on_r
         (0, False, True, True),  # a new run
         (7, False, True, False),  # of an earlier version, or of a job that was shorter
         (7, True, True, True),
+        (7, None, True, True),  # no run of ours
         (7, False, False, True),  # the job says it
     ],
 )
 def test_a_task_that_resumes_another_ones_checkpoint_compiles_as_that_one_did(
-    on_disk: int, compiled: bool, by_us: bool, then: bool
+    on_disk: int, compiled: bool | None, by_us: bool, then: bool
 ) -> None:
     cluster = FakeCluster()
     cluster.crew.on_disk, cluster.crew.compiled = on_disk, compiled
@@ -597,7 +598,7 @@ def test_a_task_that_resumes_another_ones_checkpoint_compiles_as_that_one_did(
     opened = [a.order for a in cluster.actions if isinstance(getattr(a, "order", None), msg.OpenTask)]
     assert [order.job["compile"] for order in opened] == [then, then]
     assert task.job == {"job": "t", "compile": then}
-    if on_disk and by_us:
+    if on_disk and by_us and compiled is not None:
         was = "compiled" if compiled else "not compiled"
         assert task.request.compile_because == f"the run whose checkpoint of step 7 it resumes was {was}"
 

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,9 +214,9 @@ def test_pruning_takes_nothing_when_nothing_can_be_read(root: Path, monkeypatch:
     assert complete_steps(root) == [10, 20, 30]
 
 
-@pytest.mark.parametrize(("meta", "compiled"), [({}, False), ({"compile": True}, True)])
+@pytest.mark.parametrize(("meta", "compiled"), [({}, None), ({"rng": {}}, False), ({"compile": True}, True)])
 def test_an_agent_says_whether_the_run_of_a_checkpoint_was_compiled(
-    tmp_path: Path, meta: dict[str, bool], compiled: bool
+    tmp_path: Path, meta: dict[str, Any], compiled: bool | None
 ) -> None:
     """Earlier versions did not say it, and did not by default."""
     commit(tmp_path, 5, [write_part(tmp_path, 5, "all", all_of(5))], meta)

@@ -175,7 +175,7 @@ class CheckpointFound(TaskReport):
     refused: tuple[str, ...] = ()
     search: int = 1  # the number of the search
     loss: float | None = None  # of that step, where the checkpoint says it
-    compiled: bool = False  # were the layers of the run that wrote it?
+    compiled: bool | None = False  # were the layers of the run that wrote it? None: it is none of ours
 
 
 @message(by=AGENT, says="the checkpoints of {task} cannot be used: {because}")

@@ -87,9 +87,11 @@ class Checkpoint:
         return self.index.meta
 
     @property
-    def compiled(self) -> bool:
-        """Were the layers of its run? Earlier versions did not say; false was their default."""
-        return self.meta.get("compile") is True
+    def compiled(self) -> bool | None:
+        """Were the layers of its run? None: no run of ours has written it, so no bits are to be kept. Those
+        of earlier versions do not say; false was their default.
+        """
+        return self.meta.get("compile") is True if {"compile", "rng"} & self.meta.keys() else None
 
     @property
     def tensors(self) -> dict[str, TensorEntry]:

@@ -35,7 +35,7 @@ class Newest:
     step: int  # 0: there is none
     refused: tuple[str, ...] = ()  # a sentence for each newer one that was set aside
     loss: float | None = None  # of that step, if it is known
-    compiled: bool = False  # were the layers of its run?
+    compiled: bool | None = None  # were the layers of its run? None: it is none of ours
 
 
 class NoStart(EverstepError):

@@ -233,7 +233,8 @@ class Tasks:
             return []
         task.checkpoints.newest = event.step
         task.checkpoints.search_at = task.checkpoints.searched_at = None
-        if event.step and not task.progress.recorded and task.request.compile_because:
+        follows = event.step and event.compiled is not None
+        if follows and not task.progress.recorded and task.request.compile_because:
             # It continues another task's run, and its bits: a choice of ours gives way.
             compiled = "compiled" if event.compiled else "not compiled"
             because = f"the run whose checkpoint of step {event.step} it resumes was {compiled}"

@@ -75,7 +75,7 @@ def with_compile_settled(job: Job, microbatch: int | None = None) -> tuple[Job, 
 class _Newest(NamedTuple):
     step: int
     shapes: dict[str, tuple[int, ...]]  # of its tensors
-    compiled: bool
+    compiled: bool | None
 
 
 def _newest(base: str, where: str) -> _Newest | None:
