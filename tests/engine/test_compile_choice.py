@@ -68,6 +68,7 @@ def test_the_job_alone_decides(changes: dict[str, Any], chosen: bool, because: s
         ({"hidden_size": 2048}, True, "faster"),
         ({"hidden_size": 1024}, True, "faster"),
         ({"n_embd": 768}, False, "6 M numbers per layer, and with less than 8 M"),
+        ({"hidden_size": 2048, "model_type": "mamba"}, False, "not been tried with mamba models"),
         ({}, False, "the width of the model is not known"),
     ],
 )
@@ -80,7 +81,7 @@ def test_models_of_hugging_face_say_their_width(
 
 
 def test_a_script_says_by_its_data_how_long_rows_are() -> None:
-    words = {"build": "in-the:script", "card": {"hf_config": {"hidden_size": 2048}}}
+    words = {"build": "in-the:script", "card": {"hf_config": {"model_type": "llama", "hidden_size": 2048}}}
     job = Job.from_dict({**GPT, "model": words, "data": {"build": "in-the:script"}})
     assert "many lengths" in choice_for(job).because
     assert choice_for(job, microbatch=8192).compile

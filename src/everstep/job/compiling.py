@@ -9,7 +9,7 @@ True is what was measured to be faster after the first steps, and what cannot en
 
     GPUs                      on CPUs compiling takes minutes
     many steps                compiling takes about 10 s
-    models that we know       a layer of your own may have code that cannot be compiled
+    models that were tried    another one's layers may have code that cannot be compiled
     rows of one length        each length is compiled by itself, up to a limit that ends the run
     large microbatches        otherwise the host is the limit, and compiled layers cost it more time
 """
@@ -33,6 +33,7 @@ LEAST_STEPS = 200
 # is slower at 4 M and as fast at 8 M, one of 2048 a fifth faster at 32 M; a Llama of 2048 is a fifth faster
 # at 16 M, a Qwen3-MoE of 1024 three times as fast at 8 M.
 LEAST_NUMBERS = {"preset": 16 << 20, "hf": 8 << 20}
+TRIED = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")  # of Hugging Face, on a GPU, killed and healed
 
 
 class CompileChoice(NamedTuple):
@@ -79,8 +80,8 @@ def refusal(unable: str, said: str = "") -> str:
 
 def _against(job: Job, tokens: int | None) -> list[tuple[bool, str]]:
     """What speaks against it, and whether it holds."""
-    is_hf = job.model.hf is not None or "hf_config" in job.model.card  # of a script
-    kind = "hf" if is_hf else "preset" if job.model.preset else None
+    theirs = job.hf_kind()
+    kind = "hf" if theirs is not None else "preset" if job.model.preset else None
     width, least = job.width(), LEAST_NUMBERS.get(kind or "", 0)
     numbers = None if tokens is None or width is None else tokens * width
     small = numbers is not None and numbers < least
@@ -91,6 +92,7 @@ def _against(job: Job, tokens: int | None) -> list[tuple[bool, str]]:
         (job.shards > 1, "layers that are split over shards are not compiled"),
         (job.offload, "it has not been tried with offload = true"),
         (kind is None, "the layers are your own, and may have code that cannot be compiled"),
+        (kind == "hf" and theirs not in TRIED, f"it has not been tried with {theirs} models; true tries it"),
         (tokens is None, "the rows of the data may have many lengths, and each is compiled by itself"),
         (numbers is None, "the width of the model is not known"),
         (

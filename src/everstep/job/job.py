@@ -558,6 +558,12 @@ class Job:
             return form.vocab, form.context
         return (int(config["vocab_size"]), None) if "vocab_size" in config else None
 
+    def hf_kind(self) -> str | None:
+        """As Hugging Face calls its architecture; None: it is none of theirs."""
+        if self.model.hf is None and "hf_config" not in self.model.card:
+            return None
+        return str((self._hf_config() or self.model.card.get("hf_config", {})).get("model_type", "?"))
+
     def width(self) -> int | None:
         """Numbers per token between two layers, where the model's words say."""
         form, config = self.model.shape(), self._hf_config() or self.model.card.get("hf_config", {})
