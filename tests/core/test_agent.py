@@ -112,6 +112,19 @@ def test_an_exit_says_whether_its_node_has_two_workers_or_more_per_core(cores: i
     assert told.report.event.crowded is crowded
 
 
+@pytest.mark.parametrize(("step_s", "crowded"), [(0.2, True), (60.0, False)])
+def test_a_long_step_hardly_feels_a_start_and_is_not_called_crowded(step_s: float, crowded: bool) -> None:
+    """Its replacement would miss one more of them."""
+    node = Node(replace(LIMITS, cores=1))
+    for slot in range(4):
+        node.up(Worker(slot, 0), slot=slot)
+    for step in (1, 2, 3):
+        glance = Glance(moment=step, step=step, busy=True, doing="0F0.0", age_s=0.0)
+        node.machine.progress.look("t", A, 1, glance, stopped=False, now=step * step_s)
+    (told,) = node.happens(ag.ProcessDied(sender(), "killed by SIGKILL"))
+    assert told.report.event.crowded is crowded
+
+
 def test_another_worker_s_start_waits_while_the_dead_one_still_holds_the_slot(node: Node) -> None:
     node.up(A, 1, slot=3)
     node.happens(ag.ProcessDied(sender(A, 1), "ended"))

@@ -460,16 +460,19 @@ class NodeProcesses:
         reported = process.state is _S.STUCK
         process.become(_S.DEAD)
         process.deadline = None
+        crowded = self._is_crowded(process.sender)
         self.progress.forget(process.sender.task, process.sender.worker)
         reason = process.raised or clipped(event.reason)
-        return [] if reported else [_exited(process.order, reason, event, crowded=self._is_crowded())]
+        return [] if reported else [_exited(process.order, reason, event, crowded=crowded)]
 
-    def _is_crowded(self) -> bool:
+    def _is_crowded(self, sender: Sender) -> bool:
         """Two workers or more per core: without one of them the others still use every core. Of S stages with
-        R >= 2 workers each, S (R - 1) >= S R / 2 share the work evenly, which is one per core.
+        R >= 2 workers each, S (R - 1) >= S R / 2 share the work evenly, which is one per core. A long step
+        hardly feels a start, and would miss the worker in the one after it.
         """
+        step_s = self.progress.usual_step_s(sender.task, sender.worker)
         running = sum(len(_slots(p.order)) for p in self.processes.values() if p.is_up)
-        return 0 < 2 * self.limits.cores <= running
+        return 0 < 2 * self.limits.cores <= running and (step_s is None or step_s < self.limits.long_step_s)
 
     def _gone(self, sender: Sender) -> Actions:
         process = self.processes.get(sender)

@@ -140,6 +140,10 @@ class ProgressWatch:
     def forget(self, task: str, worker: Worker) -> None:
         self._seen.pop((task, worker), None)
 
+    def usual_step_s(self, task: str, worker: Worker) -> float | None:
+        """None: not known yet."""
+        return self._of(task, worker).step_s
+
     def stands_still(self, task: str, worker: Worker, glance: Glance) -> bool:
         """Has it written nothing since the last look? Then it is worth asking the kernel."""
         return self._of(task, worker).moment == glance.moment
