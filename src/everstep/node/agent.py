@@ -75,7 +75,7 @@ from everstep.store.owned_folders import share, temporary_folder
 from everstep.store.unix_users import UnixUser, UserTable
 
 BEAT_EVERY_S = 0.25
-LOOK_EVERY_S = 0.05  # each takes 0.3 ms of CPU, of the cores that train; deaths are not found by it
+LOOK_EVERY_S = 0.02
 PING_S = 8.0  # unanswered for half as long: a machine that lost its power closes no connection
 ELSEWHERE_MS = 3_000  # of several coordinators, one whose machine acknowledges nothing for so long is left
 ASK_LEADER_S = 1.0
