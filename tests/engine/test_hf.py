@@ -585,3 +585,21 @@ def test_rows_of_models_that_count_positions_behind_padding_are_not_split() -> N
         "roberta's kin": True,
         "bert": False,
     }
+
+
+def test_positions_made_of_a_mask_of_ones_are_cut_too(tmp_path: Path) -> None:
+    """OPT without padding: its second stage added that mask to the hidden states."""
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32, word_embed_proj_dim=16, dropout=0.0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    table = {"model": {"hf": str(tmp_path)}, "data": {"kind": "synthetic", "rows": 2, "sequence": 8}}
+    losses = []
+    for number in (1, 2):
+        program, given = Program.of(Job.from_dict({**table, "steps": 1, "stages": number})), None
+        for stage in range(number):
+            made, _ = program.build(stage)
+            given = made.forward(1, 0, given)
+        losses.append(float(made.loss(1, 0)))
+    assert losses[0] == losses[1]

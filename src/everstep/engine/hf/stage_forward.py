@@ -159,9 +159,11 @@ def _no_run(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _pass(*args: Any, **kwargs: Any) -> Any:
-    """In the place of an embedding or a projection of another stage: something of a fitting type."""
+    """In the place of an embedding or a projection of another stage: something of a fitting type. What has
+    no width is no hidden state: OPT gives its positions a mask of ones.
+    """
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    numbers = [value for value in given if value.is_floating_point()]
+    numbers = [value for value in given if value.is_floating_point() and value.ndim > 2]
     return numbers[0] if numbers else torch.zeros((), device=given[0].device)
 
 
