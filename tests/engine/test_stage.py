@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from everstep.engine import device
 from everstep.engine.datasets.data import Synthetic
-from everstep.engine.layers import taken_over
 from everstep.engine.layers.boundary import Boundary, Gradients
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.linear import MakingQueue
@@ -133,7 +132,7 @@ class _Rows:
 
 @pytest.mark.parametrize("accumulate", ["strict", "strict32"])
 @pytest.mark.parametrize("kind", ["gpt", "twice", "recompute"])
-def test_gradients_made_in_i_by_torch_or_by_us_have_the_bits_of_those_made_in_w(
+def test_gradients_made_in_i_hold_less_and_have_the_bits_of_those_made_in_w(
     kind: str, accumulate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = _Rows() if kind == "twice" else DATA
@@ -149,14 +148,11 @@ def test_gradients_made_in_i_by_torch_or_by_us_have_the_bits_of_those_made_in_w(
         stage.sums.settle()
         return stage.sums.flat, stage.sums.peaks, held
 
-    by_torch = trained()
-    monkeypatch.setattr(taken_over, "_SAME_BITS", ())
     made = trained()
     monkeypatch.setattr(MakingQueue, "append", list.append)
     later = trained()
-    assert torch.equal(by_torch[0], made[0])
     assert torch.equal(made[0], later[0])
-    assert by_torch[1] == made[1] == later[1]
+    assert made[1] == later[1]
     assert made[2] < later[2]
 
 

@@ -27,7 +27,6 @@ from everstep.engine.layers.linear import (
 )
 
 _LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}  # a forward of their own, as good
-_SAME_BITS = (nn.Linear.forward, nn.Embedding.forward)  # of fp32 numbers
 _ACROSS = {"transformers.pytorch_utils.Conv1D"}
 
 
@@ -56,12 +55,9 @@ class QueuedEmbedding:
 _FUSED: dict[Any, Callable[..., Tensor]] = {QueuedLinear: fused_linear, QueuedExperts: fused_experts}
 
 
-def take_over(
-    module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False, in_one: bool = False
-) -> int:
+def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False) -> int:
     """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many. `fused`:
-    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can. `in_one`:
-    what torch's own backward computes with the same bits is left to it.
+    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can.
     """
     taken = 0
     scaled = {id(part) for part in linears_in_fp8(module)} if in_fp8 else set()
@@ -69,8 +65,6 @@ def take_over(
         queued = queued_forward(part)
         if queued is QueuedLinear and id(part) in scaled:
             queued = ScaledLinear
-        if in_one and type(part).forward in _SAME_BITS:
-            continue
         if queued is not None:
             forward: Any = queued(part, queue)
             if fused and part is not module:  # else nothing around it is compiled
