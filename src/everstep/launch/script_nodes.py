@@ -164,16 +164,18 @@ class RunOnNodes:
             try:
                 if (await asyncio.to_thread(client.get, "/v1/health"))["leads"]:
                     return True
+                missing = f"the coordinator at {client.address} does not lead"
             except EverstepError as error:
-                waited_s = time.monotonic() - began
-                if waited_s > self.run.join_timeout_s:
-                    raise UserError(
-                        f"no coordinator answers at the rendezvous endpoint {client.address} after "
-                        f"{self.run.join_timeout_s:g} s: {error}"
-                    ) from None
-                if waited_s > SAID_AFTER_S and not has_said:
-                    has_said = True
-                    say(f"waiting up to {self.run.join_timeout_s:g} s for the rendezvous endpoint: {error}")
+                missing = str(error)
+            waited_s, most_s = time.monotonic() - began, self.run.join_timeout_s
+            if waited_s > most_s:
+                raise UserError(
+                    f"no coordinator answers at the rendezvous endpoint {client.address} after "
+                    f"{most_s:g} s: {missing}"
+                )
+            if waited_s > SAID_AFTER_S and not has_said:
+                has_said = True
+                say(f"waiting up to {most_s:g} s for the rendezvous endpoint: {missing}")
             await asyncio.sleep(LOOK_S)
         return False
 

@@ -156,6 +156,7 @@ class Agent:
             None  # a fork server is started at once: for workers, or for keepers of ranks
         )
         self.boot = secrets.token_hex(8)
+        self._cannot_compile = why_unable("cuda")  # once: it looks at disks
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
         cores = AgentLimits(cores=len(os.sched_getaffinity(0)))
         self.state = AgentState(detector=settings.limits, limits=cores, ahead_s=ahead_s)
@@ -671,7 +672,7 @@ class Agent:
             "runs": encode(self.state.processes.runs()),
             "alone_s": 0.0 if self._record is None else self.settings.alone_s,
             "rack": self.settings.rack,
-            "cannot_compile": why_unable("cuda"),
+            "cannot_compile": self._cannot_compile,
         }
         self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}

@@ -38,7 +38,7 @@ class WorkerExited(Event):
     planned: bool = False  # it was asked to go: no incident
     killed_at: float | None = None  # where that is known, as in a demo
     stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost
-    crowded: bool = False  # its node has two workers or more per core
+    crowded: bool = False  # its node has two workers or more per core, and its steps are short
 
 
 @message(says="workers of {task} are gone at once")
