@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--shapes", default="2x1,2x2", help="replicas x stages, separated by commas")
+    parser.add_argument("--sums", default="fp32,strict", help="of Everstep's rows; strict32 too")
     parser.add_argument("--only", default="", help="names of rows, separated by commas")
     parser.add_argument("--graphs", default="auto", help="the job's graphs: auto, never")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
@@ -232,17 +233,17 @@ def main() -> None:
         os._exit(0)
     same = {name: getattr(given, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
     nccl = {"transport": "nccl", "graphs": given.graphs}
-    fp32 = {**nccl, "accumulate": "fp32"}
+    sums = [one for one in given.sums.split(",") if one]
     rows: dict[str, Any] = {}
     for shape in given.shapes.split(","):
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
             parser.error(f"--shapes: {shape!r} is no shape such as 2x1.")
         replicas, stages = map(int, shape.split("x"))
         sizes = {"replicas": replicas, "stages": stages}
-        rows[f"everstep {shape} fp32"] = {"shape": shape, "job": fp32}
+        for kind in sums:
+            rows[f"everstep {shape} {kind}"] = {"shape": shape, "job": {**nccl, "accumulate": kind}}
         for what in ("pipelining",) if stages > 1 else ("ddp", "flat"):
             rows[f"{what} {shape}"] = {"what": what, **sizes}
-        rows[f"everstep {shape} strict"] = {"shape": shape, "job": nccl}
     wanted = [name for name in given.only.split(",") if name]
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
     found: dict[str, list[float]] = {name: [] for name in rows}
