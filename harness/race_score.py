@@ -8,6 +8,7 @@ steps in it at the healthy pace.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,7 +74,7 @@ def score(
         useful_steps=frontier - before,
         redone_steps=redone,
         healthy_step_s=pace,
-        goodput=min(1.0, (frontier - before) * pace / seconds),
+        goodput=min((frontier - before) * pace / seconds, 1.0),  # not the other way round: it may be nan
         lost_s=tuple(lost),
         stalled_s=tuple(stalled),
         last_loss=losses[max(losses)],
@@ -89,8 +90,16 @@ def healthy_step_s(useful_at: Sequence[float], until: float) -> float:
 
 
 def rates(useful_at: Sequence[float], seconds: float, bin_s: float) -> list[float]:
-    """Useful steps per second, bin by bin."""
-    return [_between(useful_at, k * bin_s, (k + 1) * bin_s) / bin_s for k in range(round(seconds / bin_s))]
+    """Useful steps per second, bin by bin. A step counts over the whole time since the one before it: else
+    steps as long as a bin would come and go with the place of its edges.
+    """
+    found = [0.0] * round(seconds / bin_s)
+    done = Counter(useful_at)  # of several at once it is known when all were done
+    for (begin, _), (end, steps) in pairwise([(0.0, 0), *sorted(done.items())]):
+        for k in range(int(begin // bin_s), min(len(found), int(end // bin_s) + 1)):
+            inside = min(end, (k + 1) * bin_s) - max(begin, k * bin_s)
+            found[k] += steps * inside / (end - begin) / bin_s
+    return found
 
 
 def apart(losses: Mapping[int, float], clean: Mapping[int, float]) -> tuple[int, float, float] | None:

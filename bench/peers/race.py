@@ -2,8 +2,10 @@
 
     python bench/peers/race.py --seconds 120 --only everstep --only torchrun
     python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
+    python bench/peers/race.py --seeds 1,2,3 --only everstep --only torchft --at-once 6 --pin --model large
     python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
-    python bench/peers/race.py --read race.json --clean-from clean.json --small race.json --markdown
+    python bench/peers/race.py --read race.json --clean-from clean.json --small race.json
+    python bench/peers/race.py --read race.json --into docs/benchmarks.md
 
 Two workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP),
 a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC),
@@ -30,9 +32,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from models import CHOICE, MODELS
 from racing.course import Course
 from racing.picture import picture
-from racing.report import markdown, small
+from racing.report import NoPlace, aligned, markdown, placed, races, small, sums
 from racing.systems import SYSTEMS
 
 from harness.race_score import apart, score
@@ -50,12 +53,18 @@ def main() -> None:
         if args.out:
             Path(args.out).write_text(json.dumps(document))
     clean = json.loads(Path(args.clean_from).read_text())["losses"] if args.clean_from else {}
-    if clean:
-        compare(document, clean)
+    for each in races(document) if clean else ():
+        compare(each, clean)
     if args.small:
         Path(args.small).write_text(json.dumps(small(document, clean)))
     if args.picture:
-        Path(args.picture).write_text(picture(document))
+        Path(args.picture).write_text(picture(races(document)[0]))
+    if args.into:
+        page = Path(args.into)
+        try:
+            page.write_text(placed(page.read_text(), document))
+        except NoPlace as error:
+            sys.exit(f"--into {page}: {error}")
     shown = markdown(document) if args.markdown else table(document)
     print(json.dumps(document) if args.json else shown)
 
@@ -64,7 +73,9 @@ def arguments() -> argparse.Namespace:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="a system; may be repeated")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", choices=list(MODELS), default="small", help="which all systems train")
+    parser.add_argument("--seeds", type=numbers, default=[1], help="of the faults: a race for each, 1,2,3")
+    parser.add_argument("--seed", type=numbers, dest="seeds", help=argparse.SUPPRESS)
     parser.add_argument(
         "--kinds", nargs="+", choices=sorted(set(KINDS)), help="faults of a trial; else all six"
     )
@@ -72,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--start-limit-s", type=float, default=60, help="from launch to the first step")
     parser.add_argument("--clean", action="store_true", help="no faults: the clean curves")
     parser.add_argument("--clean-from", help="losses of `racing.clean`, to compare with")
-    parser.add_argument("--at-once", type=int, default=1, help="systems that race side by side")
+    parser.add_argument("--at-once", type=int, default=1, help="systems that race side by side, of all seeds")
     parser.add_argument(
         "--pin", action="store_true", help="share out the cores: each system keeps to its own"
     )
@@ -81,25 +92,34 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--picture", help="file for the picture, SVG")
     parser.add_argument("--read", help="results of a race that is over; nothing is run")
     parser.add_argument("--small", help="file for the results with few losses, to be kept")
-    parser.add_argument("--markdown", action="store_true", help="the table for docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="the table as it is in docs/benchmarks.md")
+    parser.add_argument("--into", help="page with a place for the table: <!-- race large -->, <!-- end -->")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def race(args: argparse.Namespace) -> Result:
-    names = args.only or list(SYSTEMS)
-    faults = () if args.clean else trace(args.seed, args.seconds, kinds=tuple(args.kinds or KINDS))
+    os.environ[CHOICE] = args.model  # every process of the race inherits it
+    kinds = tuple(args.kinds or KINDS)
+    faults = {seed: () if args.clean else trace(seed, args.seconds, kinds=kinds) for seed in args.seeds}
+    runs = [(seed, name) for seed in args.seeds for name in args.only or SYSTEMS]
     shares = core_shares(args.at_once) if args.pin else [None] * args.at_once
     root = Path(args.keep or tempfile.mkdtemp(prefix="race-")).resolve()
-    results: dict[str, Result] = {}
+    results: dict[tuple[int, str], Result] = {}
     courses: list[Course] = []
     signal.signal(signal.SIGTERM, lambda *_: [course.stop.set() for course in courses])
-    for first in range(0, len(names), args.at_once):
-        threads, together = [], names[first : first + args.at_once]
+    for first in range(0, len(runs), args.at_once):
+        threads, together = [], runs[first : first + args.at_once]
         start = threading.Barrier(len(together))
-        for number, name in enumerate(together):
-            port = 20_000 + os.getpid() % 1000 * 10 + 1000 * (first + number)
-            run = (name, root / name, port, shares[number], faults, args, results, courses, start)
+        for number, (seed, name) in enumerate(together):
+            # Ten for each, below those that the system gives to connections.
+            port = 20_000 + os.getpid() % 60 * 200 + 10 * ((first + number) % 20)
+            folder = root / f"{name}-{seed}"
+            run = (seed, name, folder, port, shares[number], faults[seed], args, results, courses, start)
             threads.append(threading.Thread(target=one, args=run))
         for thread in threads:
             thread.start()
@@ -108,26 +128,36 @@ def race(args: argparse.Namespace) -> Result:
     if not args.keep:
         shutil.rmtree(root, ignore_errors=True)
     machine = {"cpu": cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
-    header = {"seed": args.seed, "seconds": args.seconds, "clean": args.clean, "machine": machine}
-    return {**header, "systems": {name: results[name] for name in names if name in results}}
+    model = MODELS[args.model]
+    trained = {"name": model.name, "parameters": model.parameters, "tokens": model.tokens}
+    trained |= {"checkpoint_every": model.checkpoint_every}
+    header = {"seconds": args.seconds, "clean": args.clean, "machine": machine, "model": trained}
+    found = [
+        {"seed": seed, **header, "systems": {name: results[of, name] for of, name in runs if of == seed}}
+        for seed in args.seeds
+    ]
+    return found[0] if len(found) == 1 else {"races": found}
 
 
 def one(
+    seed: int,
     name: str,
     folder: Path,
     port: int,
     cores: str | None,
     faults: tuple[Fault, ...],
     args: argparse.Namespace,
-    results: dict[str, Result],
+    results: dict[tuple[int, str], Result],
     courses: list[Course],
     start: threading.Barrier,
 ) -> None:
     folder.mkdir(parents=True)
     system, began = SYSTEMS[name], time.monotonic()
 
+    label = system.name if len(args.seeds) == 1 else f"{system.name}, seed {seed}"
+
     def say(line: str) -> None:
-        print(f"{time.monotonic() - began:6.1f}  {system.name}: {line}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - began:6.1f}  {label}: {line}", file=sys.stderr, flush=True)
 
     course = Course(system, folder, port=port, cores=cores, say=say)
     courses.append(course)
@@ -149,7 +179,7 @@ def one(
             "useful_at": [round(at, 2) for at in found.useful_at],
             "losses": {str(step): loss for step, loss in found.losses.items()},
         }
-    results[name] = result
+    results[seed, name] = result
     say(f"{result.get('useful_steps', 'no')} useful steps, {result.get('redone_steps', 0)} redone")
 
 
@@ -180,6 +210,14 @@ def _by_step(losses: dict[str, float]) -> dict[int, float]:
 
 
 def table(document: Result) -> str:
+    found = races(document)
+    if len(found) == 1:
+        return one_table(document)
+    each = [f"seed {part['seed']}\n{one_table(part)}\n" for part in found]
+    return "\n".join([*each, f"all seeds\n{aligned(sums(found))}"])
+
+
+def one_table(document: Result) -> str:
     rows = [
         f"{'':18} {'version':>10} {'useful':>6} {'redone':>6} {'goodput':>7} {'step ms':>7} {'lost s':>7}  "
         f"{'seconds lost per fault (without a step)':70} {'loss':>7}  against clean"

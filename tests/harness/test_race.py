@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.peers.models import CHOICE, MODELS
+from bench.peers.racing.report import NoPlace, markdown, placed, small, sums
 from harness.race_score import apart, rates, score
 from harness.race_trace import KINDS, NODES, PER_NODE, trace
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines(*steps: tuple[float, int], rank: int = 0, loss: float = 1.0) -> list[dict[str, object]]:
@@ -96,13 +106,102 @@ def test_too_few_steps_give_no_pace() -> None:
     assert found is not None
     assert math.isnan(found.healthy_step_s)
     assert math.isnan(found.lost_s[0]), "not 0: it is not known"
+    assert math.isnan(found.goodput), "not 1"
 
 
 def test_rates_sum_to_the_useful_steps() -> None:
     at = [0.5 * k for k in range(1, 41)]
-    assert rates(at, 20.0, 2.5) == [2.0] * 8
+    assert rates(at, 20.0, 2.5) == pytest.approx([2.0] * 8)
+
+
+def test_rates_of_steps_longer_than_half_a_bin_are_even_and_a_standstill_is_seen() -> None:
+    at = [1.5 * k for k in range(1, 11)] + [35.0]
+    found = rates(at, 40.0, 2.5)
+    assert found[:6] == pytest.approx([1 / 1.5] * 6)
+    assert found[6:14] == pytest.approx([1 / 20] * 8)
+    assert found[14:] == [0.0, 0.0], "a step that has not ended"
+    assert sum(found) * 2.5 == pytest.approx(len(at))
+
+
+def test_steps_that_are_known_of_at_once_are_all_counted() -> None:
+    assert sum(rates([1.0, 4.0, 4.0, 4.0], 5.0, 2.5)) * 2.5 == pytest.approx(4)
 
 
 def test_losses_are_compared_at_the_steps_that_both_have() -> None:
     assert apart({1: 5.0, 2: 4.0, 3: 3.5}, {1: 5.5, 2: 4.25}) == (2, 0.25, 0.5)
     assert apart({3: 1.0}, {1: 1.0}) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_parameters_are_those_that_torch_counts(name: str) -> None:
+    code = "import trial; print(sum(p.numel() for build in trial.layers() for p in build().parameters()))"
+    there = {**os.environ, CHOICE: name, "PYTHONPATH": str(ROOT / "bench" / "peers")}
+    ran = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True)
+    assert int(ran.stdout) == MODELS[name].parameters
+
+
+def test_the_large_model_is_ten_times_the_small_one_and_its_slow_steps_are_no_hangs() -> None:
+    few, many = MODELS["small"], MODELS["large"]
+    assert 9.5 < many.parameters / few.parameters < 11
+    assert all(model.microbatches % 8 == 0 and model.width % model.heads == 0 for model in (few, many))
+    assert many.beat_s > few.beat_s
+
+
+def result(name: str, useful: int, step_s: float, lost: list[float], stalled: list[float]) -> dict[str, Any]:
+    faults = [{"kind": "kill", "slot": 1, "planned_s": 50.0 + k, "at_s": 50.0 + k} for k in range(len(lost))]
+    at = [step_s * k for k in range(1, useful + 1)]
+    return {
+        "name": name,
+        "version": "1",
+        "useful_steps": useful,
+        "redone_steps": 1,
+        "healthy_step_s": step_s,
+        "lost_s": lost,
+        "stalled_s": stalled,
+        "faults": faults,
+        "useful_at": at,
+        "relaunched": 0,
+        "losses": {"50": 1.0, "51": 2.0},
+    }
+
+
+def race_of(seed: int, **systems: dict[str, Any]) -> dict[str, Any]:
+    return {"seed": seed, "seconds": 100.0, "model": {"name": "large"}, "systems": systems}
+
+
+TWO_SEEDS = {
+    "races": [
+        race_of(1, a=result("A", 80, 1.0, [2.0], [1.5]), b=result("B", 70, 1.2, [9.0], [8.0])),
+        race_of(2, a=result("A", 82, 1.1, [3.0], [2.5]), b={"name": "B", "version": "1"}),
+    ]
+}
+
+
+def test_a_sum_over_seeds_has_the_systems_that_ran_under_all_of_them() -> None:
+    head, *rows = sums(TWO_SEEDS["races"])
+    assert rows == [["A", "80, 1000", "82, 1100", "162", "2", "5", "2.5"]]
+    assert len(head) == len(rows[0])
+    assert markdown(TWO_SEEDS).splitlines()[-1] == "| A | 80, 1000 | 82, 1100 | 162 | 2 | 5 | 2.5 |"
+
+
+def test_what_is_kept_of_several_seeds_is_small_too() -> None:
+    kept = small(TWO_SEEDS, {})
+    assert [each["seed"] for each in kept["races"]] == [1, 2]
+    assert kept["races"][0]["systems"]["a"]["losses"] == {"50": 1.0}
+
+
+def test_a_table_goes_between_the_markers_of_its_model() -> None:
+    page = "a\n<!-- race small -->\nold\n<!-- end -->\nb\n<!-- race large -->\nold\n<!-- end -->\nc\n"
+    found = placed(page, TWO_SEEDS["races"][0])
+    assert found.startswith("a\n<!-- race small -->\nold\n<!-- end -->\nb\n<!-- race large -->\n| system |")
+    assert found.endswith("\n<!-- end -->\nc\n")
+    assert found.count("old") == 1
+    assert placed(found, TWO_SEEDS["races"][0]) == found
+    with pytest.raises(NoPlace, match="<!-- race large, seeds -->"):
+        placed(page, TWO_SEEDS)
+
+
+@pytest.mark.parametrize("kept", sorted((ROOT / "bench" / "peers").glob("race*.json")), ids=lambda p: p.stem)
+def test_the_page_has_the_tables_of_the_races_that_are_kept(kept: Path) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert placed(page, json.loads(kept.read_text())) == page

@@ -15,7 +15,9 @@ from typing import Any
 from everstep.cli.client import Client
 
 HERE = Path(__file__).parent
-CHECKPOINT_EVERY, MICROBATCHES = 10, 8
+sys.path.insert(0, str(HERE.parent))
+from models import MODEL  # noqa: E402
+
 WORKERS = int(os.environ["RACE_WORKERS"])
 LOOK_EVERY_S = 1.0  # it runs on the cores of the workers
 
@@ -25,10 +27,10 @@ def job(folder: str) -> dict[str, Any]:
         "model": {"build": "loop:layers"},
         "data": {"build": "loop:Data"},
         "optimizer": {"build": "loop:optimizer", "decay": "constant", "clip": None},
-        "checkpoint": {"folder": folder, "interval": CHECKPOINT_EVERY, "keep": 2},
+        "checkpoint": {"folder": folder, "interval": MODEL.checkpoint_every, "keep": 2},
         "replicas": WORKERS,
         "stages": 1,
-        "microbatches": MICROBATCHES // WORKERS,
+        "microbatches": MODEL.microbatches // WORKERS,
         "steps": 1_000_000,
         "threads": 1,
         "base": str(HERE),

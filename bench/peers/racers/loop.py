@@ -1,7 +1,7 @@
 """The training that every system of the race runs: trial.py's GPT on the text of Python's own reference.
 
-A step has 8 microbatches of 8 rows, whatever the number of workers: a worker takes every n-th of them, and
-gradients and losses are summed in one all-reduce. So a step means the same to all, and losses compare.
+A step has 8 microbatches, whatever the number of workers: a worker takes every n-th of them, and gradients
+and losses are summed in one all-reduce. So a step means the same to all, and losses compare.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from trial import LENGTH, ROWS, loss, optimizer
+from models import MODEL
 from trial import layers as builds
+from trial import loss, optimizer
 
-MICROBATCHES, CHECKPOINT_EVERY, STEPS = 8, 10, 1_000_000
+LENGTH, MICROBATCHES, CHECKPOINT_EVERY = MODEL.length, MODEL.microbatches, MODEL.checkpoint_every
+STEPS = 1_000_000
 PAUSE_S = float(os.environ.get("RACE_PAUSE_S", "0"))  # per step, for a trial on a machine that is shared
 TIMEOUT_S = float(os.environ.get("RACE_TIMEOUT_S", "10"))  # of a collective
 MEET_S = 120.0  # of the rendezvous: workers of a new round import torch at their own pace
@@ -49,7 +51,7 @@ def _seeded(number: int, build: Callable[[], nn.Module]) -> nn.Module:
 class Data:
     def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(1_000_003 * step + microbatch)
-        starts = torch.randint(len(text()) - LENGTH - 1, (ROWS,), generator=draw)
+        starts = torch.randint(len(text()) - LENGTH - 1, (MODEL.rows,), generator=draw)
         rows = torch.stack([text()[start : start + LENGTH + 1] for start in starts.tolist()])
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

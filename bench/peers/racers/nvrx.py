@@ -9,6 +9,7 @@ from typing import Any
 import loop  # which also makes the modules one folder higher importable
 import nvrx_restarts
 import torch.distributed as dist
+from models import MODEL
 
 
 def main() -> None:
@@ -19,13 +20,13 @@ def main() -> None:
         disk = loop.Disk(os.environ["RACE_FOLDER"])
         loop.run(diary, loop.Training(), disk, dist.get_rank(), dist.get_world_size(), call_wrapper.ping)
 
-    # Intervals of 100 ms were the better of two that were tried; hangs after 5 s without a ping.
+    # Intervals of 100 ms were the better of two that were tried.
     nvrx_restarts.run(
         train,
         interval_ms=100,
-        soft_timeout=timedelta(seconds=5),
-        hard_timeout=timedelta(seconds=8),
-        heartbeat_timeout=timedelta(seconds=8),
+        soft_timeout=timedelta(seconds=MODEL.beat_s),
+        hard_timeout=timedelta(seconds=MODEL.beat_s + 3),
+        heartbeat_timeout=timedelta(seconds=MODEL.beat_s + 3),
     )
 
 

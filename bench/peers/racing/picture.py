@@ -35,7 +35,7 @@ def picture(document: dict[str, Any]) -> str:
         f"<title>Useful steps per second of {len(systems)} systems under the same faults</title>",
         f"<style>{STYLE}\n</style>",
         f'<text x="{LEFT}" y="14" class="small">useful steps per second, two workers, the same faults; '
-        f"top of a strip: {top_rate:.0f} per second</text>",
+        f"top of a strip: {top_rate:.{int(top_rate < 3)}f} per second</text>",
     ]
     for number, result in enumerate(systems):
         parts += strip(result, TOP + number * (STRIP + GAP), scale, seconds, top_rate)

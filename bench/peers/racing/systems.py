@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from models import MODELS, chosen
+
 from harness.race_trace import NODES, PER_NODE, WORKERS
 
 RACERS = Path(__file__).parents[1] / "racers"
 PYTHON = sys.executable
+BEATS = ", ".join(f"{model.beat_s:g} s ({model.name} model)" for model in MODELS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,8 @@ def _nvrx_in_job(folder: Path, port: int) -> list[Part]:
     options = ["--nnodes", "2", "--nproc-per-node", str(PER_NODE), "--max-restarts", "1000"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "race"]
     options += ["--monitor-interval", "0.1"]
-    options += ["--ft-rank-heartbeat-timeout", "5", "--ft-initial-rank-heartbeat-timeout", "40"]
+    options += ["--ft-rank-heartbeat-timeout", f"{chosen().beat_s:g}"]
+    options += ["--ft-initial-rank-heartbeat-timeout", "40"]
     options += ["--ft-workload-check-interval", "1", "--workers-stop-timeout", "5"]
     command = [PYTHON, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", *options]
     # It refuses two launchers of one address.
@@ -215,14 +219,14 @@ SYSTEMS = {
         name="NVRx in-process",
         package="nvidia-resiliency-ext",
         parts=_nvrx,
-        settings="intervals 100 ms, soft timeout 5 s, hard timeout 8 s; lost ranks do not return",
+        settings=f"intervals 100 ms, soft timeout {BEATS}, hard timeout 3 s later; lost ranks do not return",
         rejoins=False,
     ),
     "nvrx-job": System(
         name="NVRx ft_launcher",
         package="nvidia-resiliency-ext",
         parts=_nvrx_in_job,
-        settings="heartbeat timeout 5 s, workers stop timeout 5 s, nnodes 2",
+        settings=f"heartbeat timeout {BEATS}, workers stop timeout 5 s, nnodes 2",
     ),
     "dlrover": System(
         name="DLRover",
