@@ -10,6 +10,7 @@ data loader whose worker sleeps, skips a collective, enters another one, or leav
 `everstep run --nproc N --hang-after 6` runs the script unchanged.
 
 right    the incident names this rank
+ras      what NCCL's RAS says, where there is NCCL and stacks were taken; ras_right: it names this rank
 early    it was reported in words before the first signal was sent
 crashed  the ranks failed before the hang began, of another cause (NCCL's start with many ranks on one GPU):
          not counted, and tried again up to twice
@@ -147,11 +148,16 @@ def run(kind: str, ranks: int, victim: int, device: str, limit_s: float) -> dict
     # What a line begins with: a suspicion, or the incident itself.
     told = [re.sub(r"^.*? s  (no rank has made progress for .*? s: )?", "", line) for line in lines]
     early = [line for line in told[:signalled] if re.match(rf"(hang at )?ranks? (\d+, )*{victim}\b", line)]
-    first = incidents[0] if incidents else {"rank": None, "what": "no incident", "because": ""}
+    first = (
+        incidents[0] if incidents else {"rank": None, "what": "no incident", "because": "", "evidence": []}
+    )
+    ras = [line for line in first["evidence"] if "by NCCL's RAS" in line]
     return found | {
         "named": first["rank"],
         "right": first["rank"] == victim,
         "early": bool(early),
+        "ras": ras,
+        "ras_right": any(re.match(rf"rank {victim}\b(?!,)", line) for line in ras),
         "noticed_s": round(first.get("noticed_ms", 0) / 1e3, 1),
         "restarts": len(incidents),
         "seconds": round(time.monotonic() - began, 1),
@@ -189,13 +195,16 @@ def main() -> None:
         for each in asked:
             rows.append(each.result())
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    right, early = (sum(bool(row.get(key)) for row in rows) for key in ("right", "early"))
+    keys = ("right", "early", "ras", "ras_right")
+    right, early, ras, ras_right = (sum(bool(row.get(key)) for row in rows) for key in keys)
     crashed = sum("crashed" in row for row in rows)
     summary = {
         "hangs": len(rows) - crashed,
         "crashed": crashed,
         "right": right,
         "early": early,
+        "ras_answered": ras,
+        "ras_right": ras_right,
         "device": args.device,
     }
     summary["seconds"] = round(time.monotonic() - began)

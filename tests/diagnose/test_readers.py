@@ -172,6 +172,22 @@ def test_inspector_the_last_to_arrive_has_the_shortest_operation() -> None:
     assert finding.syndrome == "non-communication slow"
 
 
+def test_inspector_a_file_that_begins_with_counts_of_lost_records_is_known() -> None:
+    """As NCCL 2.30 writes it, at the start of each dump."""
+    counts = (
+        '{"header": {"id": "0xabc", "rank": 2, "n_ranks": 4}, "dump_stats": {"coll": {"dropped_total": 0}}}'
+    )
+    part = read("node-2.log", "\n".join([counts, inspector(2, 7, 200.0)]).encode())
+    assert [(record.rank, record.seq) for record in part.log.records()] == [(2, 7)]
+
+
+def test_inspector_numbers_are_counted_for_each_kind_of_operation() -> None:
+    """Number 7 of the all-gathers is another operation than number 7 of the all-reduces."""
+    lines = [inspector(2, 7, 200.0), inspector(2, 7, 300.0).replace("AllReduce", "AllGather")]
+    records = read("node-2.log", "\n".join(lines).encode()).log.records()
+    assert len({record.group for record in records}) == 2
+
+
 def ras(counts: dict[int, int], **more: Any) -> str:
     ranks = [
         {"rank": r, "host": f"h{r}", "pid": 10 + r, "cuda_dev": 0, "collective_counts": {"AllReduce": n}}
@@ -211,11 +227,18 @@ def test_ras_two_files_of_a_folder_tell_who_stands_still(
     assert json.loads(capsys.readouterr().out)["incidents"] == []
 
 
-def test_ras_a_dead_rank_is_named() -> None:
-    text = ras({0: 50, 1: 50}, missing_ranks=[{"rank": 2, "considered_dead": True}])
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"considered_dead": True}, "is dead"),
+        ({"unresponsive": True, "considered_dead": False}, "is not answering"),
+    ],
+)
+def test_ras_a_rank_that_it_misses_is_named(status: dict[str, bool], words: str) -> None:
+    text = ras({0: 50, 1: 50}, missing_ranks=[{"rank": 2, "status": status}])
     (finding,) = analyse([read("ras.json", text.encode())]).diagnosis.incidents
     assert [s.rank for s in finding.suspects] == [2]
-    assert "dead" in finding.suspects[0].evidence
+    assert words in finding.suspects[0].evidence
 
 
 def error(message: str) -> bytes:

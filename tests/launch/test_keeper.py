@@ -174,6 +174,35 @@ def test_progress_is_told_and_a_spinning_rank_is_still_once_steps_are_late(keep:
     assert [p.step for p in located.positions] == [None, 7]
 
 
+def test_what_nccls_inspector_has_written_comes_with_the_positions(
+    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of each process, in the folder that the script's environment gives; RAS is not there."""
+    monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
+    monkeypatch.setenv("NCCL_PROFILER_PLUGIN", "libnccl-profiler-inspector.so")
+    monkeypatch.setenv("NCCL_INSPECTOR_ENABLE", "1")
+    monkeypatch.setenv("NCCL_INSPECTOR_DUMP_DIR", "dumps")
+    (tmp_path / "dumps").mkdir()
+    perf = '"coll_sn": %d, "coll_exec_time_us": 5, "coll_timing_source": "kernel_gpu"'
+    kept = keep(
+        "import socket, everstep\n"
+        f"perf = '{perf}' % (40 + rank)\n"
+        'row = \'{"header": {"id": "0x1"}, "coll_perf": {"coll": "AllReduce", \' + perf + \'}}\'\n'
+        "open(f'dumps/{socket.gethostname()}-pid{os.getpid()}.log', 'w').write(row)\n"
+        "everstep.progress(1)\ntime.sleep(120)"
+    )
+    kept.hear(msg.RanksIdle)
+    kept.begin()
+    kept.until(msg.RankProgressed)
+    wait_until(lambda: len(list((tmp_path / "dumps").iterdir())) == 2)
+    kept.order(msg.LocateRanks)
+    positions = kept.until(msg.RanksLocated).positions
+    assert [(p.rank, p.completed) for p in positions] == [
+        (rank, {"NCCL communicator 0x1 (AllReduce)": 40 + rank}) for rank in (2, 3)
+    ]
+    assert [p.launched for p in positions] == [{}, {}]
+
+
 def test_a_script_that_is_not_there_is_a_sentence(keep: Keep) -> None:
     kept = keep("", command=("absent.py",))
     kept.hear(msg.RanksIdle)

@@ -27,6 +27,7 @@ from everstep.ranks.environment import RankPlace, rank_environment
 from everstep.ranks.fork_server import imports_of
 from everstep.ranks.output import OutputStream
 from everstep.ranks.rank_main import PARENT
+from tests.launch import stand_in_ras as stand_in
 
 HEAD = """
 import os, signal, sys, time
@@ -416,6 +417,30 @@ if life == 0: read_batch() if rank == 1 else waiting.all_reduce()
     assert any("their stacks show which one waits" in line for line in told.said)
     assert "rank 0 is at script.py:7 in <module>, in torch's all_reduce" in incident["evidence"]
     assert "read_batch" in told.file(0, 1, "stacks.txt")
+
+
+def test_a_hang_in_which_all_wait_alike_is_blamed_on_the_rank_that_nccl_has_counted_least(
+    run: Run, waiting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are inside torch, which has no record of what they do there; NCCL's RAS has."""
+
+    def status() -> bytes:
+        pids = {rank: int((tmp_path / f"{rank}.pid").read_text()) for rank in range(3)}
+        return stand_in.status(stand_in.communicator({0: 13, 1: 12, 2: 13}, pids))
+
+    with stand_in.ras([stand_in.never, stand_in.answer(status)]) as address:
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        told = run(
+            waiting + "open(f'{rank}.pid', 'w').write(str(os.getpid()))\nif life == 0: waiting.all_reduce()",
+            ranks=3,
+            hang_after_s=3.0,
+        )
+    assert told.ran.code == 0
+    assert told.incident["rank"] == 1
+    found = "has not launched operation 13 of NCCL communicator 0x5bf1 (AllReduce), in which 2 ranks wait"
+    assert f"rank 1 {found}, by NCCL's RAS" in told.incident["evidence"]
+    early = next(n for n, line in enumerate(told.said) if found in line and "Nothing is ended" in line)
+    assert early < next(n for n, line in enumerate(told.said) if "SIGTERM" in line)
 
 
 def test_a_spinning_rank_is_found_by_the_collectives_that_none_enters(run: Run, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def is_inspector(line: str) -> bool:
-    return '"header"' in line and ('"coll_perf"' in line or '"p2p_perf"' in line)
+    return '"header"' in line and any(f'"{name}"' in line for name in ("coll_perf", "p2p_perf", "dump_stats"))
 
 
 def read_inspector(name: str, text: str) -> Dump:
@@ -42,13 +42,13 @@ def read_inspector(name: str, text: str) -> Dump:
     groups: list[Group] = []
     records = []
     for place, row in enumerate(rows):
-        key = str(row["header"].get("id", ""))
-        if key not in index:
+        said = _said(row)
+        key = f"{row['header'].get('id', '')} {said.get('coll', 'messages')}"  # each kind has its own numbers
+        if said and key not in index:
             index[key] = len(groups)
             groups.append(Group(name=key, about=str(row["header"].get("comm_name", ""))))
-        record = _record(row, rank, index[key], place)
-        if record is not None:
-            records.append(record)
+        if said:
+            records.append(_record(row, said, rank, index[key], place))
     host = str(rows[0].get("metadata", {}).get("hostname", ""))
     return Dump(
         source=name,
@@ -61,10 +61,7 @@ def read_inspector(name: str, text: str) -> Dump:
     )
 
 
-def _record(row: dict[str, Any], rank: int, group: int, place: int) -> Record | None:
-    said = row.get("coll_perf") or row.get("p2p_perf")
-    if not isinstance(said, dict):
-        return None
+def _record(row: dict[str, Any], said: dict[str, Any], rank: int, group: int, place: int) -> Record:
     prefix = "coll" if "coll_perf" in row else "p2p"
     length = said.get(f"{prefix}_exec_time_us")
     times = said.get("event_trace_ts") or {}
@@ -82,3 +79,8 @@ def _record(row: dict[str, Any], rank: int, group: int, place: int) -> Record | 
         done=True,
         order=int(started) * 1000 if started else place,
     )
+
+
+def _said(row: dict[str, Any]) -> dict[str, Any]:
+    said = row.get("coll_perf") or row.get("p2p_perf")
+    return said if isinstance(said, dict) else {}

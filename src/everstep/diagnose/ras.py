@@ -40,7 +40,7 @@ def read_ras(name: str, text: str, before: str | None = None) -> Dump:
     for comm in now["communicators"]:
         members = {int(rank["rank"]): who[_process(rank)] for rank in comm.get("ranks", [])}
         for missing in comm.get("missing_ranks") or []:
-            state = "dead" if missing.get("considered_dead") else "not answering"
+            state = "dead" if (missing.get("status") or {}).get("considered_dead") else "not answering"
             place = who.get(_process(missing), int(missing.get("rank", -1)))
             silent[place] = f"is {state} by NCCL's own RAS"
             members[int(missing.get("rank", -1))] = place

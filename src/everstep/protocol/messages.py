@@ -467,6 +467,9 @@ class RankPosition:
     is_busy: bool = False  # it uses a CPU
     stack: str = ""  # its functions, innermost first; empty: unknown, or they change from moment to moment
     num_ops: int = 0  # collectives and messages so far, by the flight recorder
+    launched: Mapping[str, int] = field(default_factory=dict)  # operations by communicator, by NCCL's RAS
+    completed: Mapping[str, int] = field(default_factory=dict)  # the same, by NCCL's Inspector
+    trouble: str = ""  # what NCCL's RAS says of it: does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, unset_by_user
 from everstep.ranks.fork_server import AUTO, NONE, ForkingStarter, PlainStarter, RankStarter, imports_of
 from everstep.ranks.group import RankGroup, rank_folder
+from everstep.ranks.nccl import NcclQuestion, Operations, SeenByRas
 from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS, STACKS_SIGNAL
 from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory
@@ -101,6 +102,7 @@ class _Life:
 
     number: int
     ranks: range
+    world: int
     stillness: Stillness
     codes: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)  # told already
@@ -116,6 +118,7 @@ class _Life:
     pace_every_s: float = FIRST_PACE_S
     pacing: set[int] = field(default_factory=set)  # ranks that write down when they entered collectives
     paces: list[RankPace] = field(default_factory=list)
+    timed: NcclQuestion | None = None  # by NCCL's Inspector, beside the paces
     terminate_at: float | None = None  # those that were saying last words
     kill_at: float | None = None  # it is ending
     is_killed: bool = False
@@ -208,7 +211,7 @@ class Keeper:
             case msg.EndLife(life=number) if self._life is None and number == self._number:
                 pass  # its ranks have ended by themselves, and that was told
             case msg.LocateRanks(life=number) if self._life is not None and number == self._life.number:
-                self._question = _StacksQuestion(self._group.ranks)
+                self._question = _StacksQuestion(self._group.ranks, self._ask_nccl(self._life.world))
             case msg.CopySnapshot():
                 threading.Thread(target=self._copy, args=(order, self._number), daemon=True).start()
             case msg.DrainSnapshot():
@@ -228,6 +231,7 @@ class Keeper:
         self._life = _Life(
             number=order.life,
             ranks=here,
+            world=order.world,
             stillness=Stillness(idle_share=IDLE_SHARE, moved_at=now),
             pace_at=now + FIRST_PACE_S,
         )
@@ -519,6 +523,16 @@ class Keeper:
             life.pace_every_s = min(2 * life.pace_every_s, PACE_EVERY_S)
             life.pace_at = now + life.pace_every_s
             life.pacing, life.paces = self._group.ask_for_paces(self._memory.folder), []
+            life.timed = self._ask_nccl(0)
+
+    def _ask_nccl(self, world: int) -> NcclQuestion:
+        processes = {
+            pid: number
+            for number, rank in self._group.ranks.items()
+            for pid in (rank.process.pid, *rank_looks.family(rank.process.pid))
+        }
+        environment, folder = self._settings.environment, self._rules.folder
+        return NcclQuestion(environment, processes, folder=folder, world=world, seconds=ANSWER_S)
 
     def _paced(self, life: _Life, event: words.RankRecorded) -> None:
         """Told once all ranks of this node have answered."""
@@ -531,6 +545,10 @@ class Keeper:
                 life.paces += paces(event.rank, path.read_bytes())
             path.unlink(missing_ok=True)
         if not life.pacing:
+            known = {pace.rank for pace in life.paces}
+            for rank, operations in ({} if life.timed is None else life.timed.completed).items():
+                if rank not in known:
+                    life.paces += paces_of(rank, operations)
             self._say(msg.RanksPaced, paces=tuple(life.paces))
 
     def _tell_stillness(self, life: _Life, now: float) -> None:
@@ -595,13 +613,15 @@ class Found:
     stacks: tuple[str, ...]
     record: bytes = b""
     reads_or_writes: bool = False
+    nccl: SeenByRas = field(default_factory=SeenByRas)
+    completed: Operations = field(default_factory=dict)
 
 
 class _StacksQuestion:
     """One question to all ranks: where are you? Their stacks and their records of collectives answer."""
 
-    def __init__(self, ranks: Mapping[int, RunningRank]) -> None:
-        self._ranks = tuple(ranks)
+    def __init__(self, ranks: Mapping[int, RunningRank], nccl: NcclQuestion) -> None:
+        self._ranks, self._nccl = tuple(ranks), nccl
         self._starts: dict[int, list[int]] = {number: [] for number in ranks}  # of each text in the file
         self._io = {number: rank_looks.io_bytes(rank.process.pid) for number, rank in ranks.items()}
         self._asked_at = self._sampled_at = time.monotonic()
@@ -618,7 +638,7 @@ class _StacksQuestion:
             if now - self._sampled_at >= SAMPLE_EVERY_S:
                 self._sample(there)
             return None
-        has_answered = all(rank.has_answered for rank in there.values())
+        has_answered = self._nccl.is_over and all(rank.has_answered for rank in there.values())
         is_late = now - self._asked_at >= ANSWER_S
         if now - self._sampled_at < LEAST_ANSWER_S or not (has_answered or is_late):
             return None
@@ -640,6 +660,8 @@ class _StacksQuestion:
             stacks=tuple(text[a:b] for a, b in zip(starts, ends, strict=True)),
             record=rank.record(number),
             reads_or_writes=moved > BUSY_IO_BYTES + len(rank.record(number)),
+            nccl=self._nccl.seen.get(number, SeenByRas()),
+            completed=self._nccl.completed.get(number, {}),
         )
 
 
@@ -704,6 +726,9 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
         is_busy=is_busy,
         stack=chains.pop() if len(chains) == 1 and not found.reads_or_writes else "",
         num_ops=num_ops,
+        launched=found.nccl.launched,
+        completed={name: max(numbers) for name, numbers in found.completed.items()},
+        trouble=found.nccl.trouble,
     )
 
 
@@ -759,11 +784,16 @@ def paces(rank: int, record: bytes) -> list[RankPace]:
         inside = entry.get("duration_ms")  # where TORCH_NCCL_ENABLE_TIMING is set
         inside_s = inside / 1e3 if isinstance(inside, int | float) else None
         times.setdefault(_full_name(entry, configured), {})[number] = (created / 1e9, inside_s)
+    return paces_of(rank, times)
+
+
+def paces_of(rank: int, times: Mapping[str, Mapping[int, tuple[float, float | None]]]) -> list[RankPace]:
+    """Of the groups with most collectives. By number: when it entered, and how long the device was inside."""
     most = sorted(times.items(), key=lambda item: (-len(item[1]), item[0]))[:MOST_PACED_GROUPS]
     return [pace for group, entered in most if (pace := _pace(rank, group, entered)) is not None]
 
 
-def _pace(rank: int, group: str, times: dict[int, tuple[float, float | None]]) -> RankPace | None:
+def _pace(rank: int, group: str, times: Mapping[int, tuple[float, float | None]]) -> RankPace | None:
     is_by_device = all(inside is not None for _, inside in times.values())
     if len(times) < MOST_PACES or (group.startswith("nccl") and not is_by_device):
         return None  # what is queued for a device early says nothing of when it begins

@@ -5,14 +5,15 @@ A rank that is killed takes its peers' connections with it, so most of what is h
 if there is none, the first that spoke.
 
 A hang has no witness that speaks. Who looks guilty follows from where the ranks are: one that has not entered
-the collective in which the others sit; else one outside torch while the others are inside it; else one that
-has ended while all others are inside torch. If all ranks are in the same place, none is named.
+the collective in which the others sit, by torch's record or else by NCCL's own count; else one outside torch
+while the others are inside it; else one that has ended while all others are inside torch; else one that has
+not completed what the others have, by NCCL. If all ranks are in the same place, none is named.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everstep.core.faults.severity import ErrorKind, Judgement, Source, judge
@@ -177,14 +178,16 @@ def of_hang(rank: int | None, what: str, found: Suspects, *, since: float, worke
 
 def suspects_of_hang(positions: Sequence[RankPosition], finished: tuple[int, ...]) -> Suspects:
     at = {position.rank: position for position in positions}
-    named = _behind(at) or _apart(at) or _slowest(at) or _outside(at, finished)
+    by_nccl = _unlaunched(at) or _troubled(at)
+    named = _behind(at) or _apart(at) or by_nccl or _slowest(at) or _outside(at, finished) or _incomplete(at)
     if named is not None and len(named[0]) == 1 and at.get(named[0][0]) is not None:
         only = at[named[0][0]]
         named = named[0], named[1] + ("; it uses a CPU" if only.is_busy else "")
     if named is None and finished:
         named = finished, f"{names(finished)} ended with code 0 while the others still wait"
     ranks, because = named or ((), _unknown(at))
-    return Suspects(ranks=ranks, because=because, evidence=tuple(_places(at)))
+    evidence = [each for each in (*_places(at), *_said_by_nccl(at)) if each != because]
+    return Suspects(ranks=ranks, because=because, evidence=tuple(evidence))
 
 
 def may_work(now: RankPosition, before: RankPosition | None) -> bool:
@@ -201,19 +204,79 @@ _Named = tuple[tuple[int, ...], str]
 
 def _behind(at: dict[int, RankPosition]) -> _Named | None:
     """Ranks that have not entered the collective in which the others of their process group sit."""
-    groups = sorted({group for position in at.values() for group in position.entered})
-    for group in groups:
-        entered = {rank: p.entered[group] for rank, p in at.items() if group in p.entered}
-        last = max(entered.values())
-        late = tuple(sorted(rank for rank, number in entered.items() if number < last))
-        if late and len(late) < len(entered):
-            waiting = len(entered) - len(late)
-            what = "has" if len(late) == 1 else "have"
-            return late, (
-                f"{names(late)} {what} not entered collective {last} of process group {group}, in which "
-                f"{waiting} {'rank waits' if waiting == 1 else 'ranks wait'}"
-            )
-    return None
+    late = _awaited({rank: p.entered for rank, p in at.items()})
+    if late is None:
+        return None
+    return late.ranks, f"{late.has_not('entered collective', 'process group ')}, {late.in_which_others_wait}"
+
+
+def _unlaunched(at: dict[int, RankPosition]) -> _Named | None:
+    """The same by NCCL's own count, which has operations that torch did not start."""
+    late = _awaited({rank: p.launched for rank, p in at.items()})
+    if late is None:
+        return None
+    has_not = late.has_not("launched operation")
+    return late.ranks, f"{has_not}, {late.in_which_others_wait}, by NCCL's RAS"
+
+
+def _incomplete(at: dict[int, RankPosition]) -> _Named | None:
+    late = _awaited({rank: p.completed for rank, p in at.items()})
+    if late is None:
+        return None
+    return late.ranks, f"{late.has_not('completed operation')}, as others have, by NCCL's Inspector"
+
+
+def _troubled(at: dict[int, RankPosition]) -> _Named | None:
+    ranks = tuple(sorted(rank for rank, p in at.items() if p.trouble))
+    if not ranks or len(ranks) == len(at):
+        return None
+    return ranks, "; ".join(f"rank {rank} {at[rank].trouble}, by NCCL's RAS" for rank in ranks)
+
+
+def _said_by_nccl(at: dict[int, RankPosition]) -> list[str]:
+    found = [each[1] for each in (_unlaunched(at), _troubled(at), _incomplete(at)) if each is not None]
+    counted = tuple(rank for rank, p in sorted(at.items()) if p.launched)
+    if counted and not found:
+        found = [f"{len(counted)} ranks have launched the same operations, by NCCL's RAS"]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Late:
+    """Ranks whose count of a group's operations is less than that of its other members."""
+
+    ranks: tuple[int, ...]
+    group: str
+    last: int
+    others: int
+
+    def has_not(self, done: str, kind: str = "") -> str:
+        has = "has" if len(self.ranks) == 1 else "have"
+        return f"{names(self.ranks)} {has} not {done} {self.last} of {kind}{self.group}"
+
+    @property
+    def in_which_others_wait(self) -> str:
+        return f"in which {self.others} {'rank waits' if self.others == 1 else 'ranks wait'}"
+
+
+def _awaited(counts: Mapping[int, Mapping[str, int]]) -> _Late | None:
+    """Who is late in some group, and ahead in none: who is ahead waits there, and is late elsewhere because
+    of it. Where all are ahead somewhere, the late ones of the first group.
+    """
+    found: list[tuple[str, int, set[int], int]] = []
+    ahead: set[int] = set()
+    for group in sorted({group for each in counts.values() for group in each}):
+        reached = {rank: each[group] for rank, each in counts.items() if group in each}
+        last = max(reached.values())
+        late = {rank for rank, number in reached.items() if number < last}
+        if late:
+            found.append((group, last, late, len(reached) - len(late)))
+            ahead |= reached.keys() - late
+    if not found:
+        return None
+    blamed = set[int]().union(*(late for _, _, late, _ in found)) - ahead
+    group, last, late, others = min(found, key=lambda each: (not each[2] & blamed, len(each[2] - blamed)))
+    return _Late(ranks=tuple(sorted(late & blamed or late)), group=group, last=last, others=others)
 
 
 def _apart(at: dict[int, RankPosition]) -> _Named | None:
