@@ -77,7 +77,7 @@ PLAIN = {"ddp": "ddp-disk", "fsdp2": "fsdp2-disk"}  # for launchers that keep no
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     command: Callable[[str, str], list[str]]  # of a machine's python and the address of the first machine
-    named: Callable[[str, int, str], bool]  # of the logs of all machines: is the rank (or machine) in there?
+    named: Callable[[Mapping[str, str], str, int, str], bool]  # of the logs: see `_incident_names`
     module: str  # that must be installed
     start: Callable[[str], list[str]] | None = None  # beside them, on the first machine
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -116,17 +116,15 @@ def _dlrover_master(python: str) -> list[str]:
     return [*command, "--port", str(PORT), "--node_num", str(len(NAMES))]
 
 
-def _incident_names(text: str, rank: int, name: str) -> bool:
-    told = re.findall(r"incident \d+: (.*)", text)
-    if name:
-        return any(re.search(rf"\b{name}\b", line) for line in told)
-    return any(re.search(rf"\brank {rank}\b", line) for line in told)
+def _incident_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
+    """Is the rank in the logs of the machines, or, where a machine is lost, its name?"""
+    told = re.findall(r"incident \d+: (.*)", "\n".join(logs.values()))
+    return any(re.search(rf"\b{name or f'rank {rank}'}\b", line) for line in told)
 
 
-def _torchelastic_names(text: str, rank: int, name: str) -> bool:
+def _torchelastic_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
     """It says which local rank of its machine has ended; of machines, and of ranks that have not, nothing."""
-    part = text.partition(f"=== {VICTIM}")[2].partition("===")[0]
-    return not name and "failed (exitcode" in part
+    return not name and "failed (exitcode" in logs.get(victim, "")
 
 
 LAUNCHERS = {
@@ -248,7 +246,7 @@ class _Trial:
             return self._highest(world=everywhere) >= FAULT_AFTER or self._has_ended()
 
         if not self._until(is_settled, 120 + limit_s) or self._has_ended():
-            return found | {"error": "it did not start", "log": self._log()[-3000:]}
+            return found | {"error": "it did not start", "log": "\n".join(self._logs().values())[-3000:]}
         found["start_s"] = round(self._times("step")[0] - began, 2)
         hosts = {one["host"] for one in self._seen("step")} - {HEAD}
         if VICTIM not in hosts:  # it is a spare of NVRx
@@ -276,7 +274,7 @@ class _Trial:
         if self._fault == "lost":  # a set of processes is named by the pid of its first one
             is_machine = isinstance(self._machines, Machines)
             name = self._victim if is_machine else f"{os.uname().nodename}-{victim_pid}"
-        found["named"] = self._launcher.named(self._log(), rank, name)
+        found["named"] = self._launcher.named(self._logs(), self._victim, rank, name)
         return found
 
     def _has_ended(self) -> bool:
@@ -351,9 +349,9 @@ class _Trial:
         before = self._highest(until=struck)
         return any(one["step"] > before for one in self._new_life(struck))
 
-    def _log(self) -> str:
-        logs = {name: self._machines[name].folder / "log" for name in NAMES}
-        return "".join(f"=== {n}\n{p.read_text(errors='replace')}" for n, p in logs.items() if p.exists())
+    def _logs(self) -> dict[str, str]:
+        paths = {name: self._machines[name].folder / "log" for name in NAMES}
+        return {n: f"=== {n}\n{p.read_text(errors='replace')}" for n, p in paths.items() if p.exists()}
 
     def _until(self, true: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
