@@ -5,7 +5,8 @@ import operator
 import random
 import weakref
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
+from itertools import accumulate
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline import stages
 
 from everstep.engine.datasets.data import Synthetic
+from everstep.engine.layers import taken_over
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels, sum_units
@@ -415,6 +417,18 @@ def test_sums_of_40_bits_are_sent_in_5_bytes_and_come_as_they_were() -> None:
         restored(short[:-5], slice(0, total.numel() - 3))
 
 
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_a_stretch_without_any_tensor_is_zeros(kind: str, late: bool) -> None:
+    """Of few numbers and many chunks, some chunks lie between tensors."""
+    between = slice(8, 40)
+    workers = [added(sums(kind, late), [(torch.ones(5), torch.ones(72), torch.ones(1))]) for _ in range(2)]
+    assert not workers[0].pieces(between)
+    out = torch.full((32,), -1.0, dtype=torch.float64)
+    parts = [worker.part(between) for worker in workers]
+    workers[0].means(between, [between], parts, 2.0, out, origin=between.start)
+    assert out.tolist() == [0.0] * 32
+
+
 def test_only_integers_of_40_bits_are_sent_in_fewer_bytes() -> None:
     for kind, late in KINDS:
         made = sums(kind, late)
@@ -440,6 +454,39 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
         assert torch.equal(restored(shortened(flat), WHOLE), flat) == (count <= grids.MOST_SHORT)
 
 
+@pytest.mark.parametrize("kind", STRICT)
+def test_contributions_put_together_have_the_bits_of_those_added_one_by_one(kind: str) -> None:
+    """Slots side by side, one longer than a block, one with a gap behind it, one without numbers; in one
+    microbatch a contribution is promoted, in another one is not finite.
+    """
+    block = sum_units.CPU_BLOCK
+    sizes = [64, block + 192, 100, 0, 64, 2 * block]
+    ends = [0, *accumulate(-(-size // 64) * 64 for size in sizes)]
+    slots = {str(at): Slot(ends[at], (size,)) for at, size in enumerate(sizes)}
+    draw = torch.Generator().manual_seed(4)
+    made = [[torch.randn(size, generator=draw) for size in sizes] for _ in range(5)]
+    made[1][1][7] = 3e4
+    made[3][4][3] = math.nan
+
+    def trained(*, one_by_one: bool, order: list[int]) -> tuple[torch.Tensor, list[int]]:
+        total = GradientSums(slots, ends[-1], kind=kind, contributions=5, device=CPU)
+        total.begin(1, [4] * len(sizes))
+        for microbatch in order:
+            for index in range(len(sizes)):
+                total.add(index, partial(made[microbatch].__getitem__, index))
+                if one_by_one:
+                    total.flush()
+            total.added()
+        assert total.num_promoted == 1
+        return total.values(), total.peaks
+
+    values, peaks = trained(one_by_one=True, order=[0, 1, 2, 3, 4])
+    together, found = trained(one_by_one=False, order=[4, 2, 0, 3, 1])
+    assert torch.equal(values.nan_to_num(-1.0), together.nan_to_num(-1.0))
+    assert values.isnan().sum() == 64
+    assert peaks == found
+
+
 def bytes_alive(storages: list[weakref.ref[torch.UntypedStorage]]) -> int:
     found = [storage for ref in storages if (storage := ref()) is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
@@ -450,6 +497,7 @@ def test_of_a_large_microbatch_little_is_held_for_the_check_after_its_w(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """As on a GPU. Checked in small groups or all at once, the sums have the same bits."""
+    monkeypatch.setattr(taken_over, "_in_one", lambda part, queued: queued)  # gradients are made in W
     data = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
     found, left = [], []
     for most in (1 << 40, 1 << 14):

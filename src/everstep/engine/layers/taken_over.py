@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from everstep.engine.layers.experts import QueuedExperts, fused_experts
 from everstep.engine.layers.fp8 import ScaledLinear, linears_in_fp8
 from everstep.engine.layers.linear import (
+    LinearInOne,
     Queue,
     QueuedLinear,
     fused_linear,
@@ -55,9 +56,12 @@ class QueuedEmbedding:
 _FUSED: dict[Any, Callable[..., Tensor]] = {QueuedLinear: fused_linear, QueuedExperts: fused_experts}
 
 
-def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False) -> int:
+def take_over(
+    module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False, in_one: bool = False
+) -> int:
     """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many. `fused`:
-    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can.
+    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can. `in_one`:
+    nobody waits for I, and numbers are fp32: autograd has the whole backward of plain ones.
     """
     taken = 0
     scaled = {id(part) for part in linears_in_fp8(module)} if in_fp8 else set()
@@ -65,6 +69,8 @@ def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: b
         queued = queued_forward(part)
         if queued is QueuedLinear and id(part) in scaled:
             queued = ScaledLinear
+        if in_one:
+            queued = _in_one(part, queued)
         if queued is not None:
             forward: Any = queued(part, queue)
             if fused and part is not module:  # else nothing around it is compiled
@@ -73,6 +79,13 @@ def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: b
             part.forward = forward
             taken += 1
     return taken
+
+
+def _in_one(part: Any, queued: Any) -> Any:
+    if queued is QueuedEmbedding:
+        return None  # its backward is one operation, the one that W would run
+    is_plain = queued is QueuedLinear and type(part).forward is nn.Linear.forward
+    return LinearInOne if is_plain and part.weight.requires_grad else queued
 
 
 def _uncompiled(forward: Any) -> Any:

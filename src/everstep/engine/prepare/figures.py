@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from everstep.engine.layers import attention_library
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
-from everstep.engine.layers.linear import LinearGrad, Queue
+from everstep.engine.layers.linear import EmbeddingGrad, LinearGrad, Queue
 from everstep.engine.layers.model import (
     Model,
     every_parameter,
@@ -250,9 +250,12 @@ class _Look:
             return {k: n for k, n in _storages([*queued, *others]).items() if k not in weights}
 
         later = waiting(self._queue)
-        made, left = list[LinearGrad](), Queue()
+        made, left = list[LinearGrad | EmbeddingGrad](), Queue()
         for one in self._queue:
             is_made = isinstance(one, LinearGrad) and one.is_larger_than_made
+            if not compiled and one.grad.dtype == torch.float32:  # autograd has their whole backward
+                plain = isinstance(one, LinearGrad) and one.input is not None and not one.across
+                is_made = is_made or plain or isinstance(one, EmbeddingGrad)
             (made if is_made else left).append(one)  # type: ignore[arg-type]
         products = sum(p.numel() * one.grad.element_size() for one in made for p in one.trained)
         if compiled:

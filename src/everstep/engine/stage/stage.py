@@ -161,7 +161,8 @@ class Stage:
         self.tied_names = tuple(name for name in self.slots if name in tied)
         # Not on a GPU: its recorded ops were not tried with it.
         is_whole = self.is_first and self.is_last and shards is None and device.type == "cpu"
-        self._queue: Queue = MakingQueue() if is_whole and self.weights.sums.is_strict else []
+        self._in_one = is_whole and self.weights.sums.is_strict  # nobody waits for I
+        self._queue: Queue = MakingQueue() if self._in_one else []
         self._modules: list[nn.Module] = []
         self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
         for index in layers:
@@ -267,7 +268,8 @@ class Stage:
         self.parameters.update(parameters)
         in_precision(module.to(self.working.device), self.working.dtype, layer, model.assembly.in_fp32)
         fused = regions.are_enabled() and self.shards is None and not model.assembly.has_regions
-        take_over(module, self._queue, fused=fused, in_fp8=index in self._in_fp8)
+        in_one = self._in_one and not regions.are_enabled() and self.working.dtype == torch.float32
+        take_over(module, self._queue, fused=fused, in_fp8=index in self._in_fp8, in_one=in_one)
         if self._part is not None:
             join_context(module, self._part)
         elif self.shards is not None:

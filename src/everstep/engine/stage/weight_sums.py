@@ -90,6 +90,12 @@ def _add_strict(
     """What is added is let go on the way: of a large microbatch little is left for the next W to check.
     Tensors of recorded ops stay where they are: for them the host would wait, and nothing become free.
     """
+    if not sums.is_late and not stash.queue and seen is None and done is _nothing:
+        others, stash.others = stash.others, []
+        for parameter, gradient in others:
+            sums.hold(index[parameter], gradient)
+        sums.added()
+        return
     products = [(index[parameter], made) for parameter, made in contributions_of(stash.queue, stash.others)]
     products.reverse()
     is_checked = sums.is_late and not stash.recorded

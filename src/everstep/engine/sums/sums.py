@@ -9,7 +9,8 @@
 How a strict sum is kept is in `sum_units`.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
-added. Contributions are added in groups, because for most tensors the calls would cost more than the sums. A
+added. Contributions are put together in groups, because for most tensors the calls would cost more than the
+sums; and what several microbatches add to a stretch of the sums is added while that stretch is in a cache. A
 GPU is not waited for: its contribution is added at once, and taken back if the peak, read when the next ones
 have been added, says so. Integers allow it: what was added is subtracted, whatever it was.
 """
@@ -20,8 +21,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +43,9 @@ Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _RESTORED = 1 << 25  # elements
-_GROUP = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements that are held until they are added: in a cache
+_GROUP = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements that are held until they are put together: in a cache
+_LAYOUTS = 64
+_GATHERED = 1 << 22  # elements that wait on a CPU until they are added
 
 
 class _Late(NamedTuple):
@@ -49,6 +55,14 @@ class _Late(NamedTuple):
     places: list[int]  # of each one's peak
     peaks: Tensor
     ready: Callable[[], None]  # waits for them
+
+
+class _Layout(NamedTuple):
+    """Contributions of some slots, one after the other."""
+
+    starts: list[int]
+    ends: list[int]
+    blocks: list[tuple[int, int, slice]]  # the place of each in the buffer, its slot, and where it is here
 
 
 class GradientSums:
@@ -70,7 +84,10 @@ class GradientSums:
         """
         self._empty = empty or partial(torch.empty, device=device)
         self.slots, self.size, self.kind, self.device = tuple(slots.values()), size, kind, device
+        self._sizes = [slot.size for slot in self.slots]
         self._ends = [slot.offset + slot.size for slot in self.slots]
+        self._most_held = _GROUP[device.type]
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
         self.is_late = device.type != "cpu" if late is None else late
         self._units = units_of(kind, late=self.is_late)
         plain = kind in ("fp64", "fp32")
@@ -114,6 +131,8 @@ class GradientSums:
         self._adding: list[tuple[int, Product, Tensor | None]] = []
         self._group: list[tuple[int, Tensor]] = []
         self._group_size = 0
+        self._gathered: list[tuple[_Layout, Tensor]] = []
+        self._gathered_size = 0
         if self._device_sums is not None:
             self._device_sums.begin([self._unit(index, 0) for index in range(len(self.slots))])
             return
@@ -132,45 +151,88 @@ class GradientSums:
     def add(self, index: int, product: Product) -> None:
         """The contribution of a microbatch to the sum of a slot: one per microbatch."""
         assert self._units is not None
-        contribution = product().reshape(-1)
-        if not contribution.numel():
+        contribution = product()
+        if not self._sizes[index]:
             return
         if self.is_late:
-            self._adding.append((index, product, self._add_late(index, contribution)))
+            self._adding.append((index, product, self._add_late(index, contribution.reshape(-1))))
         else:
-            self._hold(index, contribution)
+            self.hold(index, contribution)
 
-    def _hold(self, index: int, contribution: Tensor) -> None:
+    def hold(self, index: int, contribution: Tensor) -> None:
+        """On a CPU: the same, once it is made."""
+        size = self._sizes[index]
+        if size >= self._most_held and self._device_sums is None:
+            self._gather()  # what is large is not copied
         self._group.append((index, contribution))
-        self._group_size += contribution.numel()
-        if self._group_size >= _GROUP[self.device.type]:
-            self.flush()
+        self._group_size += size
+        if self._group_size >= self._most_held:
+            self._gather()
 
     def flush(self) -> None:
         """Add the contributions that are held."""
+        self._gather()
+        gathered, self._gathered, self._gathered_size = self._gathered, [], 0
+        pieces = [(at, i, one[here]) for layout, one in gathered for at, i, here in layout.blocks]
+        if pieces:
+            assert self._units is not None
+            pieces.sort(key=itemgetter(0))  # a stretch of the sums stays in a cache
+            sums = self.flat
+            self._units.add(
+                [Addition(sums[at : at + one.numel()], one, self._unit(i, 0)) for at, i, one in pieces], 1
+            )
+
+    def _gather(self) -> None:
+        """Put the contributions of a group together, and those aside that do not fit."""
         group, self._group, self._group_size = self._group, [], 0
-        if not group or self._units is None:
-            return
-        if self._device_sums is not None:
+        if self._device_sums is not None and group:
             self._device_sums.add(self.flat, group)
             return
-        ends = [end for _, contribution in group for end in contribution.aminmax()]
-        found = torch.stack(ends).tolist()
-        fitting = []
-        for (index, contribution), low, high in zip(group, found[::2], found[1::2], strict=True):
-            peak = grids.exponent(max(high, -low))
-            if self._fits(index, peak):
-                self.peaks[index] = max(self.peaks[index], peak)
-                fitting.append(Addition(self._views[index], contribution, self._unit(index, 0)))
-            else:
-                self._place(index, peak, contribution)
-        self._units.add(fitting, 1)
+        group = [(index, contribution) for index, contribution in group if self._sizes[index]]
+        if not group:
+            return
+        slots, made = zip(*group, strict=True)
+        layout = self._layout(slots)
+        together = torch._utils._flatten_dense_tensors(made).float()  # type: ignore[no-untyped-call]
+        known, peaks, unfit = self._known, self.peaks, []
+        for at, (index, peak) in enumerate(zip(slots, _peaks(together, layout.starts), strict=True)):
+            if peak > known[index]:
+                unfit.append((at, index, peak))
+            elif peak > peaks[index]:
+                peaks[index] = peak
+        if unfit:
+            together = together.clone()
+        for at, index, peak in unfit:
+            contribution = together[layout.starts[at] : layout.ends[at]]
+            self._place(index, peak, contribution)
+            contribution.zero_()
+        self._gathered.append((layout, together))
+        self._gathered_size += together.numel()
+        if len(made) == 1 or self._gathered_size >= _GATHERED:
+            self.flush()  # what is alone was not copied
+
+    def _layout(self, slots: tuple[int, ...]) -> _Layout:
+        if slots not in self._layouts:
+            assert self._units is not None
+            ends = list(accumulate(self._sizes[index] for index in slots))
+            starts = [0, *ends[:-1]]
+            runs: list[tuple[int, int, int, int]] = []  # side by side in the buffer too
+            for index, start, end in zip(slots, starts, ends, strict=True):
+                at = self.slots[index].offset
+                if runs and self._units.offset and runs[-1][0] - runs[-1][2] == at - start:
+                    runs[-1] = (*runs[-1][:3], end)
+                else:
+                    runs.append((at, index, start, end))
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            self._layouts[slots] = _Layout(starts, ends, [block for run in runs for block in _cut(*run)])
+        return self._layouts[slots]
 
     def _add_late(self, index: int, contribution: Tensor) -> Tensor | None:
         """To the sum of level 0, whatever it is; its peak, on the device, where no kernel takes it."""
         assert self._units is not None
         if self._device_sums is not None:
-            self._hold(index, contribution)
+            self.hold(index, contribution)
             return None
         self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
         largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
@@ -187,7 +249,10 @@ class GradientSums:
     def added(self) -> None:
         """All contributions of a microbatch are in."""
         self._num_added += 1
-        self.check()
+        if self.is_late:
+            self.check()
+        else:
+            self._gather()
 
     def check(self) -> None:
         """On a GPU: what was added before the last call is checked now, and let go; the rest is so next time,
@@ -287,16 +352,24 @@ class GradientSums:
         Plain sums are added in the order of the parts.
         """
         levels = self._levels(stretch, parts) if self.is_strict else {}
+        uncommon = {index for index, _ in levels}  # slots with promoted sums, or with what is not finite
+        for part in parts if self.is_strict else ():
+            uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
         flats = [part.tensors[0] for part in parts]
         if self._device_sums is not None:
             for whole in _blocks(stretch) if any(flat.dtype == SHORT for flat in flats) else [stretch]:
                 sums = [restored(flat, _shifted(whole, stretch.start)) for flat in flats]
                 self._device_sums.means(whole, sums, weight, out, origin)
-            chunks = self._uncommon(stretch, levels, parts)
+            chunks = [
+                slice(at, min(at + CHUNK, piece.stop))
+                for index, piece in self.pieces(stretch)
+                if index in uncommon
+                for at in range(piece.start, piece.stop, CHUNK)
+            ]
         for chunk in chunks if self.is_late else _in_a_cache(chunks):
             here = [restored(flat, _shifted(chunk, stretch.start)) for flat in flats]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
-                total = self._total(chunk, here, levels, parts)
+                total = self._total(chunk, here, levels, uncommon, parts)
                 torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
             else:
                 torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
@@ -306,11 +379,14 @@ class GradientSums:
         chunk: slice,
         sums: Sequence[Tensor],
         levels: Mapping[tuple[int, int], list[tuple[int, Tensor]]],
+        uncommon: set[int],
         parts: Sequence[SumPart],
     ) -> Tensor:
         pieces = self.pieces(chunk)
         total = self._value(sums, [(index, 0, piece) for index, piece in pieces], chunk.start)
-        for index, piece in pieces:
+        for index, piece in pieces if uncommon else ():
+            if index not in uncommon:
+                continue
             here = total[_shifted(piece, chunk.start)]
             for level in sorted(level for i, level in levels if i == index):
                 promoted = [one[_shifted(piece, start)] for start, one in levels[index, level]]
@@ -318,18 +394,6 @@ class GradientSums:
             if any(part.peaks[index] == grids.NOT_FINITE for part in parts):
                 here.fill_(math.nan)
         return total
-
-    def _uncommon(
-        self, stretch: slice, levels: Mapping[tuple[int, int], object], parts: Sequence[SumPart]
-    ) -> list[slice]:
-        """Of a stretch the slots with promoted sums, or with something that is not finite: in pieces."""
-        promoted = {index for index, _ in levels}
-        return [
-            slice(at, min(at + CHUNK, piece.stop))
-            for index, piece in self.pieces(stretch)
-            if index in promoted or any(part.peaks[index] == grids.NOT_FINITE for part in parts)
-            for at in range(piece.start, piece.stop, CHUNK)
-        ]
 
     def _levels(
         self, stretch: slice, parts: Sequence[SumPart]
@@ -355,14 +419,20 @@ class GradientSums:
                 total, pieces, start, torch._foreach_mul_, lambda i, level: 2.0 ** self._unit(i, level)
             )
             return total
-        is_whole = sum(piece.stop - piece.start for *_, piece in pieces) == sums[0].numel()
-        total = torch.empty_like(sums[0]) if is_whole else torch.zeros_like(sums[0])
+        runs: list[tuple[float, slice]] = []  # of one offset
         for index, level, piece in pieces:
-            here = _shifted(piece, start)
-            torch.sub(sums[0][here], self._offset(index, level), out=total[here])
-        for one in sums[1:]:  # two offsets in one number would take a bit of its grid
+            offset, here = self._offset(index, level), _shifted(piece, start)
+            if runs and runs[-1][0] == offset and runs[-1][1].stop == here.start:
+                here = slice(runs.pop()[1].start, here.stop)
+            runs.append((offset, here))
+        is_whole = sum(here.stop - here.start for _, here in runs) == sums[0].numel()
+        total = torch.empty_like(sums[0]) if is_whole else torch.zeros_like(sums[0])
+        views, offsets = [total[here] for _, here in runs], [offset for offset, _ in runs]
+        for view, (offset, here) in zip(views, runs, strict=True):
+            torch.sub(sums[0][here], offset, out=view)
+        for one in sums[1:] if runs else ():  # two offsets in one number would take a bit of its grid
             total.add_(one)
-            self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+            torch._foreach_sub_(views, offsets)
         return total
 
     @staticmethod
@@ -410,6 +480,24 @@ class GradientSums:
             elif start >= where.stop:
                 break
         return found
+
+
+def _cut(at: int, index: int, start: int, end: int) -> Iterator[tuple[int, int, slice]]:
+    """In blocks, at the same places of the buffer whatever begins where."""
+    while start < end:
+        stop = min(end, start + CPU_BLOCK - at % CPU_BLOCK)
+        yield at, index, slice(start, stop)
+        at, start = at + stop - start, stop
+
+
+def _peaks(together: Tensor, starts: list[int]) -> list[int]:
+    """Of contributions that lie one after the other: the exponents of their largest numbers. Without its sign
+    the larger number has the larger bits; a NaN is the largest of all.
+    """
+    bits = together.numpy().view(np.int32)
+    negative = np.maximum.reduceat(bits.view(np.uint32), starts) & 0x7FFFFFFF  # if there is any
+    largest = np.maximum(np.maximum.reduceat(bits, starts), negative.view(np.int32))
+    return [grids.exponent(peak) for peak in largest.view(np.float32).tolist()]
 
 
 def _added(sums: Sequence[Tensor]) -> Tensor:
