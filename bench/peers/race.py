@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from models import CHOICE, MODELS
 from racing.course import Course
 from racing.picture import picture
-from racing.report import NoPlace, aligned, markdown, placed, races, small, sums
+from racing.report import NoPlace, aligned, joined, markdown, placed, races, small, sums
 from racing.systems import SYSTEMS
 
 from harness.race_score import apart, score
@@ -47,7 +47,7 @@ Result = dict[str, Any]
 def main() -> None:
     args = arguments()
     if args.read:
-        document = json.loads(Path(args.read).read_text())
+        document = joined([json.loads(Path(path).read_text()) for path in args.read])
     else:
         document = race(args)
         if args.out:
@@ -74,8 +74,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="a system; may be repeated")
     parser.add_argument("--model", choices=list(MODELS), default="small", help="which all systems train")
-    parser.add_argument("--seeds", type=numbers, default=[1], help="of the faults: a race for each, 1,2,3")
-    parser.add_argument("--seed", type=numbers, dest="seeds", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--seed", "--seeds", dest="seeds", type=numbers, default=[1], help="of the faults; 1,2,3: a race each"
+    )
     parser.add_argument(
         "--kinds", nargs="+", choices=sorted(set(KINDS)), help="faults of a trial; else all six"
     )
@@ -90,7 +91,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", help="folder for logs and diaries; a temporary one if not given")
     parser.add_argument("--out", help="file for the results")
     parser.add_argument("--picture", help="file for the picture, SVG")
-    parser.add_argument("--read", help="results of a race that is over; nothing is run")
+    parser.add_argument("--read", nargs="+", help="results of races that are over; nothing is run")
     parser.add_argument("--small", help="file for the results with few losses, to be kept")
     parser.add_argument("--markdown", action="store_true", help="the table as it is in docs/benchmarks.md")
     parser.add_argument("--into", help="page with a place for the table: <!-- race large -->, <!-- end -->")
@@ -136,7 +137,7 @@ def race(args: argparse.Namespace) -> Result:
         {"seed": seed, **header, "systems": {name: results[of, name] for of, name in runs if of == seed}}
         for seed in args.seeds
     ]
-    return found[0] if len(found) == 1 else {"races": found}
+    return joined(found)
 
 
 def one(

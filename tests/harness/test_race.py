@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.peers.models import CHOICE, MODELS
-from bench.peers.racing.report import NoPlace, markdown, placed, small, sums
+from bench.peers.racing.report import NoPlace, joined, markdown, placed, small, sums
 from harness.race_score import apart, rates, score
 from harness.race_trace import KINDS, NODES, PER_NODE, trace
 
@@ -182,6 +182,13 @@ def test_a_sum_over_seeds_has_the_systems_that_ran_under_all_of_them() -> None:
     assert rows == [["A", "80, 1000", "82, 1100", "162", "2", "5", "2.5"]]
     assert len(head) == len(rows[0])
     assert markdown(TWO_SEEDS).splitlines()[-1] == "| A | 80, 1000 | 82, 1100 | 162 | 2 | 5 | 2.5 |"
+
+
+def test_seeds_that_were_raced_apart_are_one_document() -> None:
+    first, second = TWO_SEEDS["races"]
+    assert joined([first]) == first
+    assert joined([first, second]) == TWO_SEEDS
+    assert len(joined([TWO_SEEDS, first])["races"]) == 3
 
 
 def test_what_is_kept_of_several_seeds_is_small_too() -> None:

@@ -21,6 +21,12 @@ def races(document: dict[str, Any]) -> list[dict[str, Any]]:
     return document.get("races", [document])
 
 
+def joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Races of one model, as one document."""
+    found = [race for document in documents for race in races(document)]
+    return found[0] if len(found) == 1 else {"races": found}
+
+
 def small(document: dict[str, Any], clean: dict[str, float]) -> dict[str, Any]:
     """What the picture and the table need; losses of every 50th step, times to a tenth of a second."""
     if "races" in document:
