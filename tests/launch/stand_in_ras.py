@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,11 @@ def never(line: socket.socket) -> None:
 def close_early(line: socket.socket) -> None:
     line.recv(10)
     line.sendall(b"SERVER PROT")
+
+
+def reset(line: socket.socket) -> None:
+    """As a process that ends."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def one_gigabyte(line: socket.socket) -> None:

@@ -151,8 +151,8 @@ def test_another_task_on_this_host_may_get_the_connection_first() -> None:
     assert ask(others)[0] == {}
 
 
-def test_a_stopped_process_may_get_the_connection_first() -> None:
-    seen, took_s = ask(stand_in.never, answer(status(communicator(LATE, PIDS))))
+def test_a_process_that_is_stopped_or_ends_may_get_the_connection_first() -> None:
+    seen, took_s = ask(stand_in.never, stand_in.reset, answer(status(communicator(LATE, PIDS))))
     assert judged(seen)[0] == (2,)
     assert took_s < 1.0
 

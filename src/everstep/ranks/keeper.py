@@ -523,7 +523,8 @@ class Keeper:
             life.pace_every_s = min(2 * life.pace_every_s, PACE_EVERY_S)
             life.pace_at = now + life.pace_every_s
             life.pacing, life.paces = self._group.ask_for_paces(self._memory.folder), []
-            life.timed = self._ask_nccl(0)
+            if life.timed is None or life.timed.is_over:
+                life.timed = self._ask_nccl(0)
 
     def _ask_nccl(self, world: int) -> NcclQuestion:
         processes = {

@@ -32,7 +32,6 @@ MOST_BYTES = 1 << 24  # of an answer: some 3,000 ranks with 8 communicators
 MOST_COUNTS = 64  # of a rank: communicators times kinds of operations
 TAIL_BYTES = 1 << 18  # of a file of the Inspector
 _QUESTION = b"CLIENT PROTOCOL 2\nTIMEOUT 1\nSET FORMAT json\nSTATUS\n"
-_SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _BETWEEN_TWO = ("Send", "Recv", "SendRecv")  # their numbers differ from rank to rank
 
 # By communicator and kind, then by number: when it was written down, and how long it took.
@@ -84,7 +83,7 @@ class NcclQuestion:
             said = b""
             try:
                 said = converse(address, self._until)
-            except TimeoutError:  # of a process that is stopped
+            except (TimeoutError, ConnectionResetError, BrokenPipeError):  # it is stopped, or ends
                 pass
             except (OSError, UnicodeError):  # no process listens; the host name is none
                 return {}
@@ -158,35 +157,35 @@ def _entries(said: bytes) -> Iterator[_Entry]:
         return
     for comm in _objects(status, "communicators"):
         name = f"NCCL communicator {_word(comm.get('hash'))}"
-        counts = [_counts(rank) for rank in _objects(comm, "ranks")]
-        used = {kind for each in counts for kind, count in each.items() if count > 0}
-        for is_missing, ranks in ((False, "ranks"), (True, "missing_ranks")):
-            for rank in _objects(comm, ranks):
-                yield _Entry(
-                    process=(str(rank.get("host")), _int(rank.get("pid"))),
-                    rank=_int(rank.get("rank")),
-                    size=_int(comm.get("size")),
-                    launched={f"{name} ({k})": n for k, n in _counts(rank).items() if k in used},
-                    trouble=_trouble(rank.get("status"), name, is_missing=is_missing),
-                )
+        used = {
+            kind for rank in _objects(comm, "ranks") for kind, count in _counts(rank).items() if count > 0
+        }
+        for rank in _objects(comm, "ranks") + _objects(comm, "missing_ranks"):
+            yield _Entry(
+                process=(str(rank.get("host")), _int(rank.get("pid"))),
+                rank=_int(rank.get("rank")),
+                size=_int(comm.get("size")),
+                launched={f"{name} ({k})": n for k, n in _counts(rank).items() if k in used},
+                trouble=_trouble(rank),
+            )
 
 
 def _counts(rank: Mapping[str, Any]) -> dict[str, int]:
-    counts = rank.get("collective_counts")
-    listed = counts.items() if isinstance(counts, dict) else ()
-    return {_word(kind): _int(count) for kind, count in listed if kind not in _BETWEEN_TWO}
+    counts = _part(rank, "collective_counts")
+    return {_word(kind): _int(count) for kind, count in counts.items() if kind not in _BETWEEN_TWO}
 
 
-def _trouble(status: Any, communicator: str, *, is_missing: bool) -> str:
-    status = status if isinstance(status, dict) else {}
+def _trouble(rank: Mapping[str, Any]) -> str:
+    """Errors that NCCL notes for a rank are no such thing: those are of the peers of a dead one."""
+    status = _part(rank, "status")
     if status.get("considered_dead") is True:
         return "is considered dead"
-    if status.get("unresponsive") is True:
-        return "does not answer"
-    if is_missing:
-        return f"has left {communicator}"
-    error = _int(status.get("async_error", _SUCCESS))
-    return "" if error in (_SUCCESS, _IN_PROGRESS) else f"has error {error} in {communicator}"
+    return "does not answer" if status.get("unresponsive") is True else ""
+
+
+def _part(row: Any, name: str) -> dict[str, Any]:
+    part = row.get(name) if isinstance(row, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def _objects(value: Any, name: str) -> list[dict[str, Any]]:
@@ -236,8 +235,3 @@ def completed_operations(text: bytes) -> Operations:
             name = f"NCCL communicator {_word(header.get('id'))} ({_word(done.get('coll'))})"
             found.setdefault(name, {})[number] = (_int(about.get("dump_timestamp_us")) / 1e6, took_us / 1e6)
     return dict(list(found.items())[:MOST_COUNTS])
-
-
-def _part(row: Any, name: str) -> dict[str, Any]:
-    part = row.get(name) if isinstance(row, dict) else None
-    return part if isinstance(part, dict) else {}
