@@ -204,26 +204,19 @@ _Named = tuple[tuple[int, ...], str]
 
 def _behind(at: dict[int, RankPosition]) -> _Named | None:
     """Ranks that have not entered the collective in which the others of their process group sit."""
-    late = _awaited({rank: p.entered for rank, p in at.items()})
-    if late is None:
-        return None
-    return late.ranks, f"{late.has_not('entered collective', 'process group ')}, {late.in_which_others_wait}"
+    entered = {rank: p.entered for rank, p in at.items()}
+    return _least(entered, "entered collective {last} of process group {group}, in which {others}")
 
 
 def _unlaunched(at: dict[int, RankPosition]) -> _Named | None:
     """The same by NCCL's own count, which has operations that torch did not start."""
-    late = _awaited({rank: p.launched for rank, p in at.items()})
-    if late is None:
-        return None
-    has_not = late.has_not("launched operation")
-    return late.ranks, f"{has_not}, {late.in_which_others_wait}, by NCCL's RAS"
+    launched = {rank: p.launched for rank, p in at.items()}
+    return _least(launched, "launched operation {last} of {group}, in which {others}, by NCCL's RAS")
 
 
 def _incomplete(at: dict[int, RankPosition]) -> _Named | None:
-    late = _awaited({rank: p.completed for rank, p in at.items()})
-    if late is None:
-        return None
-    return late.ranks, f"{late.has_not('completed operation')}, as others have, by NCCL's Inspector"
+    completed = {rank: p.completed for rank, p in at.items()}
+    return _least(completed, "completed operation {last} of {group}, as others have, by NCCL's Inspector")
 
 
 def _troubled(at: dict[int, RankPosition]) -> _Named | None:
@@ -241,27 +234,9 @@ def _said_by_nccl(at: dict[int, RankPosition]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Late:
-    """Ranks whose count of a group's operations is less than that of its other members."""
-
-    ranks: tuple[int, ...]
-    group: str
-    last: int
-    others: int
-
-    def has_not(self, done: str, kind: str = "") -> str:
-        has = "has" if len(self.ranks) == 1 else "have"
-        return f"{names(self.ranks)} {has} not {done} {self.last} of {kind}{self.group}"
-
-    @property
-    def in_which_others_wait(self) -> str:
-        return f"in which {self.others} {'rank waits' if self.others == 1 else 'ranks wait'}"
-
-
-def _awaited(counts: Mapping[int, Mapping[str, int]]) -> _Late | None:
-    """Who is late in some group, and ahead in none: who is ahead waits there, and is late elsewhere because
-    of it. Where all are ahead somewhere, the late ones of the first group.
+def _least(counts: Mapping[int, Mapping[str, int]], has_not: str) -> _Named | None:
+    """By rank and group: who is late in some group, and ahead in none. Who is ahead waits there, and is late
+    elsewhere because of it. Where all are ahead somewhere, the late ones of the first group.
     """
     found: list[tuple[str, int, set[int], int]] = []
     ahead: set[int] = set()
@@ -275,8 +250,11 @@ def _awaited(counts: Mapping[int, Mapping[str, int]]) -> _Late | None:
     if not found:
         return None
     blamed = set[int]().union(*(late for _, _, late, _ in found)) - ahead
-    group, last, late, others = min(found, key=lambda each: (not each[2] & blamed, len(each[2] - blamed)))
-    return _Late(ranks=tuple(sorted(late & blamed or late)), group=group, last=last, others=others)
+    group, last, late, waiting = min(found, key=lambda each: (not each[2] & blamed, len(each[2] - blamed)))
+    ranks = tuple(sorted(late & blamed or late))
+    others = f"{waiting} {'rank waits' if waiting == 1 else 'ranks wait'}"
+    text = has_not.format(last=last, group=group, others=others)
+    return ranks, f"{names(ranks)} {'has' if len(ranks) == 1 else 'have'} not {text}"
 
 
 def _apart(at: dict[int, RankPosition]) -> _Named | None:
