@@ -105,8 +105,10 @@ def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
     return payload.facts, payload.tensors
 
 
-def delivered(messages: list[Message]) -> tuple[Envelope, tuple[Tensor, ...]] | None:
-    arriving, found = ArrivingParts(), None
+def delivered(
+    messages: list[Message], dtype: torch.dtype = torch.float64
+) -> tuple[Envelope, tuple[Tensor, ...]] | None:
+    arriving, found = ArrivingParts(dtype), None
     for message in messages:
         found = arriving.take(*message) or found
     return found
@@ -123,7 +125,7 @@ def test_pieces_and_rest_are_the_part_in_whatever_order_they_come(accumulate: st
     assert sum(t.numel() for t in last[2]) < sum(t.numel() for t in right), "what was sent is not sent again"
     for seed in range(5):
         messages = random.Random(seed).sample([*sent, last], len(sent) + 1)
-        found = delivered(messages)
+        found = delivered(messages, tensors.stage.sums.flat.dtype)
         assert found is not None
         assert found[0] == Envelope(beside=facts)
         assert [t.shape for t in found[1]] == [t.shape for t in right]
@@ -146,25 +148,34 @@ def test_a_sum_of_parts_in_pieces_has_the_bits_of_one_of_whole_parts() -> None:
     assert means[0][1] == means[1][1]
 
 
+def with_integers(tensors: StepTensors, kind: str, limit: int | None = None) -> StepTensors:
+    """Sums as on a GPU."""
+    stage = tensors.stage
+    stage.sums = type(stage.sums)(
+        stage.slots, stage.size, kind=kind, contributions=256, device=stage.device, late=True
+    )
+    if limit is not None:
+        stage.sums.begin(1, [limit] * len(stage.slots))
+    return tensors
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
-def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(sharded: bool) -> None:
-    """Integers of 40 bits, as on a GPU: sent in 5 bytes, ahead or not, they are what they were."""
+@pytest.mark.parametrize(("limit", "sent_as"), [(4, torch.int32), (-3, torch.uint8), (-8, torch.uint8)])
+def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(
+    limit: int, sent_as: torch.dtype, sharded: bool
+) -> None:
+    """Integers of 40 bits, as on a GPU: sent in 4 or 5 bytes, ahead or not, they are what they were."""
     means = []
     for ahead in (True, False, None):  # None: read in place
-        owner, peer = worker(1, sharded=sharded), worker(0, sharded=sharded)
-        for tensors in (owner, peer):
-            stage = tensors.stage
-            stage.sums = type(stage.sums)(
-                stage.slots, stage.size, kind="strict40", contributions=256, device=stage.device, late=True
-            )
+        owner, peer = (with_integers(worker(k, sharded=sharded), "strict40", limit) for k in (1, 0))
         computed(owner, (0, 1), to=None)
         sent = computed(peer, (2, 3), to=1 if ahead else None)
         parcel = part(0, 1)
         told, made = peer.contents(Send(parcel, 1, 0, None), MEMBERS, in_place=ahead is None)
-        found = delivered([*sent, (parcel, told, made)])
+        found = delivered([*sent, (parcel, told, made)], torch.int64)
         assert found is not None
-        stretches = [t for t in made if t.numel() > 64]
-        assert {t.dtype for t in stretches} == {torch.int64 if ahead is None else torch.uint8}
+        types = {tensor.dtype for *_, tensors in [*sent, (parcel, told, made)] for tensor in tensors}
+        assert types == {torch.int64} if ahead is None else sent_as in types
         owner.received(parcel, found[1], found[0].beside)
         chunks = (2, 3) if sharded else ()
         squares = owner.sum_chunk(SumChunk(1, MEMBERS, (parcel,), 4.0, chunks))
@@ -174,23 +185,38 @@ def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(sharded: bool
 
 def test_a_piece_from_which_something_was_taken_back_is_sent_again() -> None:
     """As on a GPU: whether a contribution fits is known after it was added and sent."""
-    tensors = worker(0)
-    stage = tensors.stage
-    sums = stage.sums
-    late = type(sums)(
-        stage.slots, stage.size, kind="strict", contributions=256, device=sums.device, late=True
-    )
-    stage.sums = late
-    late.begin(1, [-30] * len(stage.slots))  # far too small: all is promoted
+    tensors = with_integers(worker(0), "strict", -30)  # far too small: all is promoted
+    late = tensors.stage.sums
     sent = computed(tensors, (0, 1), to=1)
     last = closing(tensors, 1)
     assert late.changed
-    found = delivered([*sent, last])
+    found = delivered([*sent, last], torch.int64)
     facts, right = whole(tensors, 1)
     assert found is not None
     assert late.num_promoted
     assert found[0] == Envelope(beside=facts)
     assert all(torch.equal(a, b) for a, b in zip(found[1], right, strict=True))
+
+
+def test_sums_that_outgrow_the_bytes_they_were_sent_in_are_sent_again() -> None:
+    """Ahead they go in as many bytes as the step before needed."""
+    tensors = with_integers(worker(0), "strict40", 4)
+    sums = tensors.stage.sums
+    computed(tensors, (0,), to=None)
+    assert not sums.part(slice(0, sums.size)).promoted
+    sums.begin(2, [-3] * len(sums.slots))  # the same gradients have seven bits more now
+    sums.step = 1
+    sent = computed(tensors, (1,), to=1)
+    assert {tensor.dtype for *_, (tensor,) in sent} == {torch.int32}
+    last = closing(tensors, 1)
+    assert sums.changed
+    found = delivered([*sent, last], torch.int64)
+    assert found is not None
+    (right, *_), (came, *_) = whole(tensors, 1)[1], found[1]
+    assert (right.abs() >= 1 << 31).any()
+    assert torch.equal(came, right)
+    again = computed(tensors, (2,), to=1)
+    assert torch.uint8 in {tensor.dtype for *_, (tensor,) in again}, "in this step it is known"
 
 
 def test_after_more_work_a_break_or_in_a_new_round_the_part_is_sent_whole() -> None:
@@ -227,7 +253,7 @@ def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one
     tensors = worker(0)
     sent = computed(tensors, (0, 1), to=1)
     last = closing(tensors, 1)
-    arriving = ArrivingParts()
+    arriving = ArrivingParts(torch.float64)
     for message in sent:
         assert arriving.take(*message) is None
     assert arriving.take(part(0, 1, step=0), Envelope(), (torch.ones(3),)) is not None
@@ -236,7 +262,7 @@ def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one
 
 def test_pieces_whose_sender_died_are_forgotten_with_their_step() -> None:
     sent = computed(worker(0), (0, 1), to=1)
-    arriving = ArrivingParts()
+    arriving = ArrivingParts(torch.float64)
     for message in sent:
         arriving.take(*message)
     assert arriving._of
@@ -266,7 +292,7 @@ def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_pieces_that_cannot_be_are_refused(told: PartAhead | PartRest) -> None:
     with pytest.raises(PeerError):
-        ArrivingParts().take(part(0, 1), Envelope(piece=told), (torch.ones(3),))
+        ArrivingParts(torch.float64).take(part(0, 1), Envelope(piece=told), (torch.ones(3),))
 
 
 def test_a_worker_on_a_cpu_asks_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def reduced(workers: list[GradientSums], replicas: int = 3) -> torch.Tensor:
         stretch = slice(mine[0].start, mine[-1].stop)
         parts = [worker.part(stretch) for worker in workers]
         for other in {*range(len(workers))} - {owner}:
-            sent = workers[other].for_wire(parts[other].tensors[0])
+            sent = workers[other].for_wire(stretch)
             parts[other] = parts[other]._replace(tensors=(sent, *parts[other].tensors[1:]))
         workers[owner].means(stretch, mine, parts, 1.0, out)
     return out
@@ -117,8 +117,10 @@ def imitated(
         placed = x.double() + offsets[slot]
         units = placed.view(torch.int64) - offsets[slot].view(torch.int64)
         total.copy_(units) if is_first else total.add_(units.to(total.dtype), alpha=sign)
-        bits = x.float().view(torch.int32) & 0x7FFFFFFF
-        peaks[slot] = torch.maximum(peaks[slot], bits.max())
+        bits, seen = x.float().view(torch.int32) & 0x7FFFFFFF, peaks.view(torch.int32)
+        seen[slot] = torch.maximum(seen[slot], bits.max())
+        if total.dtype == torch.int64 and (total >> 31 != total >> 63).any():
+            peaks[peaks.numel() // 2 + slot] = 1.0
 
 
 def imitated_mean(
@@ -432,8 +434,34 @@ def test_a_stretch_without_any_tensor_is_zeros(kind: str, late: bool) -> None:
 def test_only_integers_of_40_bits_are_sent_in_fewer_bytes() -> None:
     for kind, late in KINDS:
         made = sums(kind, late)
-        is_short = made.for_wire(made.flat).nbytes < made.flat.nbytes
+        is_short = made.for_wire(WHOLE).nbytes < made.flat.nbytes
         assert is_short == (kind == "strict40" and late), kind
+
+
+@pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
+def test_sums_that_32_bits_hold_are_sent_in_as_many(
+    with_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    """The grid is 33 bits below the limit. Of the first tensor the sum has 31 bits, of the second 32."""
+    if with_kernels:
+        request.getfixturevalue("kernel")
+    made = sums("strict40", True)
+    unit = [2.0 ** (limit - 33) for limit in LIMITS]
+    most, one_more = float((1 << 31) - 128), float(1 << 31)
+    units = [most, one_more, -one_more]
+    for part in (0.5, 0.5):
+        for index, slot in enumerate(SLOTS.values()):
+            made.add(index, lambda i=index, slot=slot, p=part: torch.full(slot.shape, p * units[i] * unit[i]))
+        made.added()
+    total = made.part(WHOLE).tensors[0]
+    wheres = [slice(slot.offset, slot.offset + slot.size) for slot in SLOTS.values()]
+    assert [made.for_wire(where).dtype for where in wheres] == [torch.int32, torch.uint8, torch.int32]
+    assert made.for_wire(WHOLE).dtype == torch.uint8
+    for where, expected in zip(wheres, units, strict=True):
+        assert total[where].unique().tolist() == [int(expected)]
+        assert torch.equal(
+            restored(made.for_wire(where), slice(0, total[where].numel())).long(), total[where]
+        )
 
 
 def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
@@ -449,8 +477,8 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
             made.added()
         flat = made.part(WHOLE).tensors[0]
         assert made.num_promoted == 0
-        assert (made.for_wire(flat).dtype == torch.uint8) == (count < grids.MOST_SHORT)
-        assert torch.equal(restored(made.for_wire(flat), WHOLE), flat)
+        assert (made.for_wire(WHOLE).dtype == torch.uint8) == (count < grids.MOST_SHORT)
+        assert torch.equal(restored(made.for_wire(WHOLE), WHOLE), flat)
         assert torch.equal(restored(shortened(flat), WHOLE), flat) == (count <= grids.MOST_SHORT)
 
 

@@ -33,7 +33,7 @@ class DeviceSums:
         offsets = torch.tensor([kernels.OFFSET * 2.0**unit for unit in units], dtype=torch.float64)
         self._offsets = host_memory.to_device(offsets, self._device)
         self._units = [2.0**unit for unit in units]
-        self._peaks = torch.zeros(len(units), dtype=torch.int32, device=self._device)
+        self._peaks = torch.zeros(2 * len(units), device=self._device)
         self._untouched = {index for index, slot in enumerate(self._slots) if slot.size}
 
     def add(self, flat: Tensor, contributions: Sequence[tuple[int, Tensor]]) -> None:
@@ -61,9 +61,9 @@ class DeviceSums:
         kernels.add_units(flat, [addend], self._offsets, peaks, sign=-1)
 
     def take_peaks(self) -> Tensor:
-        """By slot, since they were last taken."""
+        """By slot, since they were last taken; then, by slot, 1 if its sums needed more than 32 bits."""
         peaks, self._peaks = self._peaks, torch.zeros_like(self._peaks)
-        return peaks.view(torch.float32)
+        return peaks
 
     def empty_untouched(self, flat: Tensor) -> None:
         for index in self._untouched:

@@ -1,6 +1,7 @@
 """Own kernels for strict sums on a GPU: one pass over memory where torch's operations need six.
 
-    add     contributions are rounded, each added to its sum, and their peaks taken
+    add     contributions are rounded, each added to its sum, and their peaks taken; which sums need more
+            than 32 bits is noted
     mean    all workers' sums of a stretch are added up, and scaled
 
 The same integers and means as `sums` makes with torch's own operations, which remain the reference and the
@@ -43,6 +44,7 @@ def _compiled() -> Any:
         table_at,
         offsets_at,
         peaks_at,
+        wide_at,
         num,
         SIGN: tl.constexpr,
         KIND: tl.constexpr,
@@ -68,13 +70,16 @@ def _compiled() -> Any:
         offset = tl.load(offsets_at + slot)
         placed = x.to(tl.float64) + offset
         units = placed.to(tl.int64, bitcast=True) - offset.to(tl.int64, bitcast=True)
+        total = units.to(totals_at.dtype.element_ty)
         if is_first:
-            made = units.to(totals_at.dtype.element_ty)
-            tl.store(total_at, made, mask=here, eviction_policy="evict_first")
-        elif most > 0:  # rows of a table that no token asked for are all zeros
-            total = tl.load(total_at, mask=here, other=0, eviction_policy="evict_first")
-            total += SIGN * units.to(total.dtype)
             tl.store(total_at, total, mask=here, eviction_policy="evict_first")
+        elif most > 0:  # rows of a table that no token asked for are all zeros
+            total = tl.load(total_at, mask=here, other=0, eviction_policy="evict_first") + SIGN * total
+            tl.store(total_at, total, mask=here, eviction_policy="evict_first")
+        if totals_at.dtype.element_ty == tl.int64:
+            over = tl.where(here, (total >> 31) != (total >> 63), False)
+            if tl.max(over.to(tl.int32), axis=0) > 0:
+                tl.store(wide_at + slot, 1.0)
         if most > tl.load(peaks_at + slot):
             tl.atomic_max(peaks_at + slot, most)
 
@@ -128,8 +133,8 @@ def add_units(
 ) -> None:
     """Each sum += sign x its contribution in units: at most MOST of one type, each of a slot of its own.
 
-    `offsets`: by slot, 1.5 x 2^52 units, in fp64. `peaks`: by slot, the largest |x| so far, as the bits of an
-    fp32.
+    `offsets`: by slot, 1.5 x 2^52 units, in fp64. `peaks`: by slot, the largest |x| so far; then, by slot, 1
+    if one of its sums of 64 bits has needed more than 32 of them.
     """
     add, _, kinds = _compiled()
     xs = [one.x if one.x.data_ptr() % _ALIGNED == 0 else one.x.clone() for one in addends]
@@ -149,7 +154,8 @@ def add_units(
     )
     there = host_memory.to_device(table, totals.device)
     settings = {"SIGN": sign, "KIND": kinds[xs[0].dtype], "EVEN": all(count % 16 == 0 for count in counts)}
-    add[(num_blocks,)](totals, there, offsets, peaks, len(xs), **settings, BLOCK=BLOCK, num_warps=4)
+    bits, wide = peaks.view(torch.int32), peaks[peaks.numel() // 2 :]
+    add[(num_blocks,)](totals, there, offsets, bits, wide, len(xs), **settings, BLOCK=BLOCK, num_warps=4)
 
 
 def mean_of(
@@ -196,14 +202,16 @@ def agree(device: torch.device, dtype: torch.dtype) -> bool:
     x = torch.randn(_SAMPLE, device=device, generator=generator)
     x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
     x[3 * BLOCK : 5 * BLOCK] = 0
+    is_long = dtype == torch.int64
+    x[-1] = 2.0**12 if is_long else 1.0  # in units more than 32 bits
     unit = -20
-    wide = torch.float64 if dtype == torch.int64 else torch.float32
-    expected = torch.mul(x.to(wide), 2.0**-unit).round_().to(dtype)
+    exact = torch.float64 if is_long else torch.float32
+    expected = torch.mul(x.to(exact), 2.0**-unit).round_().to(dtype)
     room = -(-_SAMPLE // 16) * 16
     totals = torch.full((2 * room,), 77, dtype=dtype, device=device)
     one, other = totals[:_SAMPLE], totals[room:][:_SAMPLE]
     offsets = torch.tensor([0.0, OFFSET * 2.0**unit, OFFSET * 2.0**unit], dtype=torch.float64, device=device)
-    peaks = torch.zeros(3, dtype=torch.int32, device=device)
+    peaks = torch.zeros(2 * 3, device=device)
     half = x[: 16 * (_SAMPLE // 32)]
     add_units(totals, [Addend(x, 1, 0, True), Addend(half, 2, room, True)], offsets, peaks)
     once = torch.equal(one, expected) and torch.equal(other[: len(half)], expected[: len(half)])
@@ -212,8 +220,9 @@ def agree(device: torch.device, dtype: torch.dtype) -> bool:
     twice = torch.equal(one, 2 * expected) and torch.equal(other[: len(half)], 2 * expected[: len(half)])
     add_units(totals, [Addend(x, 1, 0)], offsets, peaks, sign=-1)
     left = torch.equal(one, expected) and bool((other[len(half) :] == 77).all())
-    largest = torch.stack([torch.zeros_like(x[0]), x.abs().max(), half.abs().max()])
-    found = torch.equal(peaks.view(torch.float32), largest)
+    none = torch.zeros_like(x[0])
+    wide = torch.full_like(none, is_long)
+    found = torch.equal(peaks, torch.stack([none, x.abs().max(), half.abs().max(), none, wide, none]))
     return once and twice and left and found and _means_agree(one, unit)
 
 

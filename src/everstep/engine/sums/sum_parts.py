@@ -43,6 +43,11 @@ def shortened(sums: Tensor) -> Tensor:
     return made
 
 
+def narrowed(sums: Tensor) -> Tensor:
+    """Integers of 64 bits of which 32 say all. Wherever they are added to longer ones, they are so again."""
+    return sums.view(torch.int32)[::2].contiguous()
+
+
 def restored(sums: Tensor, where: slice) -> Tensor:
     """Some of them, as they were; of sums that were not shortened a view."""
     if sums.dtype != SHORT:

@@ -3,7 +3,7 @@
     fp32       4 bytes   plain sums; other bits in another order
     fp64       8 bytes   plain sums; the same bits in any order, practically always
     strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
-    strict40   8 bytes   the same on a coarser grid, for products of bf16: 5 bytes where they are sent
+    strict40   8 bytes   the same on a coarser grid, for products of bf16: sent in 4 bytes, or 5
     strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
 How a strict sum is kept is in `sum_units`.
@@ -32,7 +32,7 @@ from torch import Tensor
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, reciprocal
-from everstep.engine.sums.sum_parts import SHORT, SumPart, restored, shortened
+from everstep.engine.sums.sum_parts import SumPart, narrowed, restored, shortened
 from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, units_of
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
@@ -52,7 +52,7 @@ class _Late(NamedTuple):
     """Contributions on a GPU that were added before their peaks were known here."""
 
     products: list[tuple[int, Product]]
-    places: list[int]  # of each one's peak
+    places: list[tuple[int, int]]  # of each one's peak, and of whether its sum needed more than 32 bits
     peaks: Tensor
     ready: Callable[[], None]  # waits for them
 
@@ -98,7 +98,9 @@ class GradientSums:
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self.flat.zero_()
         self._cut()
+        self._wide, self._wide_before = set[int](), set(range(len(self.slots)))
         self.step: int | None = None
+        self._num_added = 0  # microbatches
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
 
     @property
@@ -110,6 +112,11 @@ class GradientSums:
         return self._device_sums is not None
 
     @property
+    def sent_bytes(self) -> int:
+        """Of an element on its way, at best."""
+        return 4 if self._is_packed else self.flat.element_size()
+
+    @property
     def num_promoted(self) -> int:
         """Sums of promoted contributions, each as large as its tensor."""
         return len(self._promoted)
@@ -119,14 +126,17 @@ class GradientSums:
         if leave_buffer:
             self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
             self._cut()
+        if self._num_added:  # else nothing is known that was not before
+            self._wide_before = self._wide | (self._wide_before if step == self.step else set())
+        self._wide = set()  # slots of whose sums some need more than 32 bits
         self.step, self.limits = step, list(limits)
         self._known = [self.grid.known(limit) for limit in limits]
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
-        self._num_added = 0  # microbatches
+        self._num_added = 0
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._packed: list[Tensor] = []  # peers may read them until the step is over
-        self.changed: set[int] = set()  # slots from which something was taken back, until this is cleared
+        self.changed: set[int] = set()  # slots whose sums may have been sent wrong, until this is cleared
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor | None]] = []
         self._group: list[tuple[int, Tensor]] = []
@@ -235,12 +245,15 @@ class GradientSums:
             self.hold(index, contribution)
             return None
         self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
-        largest: Tensor = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
-        return largest.reshape(1)
+        total = self._views[index]
+        largest = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
+        wide = (total >> 31 != total >> 63).any() if self._is_packed else torch.zeros_like(largest)
+        return torch.stack([largest, wide.float()])
 
     def _take_back(self, index: int, contribution: Tensor) -> None:
         assert self._units is not None
         self.changed.add(index)
+        self._wide.add(index)  # it was not to be seen while something was in them that did not belong there
         if self._device_sums is not None:
             self._device_sums.subtract(self.flat, index, contribution)
         else:
@@ -262,9 +275,10 @@ class GradientSums:
         self.settle()
         if adding:
             found = [peak for _, _, peak in adding if peak is not None]
-            places = list(range(len(found)))
+            places = [(2 * at, 2 * at + 1) for at in range(len(found))]
             if self._device_sums is not None:
-                found, places = [self._device_sums.take_peaks()], [index for index, _, _ in adding]
+                found = [self._device_sums.take_peaks()]
+                places = [(index, len(self.slots) + index) for index, _, _ in adding]
             peaks, ready = host_memory.on_its_way(torch.cat(found))
             self._late = _Late([(index, product) for index, product, _ in adding], places, peaks, ready)
 
@@ -277,8 +291,12 @@ class GradientSums:
         assert self._units is not None
         late.ready()
         found = late.peaks.tolist()
-        for (index, product), place in zip(late.products, late.places, strict=True):
+        for (index, product), (place, width) in zip(late.products, late.places, strict=True):
             peak = grids.exponent(found[place])
+            if found[width] and index not in self._wide:
+                self._wide.add(index)
+                if index not in self._wide_before:
+                    self.changed.add(index)
             if self._fits(index, peak):
                 self.peaks[index] = max(self.peaks[index], peak)
                 continue
@@ -322,10 +340,22 @@ class GradientSums:
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
         return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
 
-    def for_wire(self, sums: Tensor) -> Tensor:
-        """A stretch in as few bytes as it needs, also while a microbatch is added."""
-        fits = self.kind == "strict40" and self._num_added < grids.MOST_SHORT
-        return shortened(sums) if fits and sums.dtype == torch.int64 else sums
+    def for_wire(self, where: slice) -> Tensor:
+        """A stretch in as few bytes as it needs. While a microbatch is added, as many as the step before
+        needed: if that is too few, its slots are among the `changed` in the end.
+        """
+        sums = self.flat[where]
+        if not self._is_packed:
+            return sums
+        is_settled = self._late is None and not self._adding
+        wide = self._wide if is_settled else self._wide | self._wide_before
+        if wide.isdisjoint(index for index, _ in self.pieces(where)):
+            return narrowed(sums)
+        return shortened(sums) if self._num_added < grids.MOST_SHORT else sums
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.kind == "strict40" and self.flat.dtype == torch.int64
 
     def packed(self, part: SumPart, most: int = MOST_PROMOTED) -> SumPart:
         """For sending: promoted sums that are more than so many are copied into one tensor."""
@@ -357,8 +387,9 @@ class GradientSums:
             uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
         flats = [part.tensors[0] for part in parts]
         if self._device_sums is not None:
-            for whole in _blocks(stretch) if any(flat.dtype == SHORT for flat in flats) else [stretch]:
-                sums = [restored(flat, _shifted(whole, stretch.start)) for flat in flats]
+            as_they_are = all(flat.dtype == self.flat.dtype for flat in flats)
+            for whole in [stretch] if as_they_are else _blocks(stretch):
+                sums = [self._like_own(flat, _shifted(whole, stretch.start)) for flat in flats]
                 self._device_sums.means(whole, sums, weight, out, origin)
             chunks = [
                 slice(at, min(at + CHUNK, piece.stop))
@@ -367,12 +398,16 @@ class GradientSums:
                 for at in range(piece.start, piece.stop, CHUNK)
             ]
         for chunk in chunks if self.is_late else _in_a_cache(chunks):
-            here = [restored(flat, _shifted(chunk, stretch.start)) for flat in flats]
+            here = [self._like_own(flat, _shifted(chunk, stretch.start)) for flat in flats]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
                 total = self._total(chunk, here, levels, uncommon, parts)
                 torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
             else:
                 torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
+
+    def _like_own(self, sums: Tensor, where: slice) -> Tensor:
+        """What a peer sent of a stretch."""
+        return restored(sums, where).to(self.flat.dtype) if self._is_packed else sums[where]
 
     def _total(
         self,

@@ -10,11 +10,11 @@ worker adds to the stretch of another (`sum_parts`); it is cut into pieces at th
 Names and decisions do not change: a worker has a part once it is whole, and sums what it has in the order of
 replicas, as before. So the bits stay, and a death leaves pieces behind that no message speaks of.
 
-What a piece was made of may change after it was sent. On a GPU a strict contribution can turn out not to fit
-(`sums`): then the PART brings that piece again. More W of the step, after a death: then all that was sent
-ahead counts for nothing, and the PART is sent whole; likewise if the connection broke, or if the reduce began
-a new round. Pieces carry a number, so that those of two attempts are never mixed. A send reads from the
-buffer of the sums while W writes to it, but never what is to count.
+What a piece was made of may change after it was sent. On a GPU a strict contribution can turn out not to fit,
+or a sum not into the bytes that it was sent in (`sums`): then the PART brings that piece again. More W of the
+step, after a death: then all that was sent ahead counts for nothing, and the PART is sent whole; likewise if
+the connection broke, or if the reduce began a new round. Pieces carry a number, so that those of two attempts
+are never mixed. A send reads from the buffer of the sums while W writes to it, but never what is to count.
 
 Not sent ahead: what lies in shared memory, for it is read in place; small pieces; what the last tensor ends.
 """
@@ -88,8 +88,7 @@ class PartsAhead:
         part.sent.append(piece)
         where = part.stretches[piece.stretch]
         told = Envelope(piece=PartAhead(self.number, piece, where.stop - where.start))
-        own = self._sums.flat[where.start + piece.start : where.start + piece.stop]
-        post(parcel, told, self._sums.for_wire(own))
+        post(parcel, told, self._sums.for_wire(_within(where, piece)))
 
     def clear(self) -> None:
         """What was sent counts for nothing."""
@@ -114,13 +113,13 @@ class PartsAhead:
         missing = tuple(gap for k, size in enumerate(sizes) for gap in _gaps(k, size, pieces))
         told = PartRest(self.number, pieces, missing, tuple(places), sizes)
         others = [tensor for at, tensor in enumerate(tensors) if at not in set(places)]
-        own = [self._sums.for_wire(tensors[places[k]][start:stop]) for k, start, stop in missing]
+        own = [self._sums.for_wire(_within(part.stretches[gap.stretch], gap)) for gap in missing]
         return envelope._replace(piece=told), (*own, *others)
 
 
 def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[Stretch, frozenset[int]]:
     """The pieces of a part, each with the slots it is made of. The last slots of a stretch end first."""
-    least = PIECE[sums.device.type] // sums.flat.element_size()
+    least = PIECE[sums.device.type] // sums.sent_bytes
     found: dict[Stretch, frozenset[int]] = {}
     for k, where in enumerate(stretches):
         stop, of = where.stop, set[int]()
@@ -130,6 +129,10 @@ def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[Stretch, frozen
                 found[Stretch(k, piece.start - where.start, stop - where.start)] = frozenset(of)
                 stop, of = piece.start, set()
     return found
+
+
+def _within(where: slice, piece: Stretch) -> slice:
+    return slice(where.start + piece.start, where.start + piece.stop)
 
 
 def _gaps(stretch: int, size: int, pieces: Iterable[Stretch]) -> list[Stretch]:
@@ -150,9 +153,10 @@ class _Arriving:
 
 
 class ArrivingParts:
-    """At the receiver: of each sender the newest part that is not whole."""
+    """At the receiver: of each sender the newest part that is not whole. `dtype`: of sums that are."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._of: dict[int, _Arriving] = {}
 
     def take(self, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...]) -> Message | None:
@@ -199,18 +203,17 @@ class ArrivingParts:
             found.insert(place, arriving.wholes[stretch])
         return envelope, tuple(found)
 
-    @staticmethod
-    def _put(arriving: _Arriving, piece: Stretch, size: int, tensor: Tensor) -> None:
+    def _put(self, arriving: _Arriving, piece: Stretch, size: int, tensor: Tensor) -> None:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
         if not 0 <= piece.start <= piece.stop <= size or length_of(tensor) != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
         tensor = restored(tensor, slice(0, piece.stop - piece.start))
-        if size * tensor.element_size() > MAX_BYTES:
+        if size * self._dtype.itemsize > MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
         if tensor.numel() == size:
             arriving.wholes[piece.stretch] = tensor
             return
         if piece.stretch not in arriving.wholes:
-            whole = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+            whole = torch.empty(size, dtype=self._dtype, device=tensor.device)
             arriving.wholes[piece.stretch] = whole
         arriving.wholes[piece.stretch][piece.start : piece.stop].copy_(tensor, non_blocking=True)

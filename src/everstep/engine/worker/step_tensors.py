@@ -90,7 +90,7 @@ class StepTensors:
             new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
             self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
-        self.ahead, self.arriving = PartsAhead(), ArrivingParts()
+        self.ahead, self.arriving = PartsAhead(), ArrivingParts(stage.sums.flat.dtype)
 
     def let_go(self) -> None:
         """Of the stage, its buffers and its optimizer; `rebuilt` follows."""
@@ -165,8 +165,9 @@ class StepTensors:
         places = self._places(payload)
         envelope, tensors = self.ahead.rest(command.parcel, envelope, payload.tensors, places)
         if envelope.piece is None and not in_place:
+            wheres = dict(zip(places, self.stretches(command.parcel, members), strict=True))
             for_wire = self.stage.sums.for_wire
-            tensors = tuple(for_wire(one) if at in places else one for at, one in enumerate(tensors))
+            tensors = tuple(for_wire(wheres[k]) if k in wheres else one for k, one in enumerate(tensors))
         return envelope, tensors
 
     def _inputs(self, replay: Parcel) -> Message:
