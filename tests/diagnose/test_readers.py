@@ -241,6 +241,15 @@ def test_ras_a_rank_that_it_misses_is_named(status: dict[str, bool], words: str)
     assert words in finding.suspects[0].evidence
 
 
+def test_ras_the_comma_that_nccl_forgets_where_a_rank_is_missing_is_not_needed() -> None:
+    text = ras({0: 50, 1: 50}, missing_ranks=[{"rank": 2, "status": {"unresponsive": True}}])
+    written = json.dumps(json.loads(text), indent=2)
+    forgotten = written.replace('"rank": 2,', '"rank": 2')
+    assert forgotten != written
+    (finding,) = analyse([read("ras.json", forgotten.encode())]).diagnosis.incidents
+    assert [s.rank for s in finding.suspects] == [2]
+
+
 def error(message: str) -> bytes:
     return json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "1794717902"}}}).encode()
 

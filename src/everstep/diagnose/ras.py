@@ -8,12 +8,12 @@ numbers them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from everstep.diagnose.comm_record import Dump, Group, GroupProgress, Log, Record
 from everstep.diagnose.flight import UnusableFileError
+from everstep.diagnose.ras_json import read_json
 
 _KINDS = {
     "AllReduce": "all_reduce",
@@ -75,7 +75,7 @@ def read_ras(name: str, text: str, before: str | None = None) -> Dump:
 
 def _load(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError:
         raise UnusableFileError("truncated or not JSON") from None
     if not is_ras(value):

@@ -10,11 +10,10 @@ PAR1              parquet: a table of operations (read by the caller, who has th
 
 from __future__ import annotations
 
-import json
-
 from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
 from everstep.diagnose.comm_record import Dump
 from everstep.diagnose.flight import UnusableFileError
+from everstep.diagnose.ras_json import read_json
 
 PARQUET = b"PAR1"
 
@@ -46,7 +45,7 @@ def _read_text(name: str, content: bytes, before: str | None) -> Dump:
     if not stripped.startswith(("{", "[")):
         raise UnusableFileError("not a format known here: pickle, JSON, a ring or parquet")
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise UnusableFileError(f"truncated or not JSON ({error})") from None
     if pulled.is_pull(value):

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.diagnose.ras_json import read_json
+
 RAS_ADDRESS = "localhost:28028"
 FIRST_WORD_S = 0.3  # from a process that is not stopped
 MOST_TRIES = 8
@@ -152,7 +154,7 @@ def _entries(said: bytes) -> Iterator[_Entry]:
     if not said.startswith(b"SERVER PROTOCOL ") or start < 0:
         return
     try:
-        status = json.loads(said[start:])
+        status = read_json(said[start:].decode())
     except (ValueError, RecursionError):  # of an NCCL that answers in text, or of no NCCL
         return
     for comm in _objects(status, "communicators"):
