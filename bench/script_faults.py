@@ -32,7 +32,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # also where it is not installed
 
 from everstep.ranks.looks import started_with
+from harness.blame_in_logs import incident_names, torchelastic_names
 from harness.machines import Machines, absent, inside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,7 +77,7 @@ PLAIN = {"ddp": "ddp-disk", "fsdp2": "fsdp2-disk"}  # for launchers that keep no
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     command: Callable[[str, str], list[str]]  # of a machine's python and the address of the first machine
-    named: Callable[[Mapping[str, str], str, int, str], bool]  # of the logs: see `_incident_names`
+    named: Callable[[Mapping[str, str], str, int, str], bool]  # of the logs: see `blame_in_logs`
     module: str  # that must be installed
     start: Callable[[str], list[str]] | None = None  # beside them, on the first machine
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -116,33 +116,22 @@ def _dlrover_master(python: str) -> list[str]:
     return [*command, "--port", str(PORT), "--node_num", str(len(NAMES))]
 
 
-def _incident_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
-    """Is the rank in the logs of the machines, or, where a machine is lost, its name?"""
-    told = re.findall(r"incident \d+: (.*)", "\n".join(logs.values()))
-    return any(re.search(rf"\b{name or f'rank {rank}'}\b", line) for line in told)
-
-
-def _torchelastic_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
-    """It says which local rank of its machine has ended; of machines, and of ranks that have not, nothing."""
-    return not name and "failed (exitcode" in logs.get(victim, "")
-
-
 LAUNCHERS = {
-    "everstep": Launcher(command=_everstep, named=_incident_names, module="everstep"),
+    "everstep": Launcher(command=_everstep, named=incident_names, module="everstep"),
     "torchrun": Launcher(
         command=_torchrun,
-        named=_torchelastic_names,
+        named=torchelastic_names,
         module="torch",
         # With the agents' store shared, ranks of a new round met gloo's addresses of the last one, and failed
         # as often as they were restarted.
         environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ),
     "nvrx": Launcher(
-        command=_nvrx, named=_torchelastic_names, module="nvidia_resiliency_ext.fault_tolerance.launcher"
+        command=_nvrx, named=torchelastic_names, module="nvidia_resiliency_ext.fault_tolerance.launcher"
     ),
     "dlrover": Launcher(
         command=_dlrover,
-        named=_torchelastic_names,
+        named=torchelastic_names,
         module="dlrover.trainer.torch.main",
         start=_dlrover_master,
     ),

@@ -32,14 +32,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from models import CHOICE, MODELS
 from racing.course import Course
 from racing.picture import picture
-from racing.report import NoPlace, aligned, joined, markdown, placed, races, small, sums
 from racing.systems import SYSTEMS
 
+from harness.race_models import CHOICE, MODELS
 from harness.race_score import apart, score
 from harness.race_trace import KINDS, Fault, trace
+from tools.race_report import NoPlace, aligned, joined, markdown, placed, races, small, sums
 
 Result = dict[str, Any]
 

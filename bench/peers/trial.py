@@ -1,13 +1,17 @@
-"""The GPT that every system trains, in torch alone; its sizes are in `models.py`."""
+"""The GPT that every system trains, in torch alone; its sizes are in `harness/race_models.py`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from models import MODEL
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).parents[2]))
+from harness.race_models import MODEL
 
 WIDTH, LEARNING_RATE = MODEL.width, 3e-4
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from bench.peers.models import CHOICE, MODELS
-from bench.peers.racing.report import NoPlace, joined, markdown, placed, small, sums
+from harness.race_models import CHOICE, MODELS
 from harness.race_score import apart, rates, score
 from harness.race_trace import KINDS, NODES, PER_NODE, trace
+from tools.race_report import NoPlace, joined, markdown, placed, small, sums
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,8 @@ from typing import Any
 from everstep.cli.client import Client
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from models import MODEL  # noqa: E402
+sys.path.insert(0, str(HERE.parents[2]))
+from harness.race_models import MODEL  # noqa: E402
 
 WORKERS = int(os.environ["RACE_WORKERS"])
 LOOK_EVERY_S = 1.0  # it runs on the cores of the workers

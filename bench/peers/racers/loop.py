@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from models import MODEL
 from trial import layers as builds
 from trial import loss, optimizer
+
+from harness.race_models import MODEL
 
 LENGTH, MICROBATCHES, CHECKPOINT_EVERY = MODEL.length, MODEL.microbatches, MODEL.checkpoint_every
 STEPS = 1_000_000

@@ -6,10 +6,11 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import loop  # which also makes the modules one folder higher importable
+import loop  # which also makes the modules of the folders above importable
 import nvrx_restarts
 import torch.distributed as dist
-from models import MODEL
+
+from harness.race_models import MODEL
 
 
 def main() -> None:

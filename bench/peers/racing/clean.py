@@ -19,8 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from models import CHOICE, MODELS
+from harness.race_models import CHOICE, MODELS
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models import MODELS, chosen
-
+from harness.race_models import MODELS, chosen
 from harness.race_trace import NODES, PER_NODE, WORKERS
 
 RACERS = Path(__file__).parents[1] / "racers"
