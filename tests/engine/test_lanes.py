@@ -334,6 +334,31 @@ def test_both_directions_at_once_do_not_wait_for_each_other(ends: Callable[..., 
             assert torch.equal(end.got.get(timeout=20).tensors[0], large)
 
 
+def test_one_thread_moves_all_open_lanes_and_one_that_stands_still_holds_up_no_other(
+    ends: Callable[..., End],
+) -> None:
+    gate, wires = threading.Event(), iter([True] + [False] * 20)
+    before = set(threading.enumerate())
+    a, peers = ends(lambda: Slow(gate) if next(wires) else PipeWire()), [ends() for _ in range(6)]
+    for peer in peers:
+        a.send(peer, 0, torch.ones(4))
+    for number in range(1, 4):
+        for peer in peers[1:]:
+            a.send(peer, number, torch.full((1000,), float(number)))
+    for peer in peers[1:]:
+        assert [peer.got.get(timeout=20).envelope.beside for _ in range(4)] == [0, 1, 2, 3]
+    until(lambda: a.lane(peers[0]).state is LaneState.READY)
+    assert peers[0].got.empty()
+
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread not in before]
+
+    until(lambda: not [name for name in names() if name.startswith("lane ")])  # which opened them
+    assert names().count("lanes") == 1 + len(peers), "one in every worker"
+    gate.set()
+    assert peers[0].got.get(timeout=20).envelope.beside == 0
+
+
 def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(
     ends: Callable[..., End],
 ) -> None:

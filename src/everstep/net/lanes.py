@@ -6,14 +6,15 @@
     post ── link: the parcel, "number 7, these forms" ─► takes memory, receives number 7
          ══ wire: the bytes ═════════════════════════►   delivers the parcel, whole
 
-One thread per lane and end uses the wire, so nothing else ever touches it. A lane has one direction: two
+One thread moves what all open lanes of a worker have to move, however many peers there are: it begins a
+transfer, asks the others how far they are, and sleeps if none has come on. A lane is opened and left by a
+thread of its own, for both may take long; at any time one thread uses a wire. A lane has one direction: two
 workers that send to each other have two, and neither waits for the other. The receiver takes transfers in the
 order of their numbers, and a gap breaks the lane.
 
 Ownership. A posted tensor is borrowed from `reserve` on, until the wire has let go of it: `borrows` says so,
 and `step_tensors` gives the buffer away instead of writing to it. What is received belongs to the receiver.
-A broken lane lets go of its tensors once the device has: its thread leaves the wire by itself, and no one
-waits for it.
+A broken lane lets go of its tensors once the device has: a thread leaves the wire, and no one waits for it.
 
 When something breaks, the lane is dropped at both ends and the link to that peer counts as broken, so that
 what was under way is sent again, by tcp until a new lane is open. The death of a peer breaks the lanes that
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 import torch
@@ -44,10 +45,13 @@ from everstep.protocol.parcels import Parcel
 OPEN_WITHIN_S = 60.0
 MOST_ATTEMPTS = 3  # to open a lane to one address; after that tcp has to do
 MAX_NAME = 128
+LEAST_PAUSE_S, MOST_PAUSE_S = 20e-6, 200e-6  # until transfers are asked about again
 
 
 class Wire(Protocol):
-    """What moves the bytes of one lane. Used by one thread. Every call may raise PeerError: it is broken."""
+    """What moves the bytes of one lane. Used by one thread at a time. Every call may raise PeerError: it is
+    broken. `begin` and `is_done` return at once.
+    """
 
     def name(self) -> bytes:
         """A new name by which the two ends meet; asked at the sending end."""
@@ -76,6 +80,12 @@ class Wire(Protocol):
     def close(self) -> None:
         """Clear up what is left; may take long."""
         ...
+
+
+class _Progress(Enum):
+    SOME = auto()  # there may be more at once
+    NONE = auto()
+    IDLE = auto()  # there is nothing to move
 
 
 class LaneState(StrEnum):
@@ -124,7 +134,9 @@ class Lane:
     because: str = ""  # it is broken
     order: LaneOrder = field(default_factory=LaneOrder)
     held: dict[int, LaneTransfer] = field(default_factory=dict)  # by id: borrowed, at the sender
-    work: queue.SimpleQueue[LaneTransfer | None] = field(default_factory=queue.SimpleQueue)
+    work: queue.SimpleQueue[LaneTransfer] = field(default_factory=queue.SimpleQueue)
+    moving: LaneTransfer | None = None
+    began: float = 0.0
     sent_bytes: int = 0  # of transfers that are over, at the sender
     busy_s: float = 0.0  # and how long they took, one after the other
     opened_s: float = 0.0  # how long opening took
@@ -135,12 +147,11 @@ class Lane:
         if self.state is LaneState.BROKEN:
             return False
         self.state, self.because = LaneState.BROKEN, because
-        self.work.put(None)
         return True
 
 
 class Lanes:
-    """All lanes of one worker. `deliver` and `failed` are called in the lanes' threads."""
+    """All lanes of one worker. `deliver` is called in the thread that moves them."""
 
     def __init__(
         self,
@@ -157,6 +168,10 @@ class Lanes:
         self._attempts: dict[Address, int] = {}
         self._opened = 0
         self._leaving: list[Lane] = []
+        self._open: list[Lane] = []  # what the one thread moves
+        self._more = threading.Event()  # there is something to do for it
+        self._mover: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._stopped = False
 
     # -------------------------------------------------------------- sending (the worker's own thread)
@@ -173,7 +188,7 @@ class Lanes:
         host, port = self._links.address
         lane = Lane(f"{host}:{port}/{self._opened}", to, sends=True, wire=self._wire())
         self._to[to] = lane
-        self._start(lane, None)
+        self._start(self._prepare, lane, None)
         return lane
 
     def reserve(self, lane: Lane, tensors: tuple[Tensor, ...]) -> LaneTransfer:
@@ -183,13 +198,13 @@ class Lanes:
         lane.held[id(transfer)] = transfer
         return transfer
 
-    @staticmethod
-    def send(lane: Lane, parcel: Parcel, envelope: Envelope, transfer: LaneTransfer) -> None:
+    def send(self, lane: Lane, parcel: Parcel, envelope: Envelope, transfer: LaneTransfer) -> None:
         """Its tensors are whole: announce it and send it, in turn. A lane that broke meanwhile drops it: the
         link counts as broken then, and what is owed is sent again.
         """
         transfer.message = (parcel, envelope)
         lane.work.put(transfer)
+        self._more.set()
 
     def borrows(self, tensor: Tensor) -> bool:
         """Is any of the memory behind this tensor still to be sent?"""
@@ -223,6 +238,7 @@ class Lanes:
             self._broke(lane, str(error))
             return True
         lane.work.put(LaneTransfer((), announced.forms, frame=frame))
+        self._more.set()
         return True
 
     def _control(self, said: OpenLane | LaneBroke) -> None:
@@ -240,9 +256,10 @@ class Lanes:
         for old in [lane for lane in self._from.values() if lane.peer == peer]:
             old.give_up("the sender has opened another")
             self._from.pop(old.name, None)
+        self._more.set()
         lane = Lane(said.lane, peer, sends=False, wire=self._wire())
         self._from[lane.name] = lane
-        self._start(lane, meet)
+        self._start(self._prepare, lane, meet)
 
     # -------------------------------------------------------------- ends
 
@@ -258,6 +275,7 @@ class Lanes:
     def stop(self) -> None:
         """The process ends: wires go with it."""
         self._stopped = True
+        self._more.set()
 
     def ready(self) -> dict[Address, Lane]:
         return {to: lane for to, lane in list(self._to.items()) if lane.state is LaneState.READY}
@@ -279,6 +297,7 @@ class Lanes:
             if not to_only and gone(lane.peer):
                 lane.give_up(because)
                 self._from.pop(name, None)
+        self._more.set()
 
     def _broke(self, lane: Lane, because: str) -> None:
         """A lane between two live workers, as far as is known here. Both ends must hear of it. One that never
@@ -287,6 +306,7 @@ class Lanes:
         unused = lane.state is LaneState.OPENING and not lane.held
         if self._stopped or not lane.give_up(because):
             return
+        self._more.set()
         self._log(f"the {self.kind} lane {lane.name} broke: {because}")
         if lane.sends:
             if self._to.get(lane.peer) is lane:
@@ -298,36 +318,30 @@ class Lanes:
             self._from.pop(lane.name, None)
             self._links.send(lane.peer, FrameKind.LANE, Envelope(LaneBroke(lane.name)))
 
-    # -------------------------------------------------------------- a lane's thread
+    # -------------------------------------------------------------- a lane's own thread: opening, leaving
 
-    def _start(self, lane: Lane, meet: bytes | None) -> None:
-        threading.Thread(target=self._run, args=(lane, meet), name=f"lane {lane.name}", daemon=True).start()
+    def _start(self, what: Callable[..., None], lane: Lane, *rest: object) -> None:
+        name = f"lane {lane.name}"
+        threading.Thread(target=what, args=(lane, *rest), name=name, daemon=True).start()
 
-    def _run(self, lane: Lane, meet: bytes | None) -> None:
+    def _prepare(self, lane: Lane, meet: bytes | None) -> None:
         try:
-            self._open(lane, meet)
-            while (transfer := lane.work.get()) is not None and lane.state is not LaneState.BROKEN:
-                self._carry(lane, transfer)
+            self._connect(lane, meet)
         except _Left:
             pass
         except (PeerError, RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
             self._broke(lane, str(error))
-        if self._stopped:
+        if lane.state is LaneState.BROKEN:
+            self._leave(lane)
             return
-        began = time.monotonic()
-        try:
-            lane.wire.leave()
-        except RuntimeError as error:  # the device itself is broken: the worker leaves for that reason
-            self._log(f"{self.kind}: lane {lane.name} cannot be left: {error}")
-            return
-        lane.left_s = time.monotonic() - began
-        lane.held.clear()
-        if lane in self._leaving:
-            self._leaving.remove(lane)
-        self._log(f"{self.kind}: left lane {lane.name} in {lane.left_s * 1e3:.0f} ms ({lane.because})")
-        lane.wire.close()
+        with self._lock:
+            self._open.append(lane)
+            if self._mover is None:
+                self._mover = threading.Thread(target=self._move, name="lanes", daemon=True)
+                self._mover.start()
+        self._more.set()
 
-    def _open(self, lane: Lane, meet: bytes | None) -> None:
+    def _connect(self, lane: Lane, meet: bytes | None) -> None:
         began = time.monotonic()
         if meet is None:
             meet = lane.wire.name()
@@ -344,35 +358,89 @@ class Lanes:
             if lane.sends:
                 self._log(f"{self.kind}: opened lane {lane.name} in {lane.opened_s * 1e3:.0f} ms")
 
-    def _carry(self, lane: Lane, transfer: LaneTransfer) -> None:
+    def _leave(self, lane: Lane) -> None:
+        if self._stopped:
+            return
+        began = time.monotonic()
+        try:
+            lane.wire.leave()
+        except RuntimeError as error:  # the device itself is broken: the worker leaves for that reason
+            self._log(f"{self.kind}: lane {lane.name} cannot be left: {error}")
+            return
+        lane.left_s = time.monotonic() - began
+        lane.moving = None
+        lane.held.clear()
+        if lane in self._leaving:
+            self._leaving.remove(lane)
+        self._log(f"{self.kind}: left lane {lane.name} in {lane.left_s * 1e3:.0f} ms ({lane.because})")
+        lane.wire.close()
+
+    # -------------------------------------------------------------- the thread of all open lanes
+
+    def _move(self) -> None:
+        pause_s = LEAST_PAUSE_S
+        while not self._stopped:
+            self._more.clear()
+            found = [self._advance(lane) for lane in list(self._open)]
+            if _Progress.SOME in found:
+                pause_s = LEAST_PAUSE_S
+            elif _Progress.NONE in found:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            else:
+                self._more.wait()
+                pause_s = LEAST_PAUSE_S
+
+    def _advance(self, lane: Lane) -> _Progress:
+        try:
+            if lane.state is not LaneState.BROKEN:
+                if lane.moving is None:
+                    try:
+                        self._begin(lane, lane.work.get_nowait())
+                    except queue.Empty:
+                        return _Progress.IDLE
+                if not lane.wire.is_done():
+                    return _Progress.NONE
+                self._finish(lane)
+        except (PeerError, RuntimeError, OSError) as error:
+            self._broke(lane, str(error))
+        if lane.state is LaneState.BROKEN:
+            self._open.remove(lane)
+            self._start(self._leave, lane)
+        return _Progress.SOME
+
+    def _begin(self, lane: Lane, transfer: LaneTransfer) -> None:
         if transfer.frame is not None:
             transfer.tensors = tuple(lane.wire.empty(shape, DTYPES[dtype]) for shape, dtype in transfer.forms)
-        elif transfer.message is not None:  # from this thread, so that it follows the opening
+        elif transfer.message is not None:
             parcel, envelope = transfer.message
             announced = OnLane(lane.name, lane.order.take(), transfer.forms)
             self._links.send(lane.peer, parcel, envelope._replace(where=announced))
-        began = time.monotonic()
+        lane.moving, lane.began = transfer, time.monotonic()
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
-        self._until(lane, lane.wire.is_done, None)
+
+    def _finish(self, lane: Lane) -> None:
+        transfer, lane.moving = lane.moving, None
+        assert transfer is not None
         if lane.sends:
             lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
-            lane.busy_s += time.monotonic() - began
+            lane.busy_s += time.monotonic() - lane.began
         lane.held.pop(id(transfer), None)
         if transfer.frame is not None:
             transfer.frame.tensors = transfer.tensors
             self._deliver(transfer.frame)
 
     @staticmethod
-    def _until(lane: Lane, over: Callable[[], bool], deadline: float | None) -> None:
+    def _until(lane: Lane, over: Callable[[], bool], deadline: float) -> None:
         """Asked again and again, so that a lane that is given up gets out at once."""
-        pause_s = 20e-6
+        pause_s = LEAST_PAUSE_S
         while not over():
             if lane.state is LaneState.BROKEN:
                 raise _Left
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise PeerError(f"it was not open within {OPEN_WITHIN_S:.0f} s")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 200e-6 if deadline is None else 5e-3)
+            pause_s = min(2 * pause_s, 5e-3)
 
 
 class _Left(Exception):

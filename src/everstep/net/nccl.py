@@ -111,7 +111,7 @@ def prepare(host: str, *, alone: bool) -> None:
 
 
 class NcclWire:
-    """One end of a lane between two GPUs. Made and used by the lane's thread."""
+    """One end of a lane between two GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,6 +156,7 @@ class NcclWire:
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
         assert self._stream is not None
+        torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
         stream, other = ctypes.c_void_p(self._stream.cuda_stream), 1 if self._sends else 0
         self._check(self._nccl.ncclGroupStart())
