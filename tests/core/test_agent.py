@@ -23,7 +23,7 @@ from everstep.core.agent.agent import (
     ReportsKept,
 )
 from everstep.core.agent.process import AgentLimits, ProcessState
-from everstep.core.agent.processes import NodeProcesses
+from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.agent.reports import ReportQueue
 from everstep.core.faults.detector import DetectorLimits, Glance
 from everstep.protocol import events as ev
@@ -409,14 +409,14 @@ def test_a_worker_that_stays_paused_is_reported_sooner_where_others_of_its_task_
 
 
 def test_the_kernel_is_asked_only_about_beacons_that_stand_still(node: Node) -> None:
-    node.up(A)
-    first = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=0.2)
-    assert not node.machine.curious(sender(), first).stopped
-    node.happens(ag.Glanced(sender(), first))
-    asked = node.machine.curious(sender(), first)
-    assert (asked.stopped, asked.active) == (True, True)
-    waits = Glance(moment=1, step=1, busy=False, doing="A[1]", age_s=0.2)
-    assert node.machine.curious(sender(), waits).active is False
+    young = Glance(moment=1, step=1, busy=True, doing="0F0.0", age_s=0.02)
+    asked = node.machine.curious(sender(), young)
+    assert asked == Curiosity(stopped=False, slow=False, active=False, passes_over_s=0.1)
+    asked = node.machine.curious(sender(), replace(young, age_s=0.2))
+    assert asked == Curiosity(stopped=True, slow=True, active=False, passes_over_s=0.0)
+    assert not node.machine.curious(sender(), replace(young, age_s=0.2, busy=False, doing="A[1]")).slow
+    overdue = replace(young, age_s=120.1)
+    assert node.machine.curious(sender(), overdue).active, "its report says how active it was"
 
 
 # ------------------------------------------------------------------ the line

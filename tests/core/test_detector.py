@@ -84,13 +84,23 @@ def test_a_worker_that_moves_again_says_so_once() -> None:
     assert watch.look(glance(3)) is None
 
 
-def test_a_stopped_process_is_reported_at_the_second_look_without_a_change() -> None:
+def test_a_stopped_process_is_reported_once_it_has_shown_nothing_for_two_looks_of_an_agent() -> None:
     watch = Watch()
     watch.look(glance(1))
-    assert watch.look(glance(1, age_s=0.05), stopped=True) is None
-    report = watch.look(glance(1, age_s=0.1), stopped=True)
+    assert watch.look(glance(1, age_s=0.03), stopped=True) is None
+    report = watch.look(glance(1, age_s=0.05), stopped=True)
     assert isinstance(report, OpOverdue)
     assert report.stopped
+    assert watch.look(glance(1, age_s=0.07), stopped=True) is None, "it is on record"
+
+
+def test_a_worker_that_wrote_a_moment_ago_can_be_passed_over_but_not_one_that_stands_still() -> None:
+    watch = Watch()
+    quiet_s = watch.progress.passes_over(glance(1, age_s=0.02))
+    assert 0 < quiet_s < min(LIMITS.overdue_floor_s, LIMITS.wait_floor_s, LIMITS.look_gap_s)
+    assert watch.progress.passes_over(glance(1, age_s=quiet_s)) == 0.0
+    strict = ProgressWatch(DetectorLimits(overdue_floor_s=0.01))
+    assert strict.passes_over(glance(1)) == 0.01
 
 
 def test_a_worker_told_to_wait_is_left_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +16,12 @@ import pytest
 
 from everstep.core.agent.processes import NodeProcesses
 from everstep.core.faults.detector import DetectorLimits
+from everstep.engine.telemetry.beacon import Beacon
 from everstep.job.job import DataSpec, Job, ModelSpec
 from everstep.node.fork_server import ForkServer, ForkServerDied
+from everstep.node.lifeline import Bell
 from everstep.node.slot_devices import NodeDevices, SlotDevice
-from everstep.node.worker_processes import NodeSettings, WorkerProcesses
+from everstep.node.worker_processes import Glances, NodeSettings, WorkerProcesses
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
@@ -211,6 +214,67 @@ def test_a_fork_server_that_does_not_answer_is_replaced(
     node.until(lambda: node.is_up(2))
     assert server.number == number + 1
     assert len(node.events(ev.WorkerExited)) == 1
+
+
+def test_a_worker_is_passed_over_while_it_moves_and_looked_at_closely_when_it_does_not(
+    tmp_path: Path,
+) -> None:
+    """Stopped, in another step, silent for long, or not looked at for long: a close look."""
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        beacon = Beacon(tmp_path / "beacon", create=True)
+        machine = NodeProcesses(DetectorLimits())
+        glances = Glances(msg.Sender("t", A, 1), child.pid, beacon)
+
+        def moves(at: float, step: int = 1) -> None:
+            beacon.write(at_ns=int(at * 1e9), epoch=1, step=step, done=0, num_ops=1, busy=True, doing="0F0.0")
+
+        def passed(now: float) -> bool:
+            return glances.passes_over(machine.limits.look_s, now)
+
+        assert not passed(10.0), "nothing is written yet"
+        moves(10.0)
+        assert not passed(10.0), "nobody has looked"
+        assert glances.look(machine.curious, 10.01) is not None
+        assert passed(10.03)
+        assert passed(10.09), "not stopped, says the kernel"
+        assert not passed(10.105), "too old"
+        moves(10.095)
+        assert passed(10.1)
+        assert not passed(10.115), "too long without a close look"
+        assert glances.look(machine.curious, 10.12) is not None
+        moves(10.12, step=2)
+        assert not passed(10.13), "how long a step takes is learned from looks"
+        assert glances.look(machine.curious, 10.13) is not None
+        assert passed(10.17)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert not passed(10.17)
+        found = glances.look(machine.curious, 10.17)
+        assert found is not None
+        assert found.stopped
+        of_two = Glances(msg.Sender("t", A, 1), child.pid, beacon, shards=2)
+        assert of_two.look(machine.curious, 10.13) is not None
+        assert not of_two.passes_over(machine.limits.look_s, 10.14)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_death_after_the_end_of_its_node_is_not_written_into_another_file() -> None:
+    """A lifeline's thread outlives the node: the number of the bell was a pipe's by then."""
+    bell = Bell()
+    bell.close()
+    others = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    try:
+        os.dup2(others, bell.fd)
+        bell.ring("a death")
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(others)
+    finally:
+        if bell.fd != others:
+            os.close(bell.fd)
+        os.close(others)
 
 
 def test_a_worker_that_is_stopped_and_does_not_read_holds_up_nobody(node: Node) -> None:

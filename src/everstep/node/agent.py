@@ -450,8 +450,9 @@ class Agent:
         """And again later, by a timer: a task that sleeps takes two turns of the loop for each look."""
         try:
             self._looked_at = time.monotonic()
-            self.workers.tick(self._looked_at)
-            self._tell_dcgm()
+            if not self.workers.passes_over(self._looked_at):
+                self.workers.tick(self._looked_at)
+                self._tell_dcgm()
         finally:
             self._next_look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 

@@ -71,12 +71,13 @@ class Bell:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung: list[object] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def ring(self, what: object) -> None:
         with self._lock:
-            self._rung.append(what)
-        with contextlib.suppress(OSError):  # closed: the listener is gone
-            os.eventfd_write(self.fd, 1)
+            if not self._is_closed:  # else its number may be another file's by now
+                self._rung.append(what)
+                os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[object]:
         with contextlib.suppress(BlockingIOError):
@@ -86,4 +87,6 @@ class Bell:
         return rung
 
     def close(self) -> None:
-        os.close(self.fd)
+        with self._lock:
+            self._is_closed = True
+            os.close(self.fd)

@@ -60,6 +60,7 @@ from everstep.store.unix_users import UnixUser, UserTable, acting_as
 
 UNKNOWN_END = "ended while no agent ran here; how is unknown"
 PROBE_S, MOST_AT_ONCE = 3.0, 8  # for one connection to another node, and such connections
+TICK_S = 0.1  # while everybody moves
 _PLANTED = ("dies at", "raises at")  # what a beacon shows of a fault that a script asked for
 Report = Callable[[msg.NodeReport, Sender | None], None]  # None: the agent speaks for itself
 Decide = Callable[[ag.ProcessEvent, float], Sequence[Any]]  # AgentActions
@@ -188,7 +189,7 @@ class WorkerProcesses:
         )
         self._events: deque[ag.ProcessEvent] = deque()
         self._deciding = False
-        self._trim_at = 0.0
+        self._tick_at = self._trim_at = 0.0
         self._num_on_disk = 0  # orders that threads are carrying out
 
     # -------------------------------------------------------------- life
@@ -276,8 +277,16 @@ class WorkerProcesses:
         elif known.state is ProcessState.KILLED:
             _kill(process)
 
+    def passes_over(self, now: float) -> bool:
+        """Many times per second: can a `tick` be left out, because everybody moves?"""
+        ask_after_s = self.machine.limits.look_s
+        return now < self._tick_at and all(
+            process.dead or process.glances.passes_over(ask_after_s, now) for process in self._all.values()
+        )
+
     def tick(self, now: float) -> None:
         """Some times per second: has everybody moved, and do those who were asked to end, end?"""
+        self._tick_at = now + TICK_S
         self.lines.acknowledge(now)
         self.lines.flush()
         if self.settings.detect:
@@ -631,6 +640,8 @@ class WorkerProcesses:
         self._all.pop(process.sender, None)
 
     def _look(self, process: WorkerProcess, now: float) -> None:
+        if process.glances.passes_over(self.machine.limits.look_s, now):
+            return
         with self.acting_for(process.sender.task):
             glanced = process.glances.look(self.machine.curious, now)
         if glanced is not None:
@@ -702,6 +713,21 @@ class Glances:
     beacon: Beacon
     shards: int = 1
     _active_since: tuple[int, float] | None = None  # pid, and what `active_s` said when the beacon stopped
+    _closely: tuple[int, float, float] = (-1, 0.0, 0.0)  # the last close look: step, when, for how long
+
+    def passes_over(self, ask_after_s: float, now: float) -> bool:
+        """Is it all as it should be, at first sight? Looks are many, and their time is that of the cores that
+        train. `ask_after_s` without a sign of it, the kernel is asked whether it is stopped.
+        """
+        seen, closely_at, quiet_s = self._closely
+        if now - closely_at >= quiet_s or (first := self.beacon.moment()) is None:
+            return False
+        at_ns, step = first
+        age_s = now - at_ns / 1e9
+        if step != seen or age_s >= quiet_s or (age_s > ask_after_s and is_stopped(self.pid)):
+            return False
+        self._active_since = None
+        return True
 
     def look(self, curious: Callable[[Sender, Glance], Curiosity], now: float) -> ag.Glanced | None:
         reading = self.beacon.read()
@@ -715,16 +741,17 @@ class Glances:
             age_s=max(0.0, now - reading.at_ns / 1e9),
         )
         ask = curious(self.sender, glance)
+        # Of several processes only a close look tells which one is stopped.
+        self._closely = glance.step, now, ask.passes_over_s if self.shards == 1 else 0.0
         active, suspect = 0.0, SuspectedProcess(None, self.pid)
-        if ask.stopped or ask.active:
+        if ask.stopped or ask.slow:
             suspect = suspected(self.beacon.path, self.shards, self.pid)
-        if ask.active:
-            total = active_s(suspect.pid)
-            if self._active_since is None or self._active_since[0] != suspect.pid:
-                self._active_since = suspect.pid, total
-            active = total - self._active_since[1]
-        elif not ask.stopped:
+        if not ask.slow:
             self._active_since = None
+        elif self._active_since is None or self._active_since[0] != suspect.pid:
+            self._active_since = suspect.pid, active_s(suspect.pid)
+        elif ask.active:
+            active = active_s(suspect.pid) - self._active_since[1]
         stopped = ask.stopped and is_stopped(suspect.pid)
         return ag.Glanced(self.sender, glance, stopped=stopped, active_s=active, shard=suspect.shard)
 

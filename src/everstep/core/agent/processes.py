@@ -71,10 +71,14 @@ Actions = list[AgentAction]
 
 @dataclass(frozen=True, slots=True)
 class Curiosity:
-    """What of a process the kernel should be asked: small files, so not at every look."""
+    """What of a process the kernel should be asked: small files, so not at every look. And for how long one
+    that moves need not be looked at closely.
+    """
 
     stopped: bool
-    active: bool
+    slow: bool  # how active it is from now on may become a question
+    active: bool  # how active it has been since then
+    passes_over_s: float
 
 
 @dataclass(slots=True)
@@ -518,10 +522,12 @@ class NodeProcesses:
 
     def curious(self, sender: Sender, glance: Glance) -> Curiosity:
         """A beacon that stands still is worth asking the kernel about."""
-        still = self.progress.stands_still(sender.task, sender.worker, glance)
+        slow = glance.busy and glance.age_s > self.limits.ask_kernel_s
         return Curiosity(
-            stopped=still and glance.age_s > self.limits.look_s,
-            active=still and glance.busy and glance.age_s > self.limits.ask_kernel_s,
+            stopped=glance.age_s > self.limits.look_s,
+            slow=slow,
+            active=slow and self.progress.is_overdue(sender.task, sender.worker, glance),
+            passes_over_s=self.progress.passes_over(glance),
         )
 
     def _glanced(self, event: Glanced, now: float) -> Actions:

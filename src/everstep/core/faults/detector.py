@@ -107,12 +107,13 @@ class DetectorLimits:
     begin_floor_s: float = 20.0
     deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
     look_gap_s: float = 0.5  # between two looks; in a longer pause the observer itself did not run
+    stopped_s: float = 0.04  # without a sign of it: that its process is stopped is worth a report
     gray_hour_s: float = 3600.0  # the hour in which rates of gray failures are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """One look at one worker. `moment` changes whenever it writes; `stopped` is asked only if it does not."""
+    """One look at one worker. `moment` changes whenever it writes."""
 
     moment: int
     step: int
@@ -121,6 +122,7 @@ class Glance:
     age_s: float  # since it last wrote
 
 
+PASSES_OVER_S = 0.1
 PAUSED = "Paused"
 IDLE = (PAUSED, "a snapshot of a peer's state")  # ordered to wait: no worker is at fault
 FINISHED = "Finished"  # what a worker shows after its last step
@@ -144,9 +146,21 @@ class ProgressWatch:
         """None: not known yet."""
         return self._of(task, worker).step_s
 
-    def stands_still(self, task: str, worker: Worker, glance: Glance) -> bool:
-        """Has it written nothing since the last look? Then it is worth asking the kernel."""
-        return self._of(task, worker).moment == glance.moment
+    def passes_over(self, glance: Glance) -> float:
+        """For how long a worker that was seen so need not be looked at closely, if it keeps writing, stays in
+        its step and is not stopped: nothing of that is worth a report.
+        """
+        quiet_s = min(PASSES_OVER_S, self.limits.overdue_floor_s, self.limits.wait_floor_s)
+        return quiet_s if glance.age_s < quiet_s else 0.0
+
+    def is_overdue(self, task: str, worker: Worker, glance: Glance) -> bool:
+        """Is that worth a report, or one more?"""
+        seen = self._of(task, worker)
+        return self._is_longer(seen, glance.age_s, self._limit(seen, glance)[0])
+
+    @staticmethod
+    def _is_longer(seen: _Seen, age_s: float, limit_s: float) -> bool:
+        return age_s > limit_s and age_s >= 2 * seen.reported_s  # again at twice the time
 
     def look(
         self,
@@ -168,18 +182,16 @@ class ProgressWatch:
         seen.watch_step(glance, now)
         seen.moment = glance.moment
         if moved and not stopped:
-            was, seen.reported_s, seen.still, seen.reported_stopped = seen.reported_s > 0, 0.0, 0, False
+            was, seen.reported_s, seen.reported_stopped = seen.reported_s > 0, 0.0, False
             seen.reported_deaf_s, seen.deaf_looks = 0.0, 0
             return WorkerMoved(task=task, worker=worker, incarnation=incarnation) if was else None
-        seen.still += 1
         limit, expected = self._limit(seen, glance)
-        news = stopped and seen.still >= 2 and not seen.reported_stopped
+        news = stopped and age_s >= self.limits.stopped_s and not seen.reported_stopped
         waited_s = max(0.0, min(unanswered_s, glance.age_s) - unseen_s)
         deaf_s = seen.deaf_for(0.0 if glance.busy else waited_s, self.limits)
         if deaf_s > 2 * seen.reported_deaf_s:
             seen.reported_deaf_s, news = deaf_s, True
-        longer = age_s > limit and age_s >= 2 * seen.reported_s  # again at twice the time
-        if not news and not longer:
+        if not news and not self._is_longer(seen, age_s, limit):
             return None
         seen.reported_s, seen.reported_stopped = max(age_s, 1e-3), stopped
         return OpOverdue(
@@ -218,7 +230,6 @@ class ProgressWatch:
 class _Seen:
     times: dict[str, float]
     moment: int = -1
-    still: int = 0  # looks in a row without a change
     reported_s: float = 0.0
     reported_stopped: bool = False
     reported_deaf_s: float = 0.0
