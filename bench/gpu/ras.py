@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src")]  # also when run by path
 
-from everstep.ranks import nccl  # noqa: E402
+from everstep.ranks import nccl_records  # noqa: E402
 
 RANKS, STEPS, LATE_S, LIMIT_S = 4, 30, 4.0, 58.0
 RIGHT = {"running": (), "late": (2,), "subgroup": (1,), "stopped": (1,), "killed": (3,)}
@@ -83,7 +83,7 @@ def ask(text: bytes, wait_s: float) -> tuple[bytes, float]:
     """As `ncclras` does: one word at a time."""
     began, said = time.monotonic(), bytearray()
     try:
-        address = nccl.ras_address(os.environ)
+        address = nccl_records.ras_address(os.environ)
         assert address is not None
         with socket.create_connection(address, 1.0) as line:
             line.settimeout(wait_s)
@@ -98,7 +98,7 @@ def ask(text: bytes, wait_s: float) -> tuple[bytes, float]:
     return bytes(said), time.monotonic() - began
 
 
-def named(seen: dict[int, nccl.SeenByRas]) -> tuple[int, ...]:
+def named(seen: dict[int, nccl_records.SeenByRas]) -> tuple[int, ...]:
     troubled = tuple(sorted(rank for rank, each in seen.items() if each.trouble))
     if troubled:
         return troubled
@@ -116,7 +116,7 @@ def named(seen: dict[int, nccl.SeenByRas]) -> tuple[int, ...]:
 def look(moment: str, ranks: dict[int, int], out: Path, *, wait_s: float) -> None:
     """All three ways to ask."""
     began = time.monotonic()
-    question = nccl.NcclQuestion(os.environ, ranks, world=RANKS, seconds=1.5)
+    question = nccl_records.NcclQuestion(os.environ, ranks, world=RANKS, seconds=1.5)
     while not question.is_over and time.monotonic() - began < 3.0:
         time.sleep(0.005)
     row: dict[str, Any] = {"moment": moment, "how": "product", "s": round(time.monotonic() - began, 3)}
@@ -126,12 +126,12 @@ def look(moment: str, ranks: dict[int, int], out: Path, *, wait_s: float) -> Non
         (out / f"{moment}.{how}").write_bytes(said)
         row = {"moment": moment, "how": how, "s": round(took_s, 3), "bytes": len(said)}
         if how == "json":
-            report(row, nccl.seen_by_ras(said, ranks, RANKS), moment)
+            report(row, nccl_records.seen_by_ras(said, ranks, RANKS), moment)
         else:
             print(json.dumps(row | {"begins": said[:200].decode(errors="replace")}), flush=True)
 
 
-def report(row: dict[str, Any], seen: dict[int, nccl.SeenByRas], moment: str) -> None:
+def report(row: dict[str, Any], seen: dict[int, nccl_records.SeenByRas], moment: str) -> None:
     row |= {"answered": bool(seen), "named": named(seen), "right": named(seen) == RIGHT[moment]}
     row["launched"] = {rank: sorted(each.launched.values()) for rank, each in sorted(seen.items())}
     row["trouble"] = {rank: each.trouble for rank, each in sorted(seen.items()) if each.trouble}

@@ -37,7 +37,7 @@ from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, unset_by_user
 from everstep.ranks.fork_server import AUTO, NONE, ForkingStarter, PlainStarter, RankStarter, imports_of
 from everstep.ranks.group import RankGroup, rank_folder
-from everstep.ranks.nccl import NcclQuestion, Operations, SeenByRas
+from everstep.ranks.nccl_records import NcclQuestion, Operations, SeenByRas
 from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS, STACKS_SIGNAL
 from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory

@@ -13,9 +13,15 @@ import pytest
 from everstep.core.faults.arrivals import slowest
 from everstep.core.faults.testimony import suspects_of_hang
 from everstep.protocol.messages import RankPosition
-from everstep.ranks import nccl
+from everstep.ranks import nccl_records
 from everstep.ranks.keeper import paces_of
-from everstep.ranks.nccl import NcclQuestion, SeenByRas, completed_operations, ras_address, seen_by_ras
+from everstep.ranks.nccl_records import (
+    NcclQuestion,
+    SeenByRas,
+    completed_operations,
+    ras_address,
+    seen_by_ras,
+)
 from tests.launch import stand_in_ras as stand_in
 from tests.launch.stand_in_ras import Answer, answer, communicator, ras, status
 
@@ -277,7 +283,7 @@ def inspector(folder: Path, **more: str) -> dict[str, str]:
     }
 
 
-def read(environment: dict[str, str], folder: str = "") -> dict[int, nccl.Operations]:
+def read(environment: dict[str, str], folder: str = "") -> dict[int, nccl_records.Operations]:
     question = NcclQuestion(environment, RANKS, folder=folder, world=0, seconds=1.5)
     while not question.is_over:
         time.sleep(0.002)
