@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.core.faults.remedies import REMEDIES, Situation, backoff_s, choose, in_a_row
+from everstep.core.faults.remedies import REMEDIES, Situation, choose
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity, judge, known
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
@@ -552,22 +552,3 @@ def test_where_something_is_used_up_a_restart_waits_and_then_escalates_as_usual(
     first, later = choose(at(1), Patience()), choose(at(9), Patience())
     assert (first.what, first.wait_s) == ("restart the worker after a pause", 5.0)
     assert later.what == "isolate the node"
-
-
-def test_a_restart_after_a_long_life_is_at_once_again() -> None:
-    """Also kills that are minutes apart were waited for, 1, 2, 4, 8 … s, as are starts that fail at once."""
-    patience = Patience()
-    assert [in_a_row(times, patience) for times in ([], [5.0], [5.0, 65.0, 130.0], [5.0, 9.0, 14.0])] == [
-        0,
-        1,
-        1,
-        3,
-    ]
-    assert in_a_row([0.0, 60.0, 61.0], patience) == 2
-    failing = [0.0]
-    for _ in range(8):  # each ends a second after its start, which waits
-        failing.append(failing[-1] + backoff_s(in_a_row(failing, patience), patience) + 1.0)
-    assert in_a_row(failing, patience) == len(failing)
-    judgement = known(ErrorKind.KILLED, "a test")
-    at = Situation(judgement=judgement, failures=2, in_a_row=1, node="a", can_leave_node=False)
-    assert choose(at, patience).wait_s == patience.backoff_first_s

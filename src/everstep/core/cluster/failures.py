@@ -650,12 +650,7 @@ class Failures:
         node = self._roster.nodes[seat.node]
         confirmed = self._is_confirmed(task, node, judgement, now)
         situation = self._situation(
-            task,
-            worker,
-            judgement,
-            failures=len(times[worker]),
-            in_a_row=remedies.in_a_row(times[worker], patience),
-            only_words=not confirmed,
+            task, worker, judgement, failures=len(times[worker]), only_words=not confirmed
         )
         choice = remedies.choose(situation, patience)
         if choice.effect is Effect.ISOLATE:

@@ -33,7 +33,6 @@ from typing import ClassVar
 
 from everstep.core.faults import arrivals, testimony
 from everstep.core.faults.arrivals import SlowRanks
-from everstep.core.faults.remedies import LONG_LIFE_S
 from everstep.core.faults.testimony import Witness
 from everstep.core.task.states import Absent, Lived, Member, Over, PlaceState, Started, Starting
 from everstep.protocol import actions as act
@@ -61,6 +60,7 @@ ALL_BUSY = 4  # times the limit, for ranks that all use a CPU in one place and o
 CLOSE_S = 30.0  # after SIGKILL, for a keeper to say that its ranks are gone; then the keeper is ended
 JUST_SAVED_S = 5.0  # little is done again by a life that begins now
 GROW_PATIENCE_S = 600.0  # a script that has said once that its state is safe is waited for, so long
+LONG_LIFE_S = 30.0  # after which a failure is one of many, not a start that fails again and again
 BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
 KEPT_SNAPSHOTS = 2  # states in memory; nodes keep one more
 MOST_KEEPERS_LOST = 3  # in a row, of one node, without a life that it took part in

@@ -12,17 +12,14 @@ carry it out in `core.cluster.failures`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 from everstep.core.faults.kinds import OF_HARDWARE, SEV1, SEV2, SEV3, ErrorKind, Severity
 from everstep.core.faults.severity import Judgement
 from everstep.errors import InternalError
 from everstep.protocol.messages import Patience
-
-LONG_LIFE_S = 30.0  # after which a failure is one of many, not a start that fails again and again
 
 
 class Effect(StrEnum):
@@ -46,7 +43,6 @@ class Situation:
     is_alive: bool = False  # the process still runs
     retries: int = 0  # in place, of the same link
     failures: int = 0  # processes that this place has lost on its node
-    in_a_row: int | None = None  # of these the last ones, none of which lived for long; None: all of them
     node: str = ""
     can_leave_node: bool = False  # other nodes can take what runs on this one
     slots: tuple[int, ...] = ()  # of the node, that the evidence names
@@ -236,8 +232,7 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
             refusals.append(refusal)
             continue
         restarts = rule.effect is Effect.RESTART
-        failures = at.failures if at.in_a_row is None else at.in_a_row
-        wait_s = max(rule.pause_s, backoff_s(failures, patience)) if restarts else 0.0
+        wait_s = max(rule.pause_s, backoff_s(at.failures, patience)) if restarts else 0.0
         refused = "; ".join(refusals)
         return RemedyChoice(
             what=rule.name,
@@ -265,19 +260,8 @@ def name_of(effect: Effect) -> str:
     return next(rule.name for rule in REMEDIES if rule.effect is effect)
 
 
-def in_a_row(times: Sequence[float], patience: Patience) -> int:
-    """Of the failures of a place, the last ones between which no process lived for long: a start that fails
-    again and again. A wait before a restart is no life.
-    """
-    count = 1 if times else 0
-    for last, at in pairwise(times):
-        lived_s = at - last - backoff_s(count, patience)
-        count = 1 if lived_s >= LONG_LIFE_S else count + 1
-    return count
-
-
 def backoff_s(failures: int, patience: Patience) -> float:
-    """Of those in a row: the first restart is at once; then 1, 2, 4 … seconds."""
+    """The first restart is at once; then 1, 2, 4 … seconds."""
     if failures <= 1:
         return patience.backoff_first_s
     return min(patience.backoff_most_s, patience.backoff_s * 2.0 ** (failures - 2))
