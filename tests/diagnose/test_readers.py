@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from everstep.cli import main
 from everstep.diagnose import UnusableFileError, analyse, join, read
 from everstep.diagnose.ras import read_ras
+from everstep.diagnose.ras_json import read_json
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:
@@ -248,6 +250,14 @@ def test_ras_the_comma_that_nccl_forgets_where_a_rank_is_missing_is_not_needed()
     assert forgotten != written
     (finding,) = analyse([read("ras.json", forgotten.encode())]).diagnosis.incidents
     assert [s.rank for s in finding.suspects] == [2]
+
+
+def test_ras_an_answer_of_empty_lines_is_given_up_at_once() -> None:
+    """A search for the missing comma took the square of their number: an hour for what a listener may send."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="Expecting"):
+        read_json("{1" + ("\n" * (1 << 16) + "1") * 16)
+    assert time.process_time() - began < 5
 
 
 def error(message: str) -> bytes:

@@ -464,6 +464,16 @@ def test_sums_that_32_bits_hold_are_sent_in_as_many(
         )
 
 
+@pytest.mark.parametrize(("kind", "late"), KINDS)
+def test_a_peers_sums_that_are_too_few_are_refused(kind: str, late: bool) -> None:
+    """A kernel would read what lies behind them."""
+    made, peer = (added(sums(kind, late), drawn(random.Random(3), wild=0)) for _ in range(2))
+    own, theirs = made.part(WHOLE), peer.part(WHOLE)
+    cut = theirs._replace(tensors=(theirs.tensors[0][:-16], *theirs.tensors[1:]))
+    with pytest.raises(PeerError, match="too short"):
+        made.means(WHOLE, [WHOLE], [own, cut], 1.0, torch.zeros(SIZE))
+
+
 def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
     """After deaths a worker may compute more than 63, and their sum may have more than 40 bits."""
     for count in (grids.MOST_SHORT - 1, grids.MOST_SHORT, 2 * grids.MOST_SHORT):

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-_FORGOTTEN = re.compile(r'([^\s,{\[:])(\s*\n\s*")')  # a value, and on the next line another name
+_FORGOTTEN = re.compile(r'([^\s,{\[:])(\n {0,99}")')  # a value, and on the next line another name
 
 
 def read_json(text: str) -> Any:

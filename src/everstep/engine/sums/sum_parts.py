@@ -50,11 +50,11 @@ def narrowed(sums: Tensor) -> Tensor:
 
 def restored(sums: Tensor, where: slice) -> Tensor:
     """Some of them, as they were; of sums that were not shortened a view."""
-    if sums.dtype != SHORT:
-        return sums[where]
-    count, some = sums.numel() // _BYTES, where.stop - where.start
+    count, some = length_of(sums), where.stop - where.start
     if not 0 <= where.start <= where.stop <= count:
         raise PeerError("a peer sent sums that are too short")
+    if sums.dtype != SHORT:
+        return sums[where]
     low, high = sums[4 * where.start : 4 * where.stop], sums[4 * count :][where]
     found = torch.empty(some, dtype=torch.int64, device=sums.device)
     halves = found.view(torch.int32)

@@ -407,7 +407,7 @@ class GradientSums:
 
     def _like_own(self, sums: Tensor, where: slice) -> Tensor:
         """What a peer sent of a stretch."""
-        return restored(sums, where).to(self.flat.dtype) if self._is_packed else sums[where]
+        return restored(sums, where).to(self.flat.dtype)
 
     def _total(
         self,
