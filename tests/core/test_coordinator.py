@@ -903,6 +903,42 @@ def test_a_place_whose_processes_hang_again_and_again_moves_to_another_node() ->
     assert cluster.coordinator.tasks["t"].seats[Worker(0, 1)].node != sick
 
 
+LASTING = msg.Patience(restarts_per_node=99, restarts_per_place=99)
+
+
+def absences(cluster: FakeCluster, worker: Worker, kills: int, life_s: float) -> list[int]:
+    """How long the worker's place was empty after each kill."""
+    found: list[int] = []
+    for _ in range(kills):
+        cluster.wait(life_s)
+        cluster.exits(worker, "killed by SIGKILL")
+        began = cluster.now
+        while ("t", worker) not in cluster.crew.actors:
+            cluster.wait(0.5)
+        found.append(round(cluster.now - began))
+    return found
+
+
+def test_a_worker_that_worked_for_long_is_replaced_at_once_however_often() -> None:
+    """Waits grew with every kill of an hour: 0, 1, 2, 4, 8 s, and the task ran on the rest meanwhile."""
+    cluster = FakeCluster(nodes={"a": 4}, patience=LASTING)
+    cluster.submit()
+    assert absences(cluster, Worker(0, 1), kills=5, life_s=60.0) == [0] * 5
+    assert absences(cluster, Worker(0, 1), kills=5, life_s=5.0) == [0, 1, 2, 4, 8]
+    assert absences(cluster, Worker(0, 1), kills=2, life_s=60.0) == [0, 0]
+
+
+def test_a_process_that_hangs_while_it_starts_has_not_lived() -> None:
+    cluster = FakeCluster(nodes={"a": 4}, patience=LASTING)
+    cluster.submit()
+    starts = cluster.coordinator.tasks["t"].starts
+    cluster.crew.hang_at_start.add(Worker(0, 1))
+    cluster.exits(Worker(0, 1), "killed by SIGKILL")
+    for _ in range(5):
+        cluster.wait(200.0)
+    assert round(starts.not_before[Worker(0, 1)] - cluster.now) == 4
+
+
 def test_restarting_all_workers_again_and_again_makes_no_healthy_node_a_lemon() -> None:
     """As when the data network of a node is dead and its agent is heard. The SIGKILLs of restart-all counted
     as failures of each place, and the third round isolated the node that comes first.

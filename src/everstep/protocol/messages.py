@@ -962,6 +962,7 @@ class Patience:
     backoff_first_s: float = 0.0
     backoff_s: float = 1.0
     backoff_most_s: float = 60.0
+    long_life_s: float = 30.0  # of a process, after which its end is one of many, and it is replaced at once
     forget_after_s: float = 3600.0  # a failure older than this no longer counts
     mends_before_restart: int = 3  # of one link
     isolation_s: float = 600.0

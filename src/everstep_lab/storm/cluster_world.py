@@ -51,6 +51,7 @@ PATIENCE = msg.Patience(
     restarts_per_place=60,
     backoff_s=0.005,
     backoff_most_s=0.03,
+    long_life_s=0.5,
     isolation_s=0.3,
     lonely_silence_s=0.1,
     awaited_silence_s=0.06,

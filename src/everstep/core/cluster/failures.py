@@ -76,6 +76,7 @@ class Failures:
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
         task.failures.overdue.drop(worker)
+        lived_s = task.starts.lived_s(worker, now.at)
         task.starts.forget(worker)
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
@@ -93,13 +94,21 @@ class Failures:
         only_words = said and not self._is_confirmed(task, self._roster.nodes[seat.node], judgement, now)
         times, patience = task.failures.times, self._policy.patience
         times[worker] = remedies.recent(times.get(worker, []), now.at, patience)
+        short_lives = task.failures.short_lives
         if is_its_own:
             times[worker].append(now.at)
+            short_lives[worker] = 0 if lived_s >= patience.long_life_s else short_lives.get(worker, 0) + 1
         noted = is_its_own and judgement.kind in DEATHS_OF_NODES
         first = is_its_own and len(times[worker]) == 1
         actions = self._staffing.grant(task, now, clean=frozenset({worker})) if first else []
         seat.incarnation, seat.address = 0, None
-        situation = self._situation(task, worker, judgement, failures=max(1, len(times[worker])))
+        situation = self._situation(
+            task,
+            worker,
+            judgement,
+            failures=max(1, len(times[worker])),
+            short_lives=short_lives.get(worker, 0),
+        )
         if only_words:
             has_spare = self._roster.has_spare(len(seat.slots))  # else it is better off where it is
             situation = replace(situation, only_words=True, slots=seat.slots, can_leave_slots=has_spare)

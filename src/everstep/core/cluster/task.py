@@ -127,6 +127,7 @@ class HeldStarts:
     longest_s: float = 0.0  # that a start of this task took
     copying: dict[Worker, float] = field(default_factory=dict)  # since when, the first one first
     longest_copy_s: float = 0.0
+    ready: dict[Worker, float] = field(default_factory=dict)  # since when it could work
 
     def put_off_until(self) -> list[float]:
         return [self.not_before[worker] for worker in self.waiting]
@@ -144,6 +145,7 @@ class HeldStarts:
         self.under_way[worker] = now
 
     def arrived(self, worker: Worker, now: float) -> None:
+        self.ready[worker] = now
         since = self.under_way.pop(worker, None)
         if since is not None:
             self.longest_s = max(self.longest_s, now - since)
@@ -155,10 +157,12 @@ class HeldStarts:
         return max(patience.start_s, patience.start_factor * self.longest_s)
 
     def copies(self, worker: Worker, now: float) -> None:
+        self.ready.pop(worker, None)
         self.copying.pop(worker, None)
         self.copying[worker] = now
 
     def copied(self, worker: Worker, now: float) -> None:
+        self.ready[worker] = now
         since = self.copying.pop(worker, None)
         if since is not None:
             self.longest_copy_s = max(self.longest_copy_s, now - since)
@@ -170,15 +174,21 @@ class HeldStarts:
         limit_s = self.copy_limit_s(patience)
         return list(takewhile(lambda worker: self.copying[worker] + limit_s <= now, self.copying))
 
+    def lived_s(self, worker: Worker, now: float) -> float:
+        """A process that hangs while it starts, or while it gets its state, has not lived."""
+        return now - self.ready.get(worker, now)
+
     def forget(self, worker: Worker) -> None:
         """Its process is gone."""
         self.under_way.pop(worker, None)
         self.copying.pop(worker, None)
+        self.ready.pop(worker, None)
 
     def forget_all(self) -> None:
         self.waiting.clear()
         self.under_way.clear()
         self.copying.clear()
+        self.ready.clear()
 
     def late(self, now: float, patience: Patience) -> list[Worker]:
         limit_s = self.limit_s(patience)
@@ -238,6 +248,7 @@ class FailureHistory:
     """What has gone wrong with its workers. `Failures` changes it."""
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
+    short_lives: dict[Worker, int] = field(default_factory=dict)  # in a row: the last of its processes
     differing: Differing | None = None
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others

@@ -541,6 +541,7 @@ class Tasks:
             seated = self._roster.seat_workers(task)
             for worker in seated:
                 task.failures.times.pop(worker, None)
+                task.failures.short_lives.pop(worker, None)
             if task.state is TaskState.WAITING and task.seats:
                 actions += self._open(task, now)
             elif seated:

@@ -43,6 +43,7 @@ class Situation:
     is_alive: bool = False  # the process still runs
     retries: int = 0  # in place, of the same link
     failures: int = 0  # processes that this place has lost on its node
+    short_lives: int = 0  # of these the last ones: a start that fails again and again
     node: str = ""
     can_leave_node: bool = False  # other nodes can take what runs on this one
     slots: tuple[int, ...] = ()  # of the node, that the evidence names
@@ -232,7 +233,7 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
             refusals.append(refusal)
             continue
         restarts = rule.effect is Effect.RESTART
-        wait_s = max(rule.pause_s, backoff_s(at.failures, patience)) if restarts else 0.0
+        wait_s = max(rule.pause_s, backoff_s(at.short_lives, patience)) if restarts else 0.0
         refused = "; ".join(refusals)
         return RemedyChoice(
             what=rule.name,
@@ -260,11 +261,11 @@ def name_of(effect: Effect) -> str:
     return next(rule.name for rule in REMEDIES if rule.effect is effect)
 
 
-def backoff_s(failures: int, patience: Patience) -> float:
-    """The first restart is at once; then 1, 2, 4 … seconds."""
-    if failures <= 1:
+def backoff_s(short_lives: int, patience: Patience) -> float:
+    """The first restart is at once, and so is one after a long life; then 1, 2, 4 … seconds."""
+    if short_lives <= 1:
         return patience.backoff_first_s
-    return min(patience.backoff_most_s, patience.backoff_s * 2.0 ** (failures - 2))
+    return min(patience.backoff_most_s, patience.backoff_s * 2.0 ** (short_lives - 2))
 
 
 def recent(times: list[float], now: float, patience: Patience) -> list[float]:
