@@ -253,7 +253,7 @@ def test_ras_the_comma_that_nccl_forgets_where_a_rank_is_missing_is_not_needed()
 
 
 def test_ras_an_answer_of_empty_lines_is_given_up_at_once() -> None:
-    """A search for the missing comma took the square of their number: an hour for what a listener may send."""
+    """A search for the missing comma took the square of their number, hours for what a listener may send."""
     began = time.process_time()
     with pytest.raises(ValueError, match="Expecting"):
         read_json("{1" + ("\n" * (1 << 16) + "1") * 16)

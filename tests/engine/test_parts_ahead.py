@@ -14,6 +14,7 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.state.optimizer import Updater, adamw
 from everstep.engine.state.sharded import ShardedUpdater
+from everstep.engine.sums.sum_parts import joined
 from everstep.engine.worker import parts_ahead
 from everstep.engine.worker.parts_ahead import ArrivingParts
 from everstep.engine.worker.step_tensors import StepTensors
@@ -105,10 +106,8 @@ def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
     return payload.facts, payload.tensors
 
 
-def delivered(
-    messages: list[Message], dtype: torch.dtype = torch.float64
-) -> tuple[Envelope, tuple[Tensor, ...]] | None:
-    arriving, found = ArrivingParts(dtype), None
+def delivered(messages: list[Message]) -> tuple[Envelope, tuple[Tensor, ...]] | None:
+    arriving, found = ArrivingParts(), None
     for message in messages:
         found = arriving.take(*message) or found
     return found
@@ -125,7 +124,7 @@ def test_pieces_and_rest_are_the_part_in_whatever_order_they_come(accumulate: st
     assert sum(t.numel() for t in last[2]) < sum(t.numel() for t in right), "what was sent is not sent again"
     for seed in range(5):
         messages = random.Random(seed).sample([*sent, last], len(sent) + 1)
-        found = delivered(messages, tensors.stage.sums.flat.dtype)
+        found = delivered(messages)
         assert found is not None
         assert found[0] == Envelope(beside=facts)
         assert [t.shape for t in found[1]] == [t.shape for t in right]
@@ -172,10 +171,10 @@ def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(
         sent = computed(peer, (2, 3), to=1 if ahead else None)
         parcel = part(0, 1)
         told, made = peer.contents(Send(parcel, 1, 0, None), MEMBERS, in_place=ahead is None)
-        found = delivered([*sent, (parcel, told, made)], torch.int64)
+        found = delivered([*sent, (parcel, told, made)])
         assert found is not None
         types = {tensor.dtype for *_, tensors in [*sent, (parcel, told, made)] for tensor in tensors}
-        assert types == {torch.int64} if ahead is None else sent_as in types
+        assert sent_as in types
         owner.received(parcel, found[1], found[0].beside)
         chunks = (2, 3) if sharded else ()
         squares = owner.sum_chunk(SumChunk(1, MEMBERS, (parcel,), 4.0, chunks))
@@ -190,7 +189,7 @@ def test_a_piece_from_which_something_was_taken_back_is_sent_again() -> None:
     sent = computed(tensors, (0, 1), to=1)
     last = closing(tensors, 1)
     assert late.changed
-    found = delivered([*sent, last], torch.int64)
+    found = delivered([*sent, last])
     facts, right = whole(tensors, 1)
     assert found is not None
     assert late.num_promoted
@@ -210,10 +209,12 @@ def test_sums_that_outgrow_the_bytes_they_were_sent_in_are_sent_again() -> None:
     assert {tensor.dtype for *_, (tensor,) in sent} == {torch.int32}
     last = closing(tensors, 1)
     assert sums.changed
-    found = delivered([*sent, last], torch.int64)
+    found = delivered([*sent, last])
     assert found is not None
-    (right, *_), (came, *_) = whole(tensors, 1)[1], found[1]
-    assert (right.abs() >= 1 << 31).any()
+    (came, *_), mine = found[1], sums.part(tensors._stretch(MEMBERS, 1))
+    assert mine.high is not None
+    assert mine.high.any()
+    right = joined(mine.tensors[0], mine.high)
     assert torch.equal(came, right)
     again = computed(tensors, (2,), to=1)
     assert torch.uint8 in {tensor.dtype for *_, (tensor,) in again}, "in this step it is known"
@@ -253,7 +254,7 @@ def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one
     tensors = worker(0)
     sent = computed(tensors, (0, 1), to=1)
     last = closing(tensors, 1)
-    arriving = ArrivingParts(torch.float64)
+    arriving = ArrivingParts()
     for message in sent:
         assert arriving.take(*message) is None
     assert arriving.take(part(0, 1, step=0), Envelope(), (torch.ones(3),)) is not None
@@ -262,7 +263,7 @@ def test_an_old_part_that_comes_late_does_not_displace_the_pieces_of_a_newer_one
 
 def test_pieces_whose_sender_died_are_forgotten_with_their_step() -> None:
     sent = computed(worker(0), (0, 1), to=1)
-    arriving = ArrivingParts(torch.float64)
+    arriving = ArrivingParts()
     for message in sent:
         arriving.take(*message)
     assert arriving._of
@@ -292,7 +293,7 @@ def test_small_parts_send_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_pieces_that_cannot_be_are_refused(told: PartAhead | PartRest) -> None:
     with pytest.raises(PeerError):
-        ArrivingParts(torch.float64).take(part(0, 1), Envelope(piece=told), (torch.ones(3),))
+        ArrivingParts().take(part(0, 1), Envelope(piece=told), (torch.ones(3),))
 
 
 def test_a_worker_on_a_cpu_asks_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

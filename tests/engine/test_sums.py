@@ -21,7 +21,15 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels, sum_units
 from everstep.engine.sums import sums as gradient_sums
 from everstep.engine.sums.device_sums import reciprocal
-from everstep.engine.sums.sum_parts import owned, peaks_of, restored, shortened, virtual_chunks
+from everstep.engine.sums.sum_parts import (
+    joined,
+    owned,
+    parted,
+    peaks_of,
+    restored,
+    shortened,
+    virtual_chunks,
+)
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
 from everstep.schedule import footprint
@@ -62,7 +70,7 @@ def reduced(workers: list[GradientSums], replicas: int = 3) -> torch.Tensor:
         parts = [worker.part(stretch) for worker in workers]
         for other in {*range(len(workers))} - {owner}:
             sent = workers[other].for_wire(stretch)
-            parts[other] = parts[other]._replace(tensors=(sent, *parts[other].tensors[1:]))
+            parts[other] = parts[other]._replace(tensors=(sent, *parts[other].tensors[1:]), high=None)
         workers[owner].means(stretch, mine, parts, 1.0, out)
     return out
 
@@ -96,12 +104,18 @@ def regrouped(rng: random.Random, kind: str, late: bool, contributions: list[Con
     return reduced([added(sums(kind, late), group) for group in groups])
 
 
+def own(made: GradientSums) -> torch.Tensor:
+    part = made.part(WHOLE)
+    return part.tensors[0].long() if part.high is None else joined(part.tensors[0], part.high)
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int64), b.view(torch.int64))
 
 
 def imitated(
     totals: torch.Tensor,
+    high: torch.Tensor | None,
     addends: list[kernels.Addend],
     offsets: torch.Tensor,
     peaks: torch.Tensor,
@@ -113,14 +127,22 @@ def imitated(
     assert len({one.slot for one in addends}) == len(addends), "two blocks would write to one place"
     assert len({one.x.dtype for one in addends}) == 1
     for x, slot, start, is_first in addends:
-        total = totals[start : start + x.numel()]
+        where = slice(start, start + x.numel())
+        total = totals[where]
         placed = x.double() + offsets[slot]
         units = placed.view(torch.int64) - offsets[slot].view(torch.int64)
-        total.copy_(units) if is_first else total.add_(units.to(total.dtype), alpha=sign)
+        if high is None:
+            total.copy_(units) if is_first else total.add_(units.to(total.dtype), alpha=sign)
+        else:
+            before = torch.zeros_like(units) if is_first else total.long()
+            now = before + sign * units
+            total.copy_(now)
+            over = (now - total) >> 32
+            high[where].copy_(over if is_first else high[where] + over)
+            if over.any():
+                peaks[peaks.numel() // 2 + slot] = 1.0
         bits, seen = x.float().view(torch.int32) & 0x7FFFFFFF, peaks.view(torch.int32)
         seen[slot] = torch.maximum(seen[slot], bits.max())
-        if total.dtype == torch.int64 and (total >> 31 != total >> 63).any():
-            peaks[peaks.numel() // 2 + slot] = 1.0
 
 
 def imitated_mean(
@@ -131,6 +153,7 @@ def imitated_mean(
     blocks: range,
     stretch: slice,
     origin: int,
+    high: torch.Tensor | None = None,
 ) -> None:
     """One block after the other, as the kernel's programs do."""
     slots, starts, ends, rooms = tables
@@ -140,14 +163,16 @@ def imitated_mean(
         at = at[(at >= stretch.start) & (at < stretch.stop) & (at < rooms[slot])]
         real = at < ends[slot]
         value = torch.zeros(len(at), dtype=torch.float64)
-        for part in parts:
-            value[real] += part[at[real] - stretch.start].double()
+        total = sum(part[at[real] - stretch.start].long() for part in parts)
+        value[real] += total.double()
+        if high is not None:
+            value[real] = (total + (high[at[real] - stretch.start].long() << 32)).double()
         out[at - origin] = (value * scales[slot] * scales[-1]).to(out.dtype)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "usable", lambda device, dtype: True)
+    monkeypatch.setattr(kernels, "usable", lambda *kinds: True)
     monkeypatch.setattr(kernels, "add_units", imitated)
     monkeypatch.setattr(kernels, "mean_of", imitated_mean)
 
@@ -188,7 +213,7 @@ def test_the_kernel_of_a_gpu_gives_the_sums_of_the_reference(
 ) -> None:
     contributions = drawn(random.Random(7))
     found = added(sums(kind, True), contributions).values()
-    monkeypatch.setattr(kernels, "usable", lambda device, dtype: False)
+    monkeypatch.setattr(kernels, "usable", lambda *kinds: False)
     assert same_bits(found, added(sums(kind, True), contributions).values())
 
 
@@ -200,9 +225,11 @@ def test_a_gpu_adds_many_small_contributions_at_once(monkeypatch: pytest.MonkeyP
     xs = [torch.full((5,), float(i), dtype=torch.bfloat16 if i < 4 else torch.float32) for i in range(count)]
     launches: list[int] = []
 
-    def counted(totals: torch.Tensor, addends: list[kernels.Addend], *rest: object, **more: int) -> None:
+    def counted(
+        totals: torch.Tensor, high: None, addends: list[kernels.Addend], *rest: object, **more: int
+    ) -> None:
         launches.append(len(addends))
-        imitated(totals, addends, *rest, **more)
+        imitated(totals, high, addends, *rest, **more)
 
     monkeypatch.setattr(kernels, "add_units", counted)
     made = GradientSums(slots, 16 * count, kind="strict", contributions=4, device=CPU, late=True)
@@ -409,7 +436,10 @@ def test_sums_of_40_bits_are_sent_in_5_bytes_and_come_as_they_were() -> None:
     generator = torch.Generator().manual_seed(1)
     drawn_ones = torch.randint(-most, most, (1001,), generator=generator)
     total = torch.cat([torch.tensor(numbers), drawn_ones])
-    short = shortened(total[3:])
+    low, high = torch.empty_like(total, dtype=torch.int32), torch.empty_like(total, dtype=torch.int8)
+    parted(total, low, high)
+    assert torch.equal(joined(low, high), total)
+    short = shortened(low[3:], high[3:])
     assert short.nbytes == 5 * (total.numel() - 3)
     assert torch.equal(restored(short, slice(0, total.numel() - 3)), total[3:])
     assert torch.equal(restored(short, slice(7, 500)), total[10:503])
@@ -431,11 +461,12 @@ def test_a_stretch_without_any_tensor_is_zeros(kind: str, late: bool) -> None:
     assert out.tolist() == [0.0] * 32
 
 
-def test_only_integers_of_40_bits_are_sent_in_fewer_bytes() -> None:
+def test_only_integers_of_40_bits_are_sent_in_fewer_bytes_than_they_may_need() -> None:
     for kind, late in KINDS:
         made = sums(kind, late)
-        is_short = made.for_wire(WHOLE).nbytes < made.flat.nbytes
-        assert is_short == (kind == "strict40" and late), kind
+        least = 4 if kind == "strict32" or (kind == "strict40" and late) else 8
+        assert made.for_wire(WHOLE).nbytes == least * SIZE, kind
+        assert made.for_wire(WHOLE).data_ptr() == made.flat.data_ptr(), "nothing is copied"
 
 
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
@@ -453,7 +484,7 @@ def test_sums_that_32_bits_hold_are_sent_in_as_many(
         for index, slot in enumerate(SLOTS.values()):
             made.add(index, lambda i=index, slot=slot, p=part: torch.full(slot.shape, p * units[i] * unit[i]))
         made.added()
-    total = made.part(WHOLE).tensors[0]
+    total = own(made)
     wheres = [slice(slot.offset, slot.offset + slot.size) for slot in SLOTS.values()]
     assert [made.for_wire(where).dtype for where in wheres] == [torch.int32, torch.uint8, torch.int32]
     assert made.for_wire(WHOLE).dtype == torch.uint8
@@ -485,11 +516,31 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
                     index, lambda slot=slot, limit=limit: torch.full(slot.shape, 2.0**limit * (1 - 2**-24))
                 )
             made.added()
-        flat = made.part(WHOLE).tensors[0]
+        flat = own(made)
         assert made.num_promoted == 0
+        most = round(2.0**33 * (1 - 2**-24))
+        assert {int(flat[slot.offset]) for slot in SLOTS.values()} == {count * most}
         assert (made.for_wire(WHOLE).dtype == torch.uint8) == (count < grids.MOST_SHORT)
         assert torch.equal(restored(made.for_wire(WHOLE), WHOLE), flat)
-        assert torch.equal(restored(shortened(flat), WHOLE), flat) == (count <= grids.MOST_SHORT)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
+@pytest.mark.parametrize("odd", [2.0**40, math.inf, math.nan])
+def test_what_does_not_fit_is_taken_back_also_where_sums_become_longer(
+    odd: float, with_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    """At the 63rd microbatch, and around it: of what is too long for 40 bits a part is lost on the way."""
+    if with_kernels:
+        request.getfixturevalue("kernel")
+    fitting = -(2.0**-3) * (1 - 2**-24)
+    for at in range(grids.MOST_SHORT - 3, grids.MOST_SHORT + 2):
+        made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
+        made.begin(1, LIMITS)
+        for k in range(grids.MOST_SHORT + 3):
+            made.add(0, lambda k=k, at=at: torch.full((5,), odd if k == at else fitting))
+            made.added()
+        expected = (grids.MOST_SHORT + 2) * round(fitting * 2.0**36)
+        assert own(made)[:5].tolist() == [expected] * 5
 
 
 @pytest.mark.parametrize("kind", STRICT)

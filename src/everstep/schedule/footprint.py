@@ -34,7 +34,8 @@ from enum import StrEnum
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
 
 SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
-PARTS = {"strict40": 10.0}  # where that is more: what is sent is a copy of 5 bytes, what comes another
+PARTED = 5.0  # `strict40` on a GPU
+PARTS = {"strict40": 10.0}  # at most: what is sent may be a copy of 5 bytes, what comes another
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 FP8_WEIGHTS = 2.0  # of Linears, by row and by column; counted as if all parameters were theirs
 MASTERS = REDUCED = PRODUCT = 4.0
@@ -155,13 +156,14 @@ def per_parameter(settings: Settings) -> dict[str, float]:
     separate = settings.precision != "fp32" or settings.eager or settings.sharded
     part = share(settings)
     average = {"average of the weights": MASTERS * part} if settings.average else {}
+    is_parted = settings.accumulate == "strict40" and settings.checked_late
     in_fp8 = {"weights in fp8": FP8_WEIGHTS} if settings.precision == "fp8" else {}
     return {
         "master weights": MASTERS * part,
         "working weights": WEIGHTS[settings.precision] if separate else 0.0,
         **in_fp8,
         "optimizer state": settings.optimizer * part,
-        "gradient sums": SUMS[settings.accumulate],
+        "gradient sums": PARTED if is_parted else SUMS[settings.accumulate],
         "reduced gradient": REDUCED * part,
         **average,
     }

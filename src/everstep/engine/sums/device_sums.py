@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from torch import Tensor
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import kernels
 from everstep.net import host_memory
+
+
+class Planes(NamedTuple):
+    """Of a buffer of sums."""
+
+    low: Tensor
+    high: Tensor | None = None  # what these lack, where they have 32 bits of 40
 
 
 class DeviceSums:
@@ -36,48 +44,59 @@ class DeviceSums:
         self._peaks = torch.zeros(2 * len(units), device=self._device)
         self._untouched = {index for index, slot in enumerate(self._slots) if slot.size}
 
-    def add(self, flat: Tensor, contributions: Sequence[tuple[int, Tensor]]) -> None:
+    def add(self, sums: Planes, contributions: Sequence[tuple[int, Tensor]]) -> None:
         """As few launches as can be: the host needs longer for each than the device for a small tensor."""
         held: dict[int, Tensor] = {}
         kind = contributions[0][1].dtype
         for index, contribution in contributions:
             if contribution.dtype != kind or index in held or len(held) == kernels.MOST:
-                self._add_at_once(flat, held)
+                self._add_at_once(sums, held)
                 held, kind = {}, contribution.dtype
             held[index] = contribution
-        self._add_at_once(flat, held)
+        self._add_at_once(sums, held)
 
-    def _add_at_once(self, flat: Tensor, held: Mapping[int, Tensor]) -> None:
+    def _add_at_once(self, sums: Planes, held: Mapping[int, Tensor]) -> None:
         addends = [
             kernels.Addend(x.contiguous(), index, self._slots[index].offset, index in self._untouched)
             for index, x in held.items()
         ]
         self._untouched.difference_update(held)
-        kernels.add_units(flat, addends, self._offsets, self._peaks)
+        kernels.add_units(*sums, addends, self._offsets, self._peaks)
 
-    def subtract(self, flat: Tensor, index: int, contribution: Tensor) -> None:
+    def subtract(self, sums: Planes, index: int, contribution: Tensor) -> None:
         peaks = torch.zeros_like(self._peaks)
         addend = kernels.Addend(contribution.contiguous(), index, self._slots[index].offset)
-        kernels.add_units(flat, [addend], self._offsets, peaks, sign=-1)
+        kernels.add_units(*sums, [addend], self._offsets, peaks, sign=-1)
 
     def take_peaks(self) -> Tensor:
         """By slot, since they were last taken; then, by slot, 1 if its sums needed more than 32 bits."""
         peaks, self._peaks = self._peaks, torch.zeros_like(self._peaks)
         return peaks
 
-    def empty_untouched(self, flat: Tensor) -> None:
+    def empty_untouched(self, sums: Planes) -> None:
         for index in self._untouched:
-            self._view(flat, index).zero_()
+            slot = self._slots[index]
+            for plane in sums:
+                if plane is not None:
+                    plane[slot.offset : slot.offset + slot.size].zero_()
         self._untouched.clear()
 
-    def means(self, stretch: slice, parts: Sequence[Tensor], weight: float, out: Tensor, origin: int) -> None:
-        """As `GradientSums.means`, of sums that were not promoted."""
+    def means(
+        self,
+        stretch: slice,
+        parts: Sequence[Tensor],
+        weight: float,
+        out: Tensor,
+        origin: int,
+        high: Tensor | None = None,
+    ) -> None:
+        """As `GradientSums.means`, of sums that were not promoted. `high`: of the first part."""
         if self._tables is None:
             self._tables = self._make_tables()
         blocks = range(bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop))
         scales = torch.tensor([*self._units, reciprocal(weight)], dtype=torch.float64)
         there = host_memory.to_device(scales, self._device)
-        kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin)
+        kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin, high)
 
     def _make_tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots: list[int] = []
@@ -93,10 +112,6 @@ class DeviceSums:
             for table, kind in zip(tables, kinds, strict=True)
         )
         return a, b, c, d
-
-    def _view(self, flat: Tensor, index: int) -> Tensor:
-        slot = self._slots[index]
-        return flat[slot.offset : slot.offset + slot.size]
 
 
 def reciprocal(weight: float) -> float:

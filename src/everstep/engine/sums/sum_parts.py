@@ -22,6 +22,7 @@ class SumPart(NamedTuple):
     tensors: tuple[Tensor, ...]  # the stretch of its buffer, then the promoted sums in it, or all as one
     peaks: Sequence[int] = ()  # of its contributions, by slot; for plain sums none
     promoted: Sequence[tuple[int, int]] = ()  # slot and level of each promoted sum
+    high: Tensor | None = None  # of the worker's own stretch: what 32 bits of it lack (`joined`)
 
     @property
     def facts(self) -> list[object]:
@@ -34,18 +35,24 @@ class SumPart(NamedTuple):
         return SumPart(tensors, peaks, [(int(slot), int(level)) for slot, level in promoted])
 
 
-def shortened(sums: Tensor) -> Tensor:
+def joined(low: Tensor, high: Tensor) -> Tensor:
+    """The integers that 32 bits with their sign and what those lack, in units of 2**32, stand for."""
+    return (high.long() << 32).add_(low)
+
+
+def parted(sums: Tensor, low: Tensor, high: Tensor) -> None:
+    """The inverse of `joined`. What is too long is cut; taken from the sum again, it leaves no trace."""
+    low.copy_(sums)
+    high.copy_((sums - low) >> 32)
+
+
+def shortened(low: Tensor, high: Tensor) -> Tensor:
     """Integers of 40 bits in as many: the low 32 of all of them, then the high 8."""
-    count = sums.numel()
-    made = torch.empty(_BYTES * count, dtype=SHORT, device=sums.device)
-    made[: 4 * count].view(torch.int32).copy_(sums.view(torch.int32)[::2])
-    made[4 * count :].view(torch.int8).copy_(sums.view(torch.int8)[4::8])
+    count = low.numel()
+    made = torch.empty(_BYTES * count, dtype=SHORT, device=low.device)
+    made[: 4 * count].view(torch.int32).copy_(low)
+    torch.add(high, low >> 31, out=made[4 * count :].view(torch.int8))
     return made
-
-
-def narrowed(sums: Tensor) -> Tensor:
-    """Integers of 64 bits of which 32 say all. Wherever they are added to longer ones, they are so again."""
-    return sums.view(torch.int32)[::2].contiguous()
 
 
 def restored(sums: Tensor, where: slice) -> Tensor:

@@ -3,10 +3,12 @@
     fp32       4 bytes   plain sums; other bits in another order
     fp64       8 bytes   plain sums; the same bits in any order, practically always
     strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
-    strict40   8 bytes   the same on a coarser grid, for products of bf16: sent in 4 bytes, or 5
+    strict40   5 bytes   the same on a coarser grid, for products of bf16 (on a CPU 8 bytes)
     strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
-How a strict sum is kept is in `sum_units`.
+How a strict sum is kept is in `sum_units`. Of `strict40` on a GPU 32 bits with their sign are in `flat`, and
+what those lack is in a second buffer, which is hardly ever read or written; so 4 bytes are sent, or 5. A
+worker that computes more microbatches in a step than 40 bits are enough for has 8 bytes from then on.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
 added. Contributions are put together in groups, because for most tensors the calls would cost more than the
@@ -31,8 +33,8 @@ from torch import Tensor
 
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
-from everstep.engine.sums.device_sums import DeviceSums, reciprocal
-from everstep.engine.sums.sum_parts import SumPart, narrowed, restored, shortened
+from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
+from everstep.engine.sums.sum_parts import SumPart, joined, parted, restored, shortened
 from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, units_of
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
@@ -92,11 +94,15 @@ class GradientSums:
         self._units = units_of(kind, late=self.is_late)
         plain = kind in ("fp64", "fp32")
         self.grid = grids.grid("strict" if plain else cast(grids.StrictKind, kind), contributions)
-        dtype = self._units.dtype if self._units else _PLAIN[kind]
-        self.flat = self._empty((size,), dtype=dtype)
-        has_kernels = self.is_late and self._units is not None and kernels.usable(device, dtype)
+        self._dtype = self._units.dtype if self._units else _PLAIN[kind]
+        is_parted = kind == "strict40" and self.is_late
+        self.flat = self._empty((size,), dtype=torch.int32 if is_parted else self._dtype).zero_()
+        self._high = torch.zeros(size, dtype=torch.int8, device=device) if is_parted else None
+        is_integer = self.is_late and self._units is not None
+        has_kernels = is_integer and kernels.usable(
+            device, self.flat.dtype, torch.int8 if is_parted else None
+        )
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
-        self.flat.zero_()
         self._cut()
         self._wide, self._wide_before = set[int](), set(range(len(self.slots)))
         self.step: int | None = None
@@ -110,11 +116,6 @@ class GradientSums:
     @property
     def has_kernels(self) -> bool:
         return self._device_sums is not None
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of an element on its way, at best."""
-        return 4 if self._is_packed else self.flat.element_size()
 
     @property
     def num_promoted(self) -> int:
@@ -148,6 +149,8 @@ class GradientSums:
             return
         if self._units is None or not self._units.offset:
             self.flat.zero_()
+            if self._high is not None:
+                self._high.zero_()
             return
         for index, view in enumerate(self._views):  # what lies between them stays zero
             view.fill_(self._offset(index, 0))
@@ -196,7 +199,7 @@ class GradientSums:
         """Put the contributions of a group together, and those aside that do not fit."""
         group, self._group, self._group_size = self._group, [], 0
         if self._device_sums is not None and group:
-            self._device_sums.add(self.flat, group)
+            self._device_sums.add(self._planes, group)
             return
         group = [(index, contribution) for index, contribution in group if self._sizes[index]]
         if not group:
@@ -244,20 +247,30 @@ class GradientSums:
         if self._device_sums is not None:
             self.hold(index, contribution)
             return None
-        self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], 1)
-        total = self._views[index]
+        self._add_whole(index, contribution, 1)
         largest = torch.linalg.vector_norm(contribution, math.inf, dtype=torch.float32)
-        wide = (total >> 31 != total >> 63).any() if self._is_packed else torch.zeros_like(largest)
+        wide = torch.zeros_like(largest) if self._high is None else self._high[self._where(index)].any()
         return torch.stack([largest, wide.float()])
+
+    def _add_whole(self, index: int, contribution: Tensor, sign: int) -> None:
+        assert self._units is not None
+        total = self._views[index]
+        if self._high is None:
+            self._units.add([Addition(total, contribution, self._unit(index, 0))], sign)
+            return
+        high = self._high[self._where(index)]
+        whole = joined(total, high)
+        self._units.add([Addition(whole, contribution, self._unit(index, 0))], sign)
+        parted(whole, total, high)
 
     def _take_back(self, index: int, contribution: Tensor) -> None:
         assert self._units is not None
         self.changed.add(index)
         self._wide.add(index)  # it was not to be seen while something was in them that did not belong there
         if self._device_sums is not None:
-            self._device_sums.subtract(self.flat, index, contribution)
+            self._device_sums.subtract(self._planes, index, contribution)
         else:
-            self._units.add([Addition(self._views[index], contribution, self._unit(index, 0))], -1)
+            self._add_whole(index, contribution, -1)
 
     def added(self) -> None:
         """All contributions of a microbatch are in."""
@@ -266,6 +279,9 @@ class GradientSums:
             self.check()
         else:
             self._gather()
+        if self._num_added == grids.MOST_SHORT and self._high is not None:
+            self.settle()
+            self._high = self._high.to(torch.int32)
 
     def check(self) -> None:
         """On a GPU: what was added before the last call is checked now, and let go; the rest is so next time,
@@ -321,7 +337,7 @@ class GradientSums:
         total = self._views[index]
         if level:
             if (index, level) not in self._promoted:
-                empty = self._empty((total.numel(),), dtype=total.dtype)
+                empty = self._empty((total.numel(),), dtype=self._dtype)
                 self._promoted[index, level] = empty.fill_(self._offset(index, level))
             total = self._promoted[index, level]
         self._units.add([Addition(total, contribution, self._unit(index, level))], 1)
@@ -332,37 +348,37 @@ class GradientSums:
         """What this worker adds to a stretch of the whole stage's sum: views, not copies."""
         self.settle()
         if self._device_sums is not None:
-            self._device_sums.empty_untouched(self.flat)
+            self._device_sums.empty_untouched(self._planes)
         if not self.is_strict:
             return SumPart((self.flat[where],))
         there = dict(self.pieces(where))
         promoted = [key for key in sorted(self._promoted) if key[0] in there]
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
-        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted)
+        high = None if self._high is None or self._wide.isdisjoint(there) else self._high[where]
+        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted, high)
 
-    def for_wire(self, where: slice) -> Tensor:
+    def for_wire(self, where: slice, *, in_place: bool = False) -> Tensor:
         """A stretch in as few bytes as it needs. While a microbatch is added, as many as the step before
-        needed: if that is too few, its slots are among the `changed` in the end.
+        needed: if that is too few, its slots are among the `changed` in the end. `in_place`: read there.
         """
-        sums = self.flat[where]
-        if not self._is_packed:
-            return sums
+        low = self.flat[where]
         is_settled = self._late is None and not self._adding
         wide = self._wide if is_settled else self._wide | self._wide_before
-        if wide.isdisjoint(index for index, _ in self.pieces(where)):
-            return narrowed(sums)
-        return shortened(sums) if self._num_added < grids.MOST_SHORT else sums
-
-    @property
-    def _is_packed(self) -> bool:
-        return self.kind == "strict40" and self.flat.dtype == torch.int64
+        if self._high is None or wide.isdisjoint(index for index, _ in self.pieces(where)):
+            return low
+        high = self._high[where]
+        made = shortened(low, high) if self._num_added < grids.MOST_SHORT else joined(low, high)
+        if in_place:
+            made = self._empty(made.shape, dtype=made.dtype).copy_(made)
+            self._packed.append(made)
+        return made
 
     def packed(self, part: SumPart, most: int = MOST_PROMOTED) -> SumPart:
         """For sending: promoted sums that are more than so many are copied into one tensor."""
         stretch, *promoted = part.tensors
         if len(promoted) <= most:
             return part
-        total = self._empty((sum(one.numel() for one in promoted),), dtype=stretch.dtype)
+        total = self._empty((sum(one.numel() for one in promoted),), dtype=self._dtype)
         self._packed.append(torch.cat(promoted, out=total))
         return part._replace(tensors=(stretch, total))
 
@@ -385,12 +401,8 @@ class GradientSums:
         uncommon = {index for index, _ in levels}  # slots with promoted sums, or with what is not finite
         for part in parts if self.is_strict else ():
             uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
-        flats = [part.tensors[0] for part in parts]
         if self._device_sums is not None:
-            as_they_are = all(flat.dtype == self.flat.dtype for flat in flats)
-            for whole in [stretch] if as_they_are else _blocks(stretch):
-                sums = [self._like_own(flat, _shifted(whole, stretch.start)) for flat in flats]
-                self._device_sums.means(whole, sums, weight, out, origin)
+            self._means_by_kernels(stretch, parts, weight, out, origin)
             chunks = [
                 slice(at, min(at + CHUNK, piece.stop))
                 for index, piece in self.pieces(stretch)
@@ -398,16 +410,32 @@ class GradientSums:
                 for at in range(piece.start, piece.stop, CHUNK)
             ]
         for chunk in chunks if self.is_late else _in_a_cache(chunks):
-            here = [self._like_own(flat, _shifted(chunk, stretch.start)) for flat in flats]
+            here = [self._whole(part, _shifted(chunk, stretch.start)) for part in parts]
             if self.is_strict:  # as the kernels do it, so that it does not matter who has them
                 total = self._total(chunk, here, levels, uncommon, parts)
                 torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
             else:
                 torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
 
-    def _like_own(self, sums: Tensor, where: slice) -> Tensor:
-        """What a peer sent of a stretch."""
-        return restored(sums, where).to(self.flat.dtype)
+    def _means_by_kernels(
+        self, stretch: slice, parts: Sequence[SumPart], weight: float, out: Tensor, origin: int
+    ) -> None:
+        assert self._device_sums is not None
+        own_first = sorted(parts, key=lambda part: part.high is None)  # integers: in any order
+        flats, high = [part.tensors[0] for part in own_first], own_first[0].high
+        if all(flat.dtype == self.flat.dtype for flat in flats) and (
+            high is None or high.dtype == torch.int8
+        ):
+            sums = [restored(flat, slice(0, stretch.stop - stretch.start)) for flat in flats]
+            self._device_sums.means(stretch, sums, weight, out, origin, high)
+            return
+        for block in _blocks(stretch):
+            sums = [self._whole(part, _shifted(block, stretch.start)) for part in own_first]
+            self._device_sums.means(block, sums, weight, out, origin)
+
+    def _whole(self, part: SumPart, where: slice) -> Tensor:
+        sums = restored(part.tensors[0], where)
+        return sums.to(self._dtype) if part.high is None else joined(sums, part.high[where])
 
     def _total(
         self,
@@ -492,6 +520,13 @@ class GradientSums:
         values = torch.empty(self.size, dtype=torch.float64, device=self.device)
         self.means(whole, [whole], [self.part(whole)], 1.0, values)
         return values
+
+    @property
+    def _planes(self) -> Planes:
+        return Planes(self.flat, self._high)
+
+    def _where(self, index: int) -> slice:
+        return slice(self.slots[index].offset, self._ends[index])
 
     def _cut(self) -> None:
         """The sums of each tensor, in its shape and flat."""

@@ -119,7 +119,7 @@ class PartsAhead:
 
 def _cut(sums: GradientSums, stretches: Sequence[slice]) -> dict[Stretch, frozenset[int]]:
     """The pieces of a part, each with the slots it is made of. The last slots of a stretch end first."""
-    least = PIECE[sums.device.type] // sums.sent_bytes
+    least = PIECE[sums.device.type] // sums.flat.element_size()
     found: dict[Stretch, frozenset[int]] = {}
     for k, where in enumerate(stretches):
         stop, of = where.stop, set[int]()
@@ -153,10 +153,9 @@ class _Arriving:
 
 
 class ArrivingParts:
-    """At the receiver: of each sender the newest part that is not whole. `dtype`: of sums that are."""
+    """At the receiver: of each sender the newest part that is not whole."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._of: dict[int, _Arriving] = {}
 
     def take(self, parcel: Parcel, envelope: Envelope, tensors: tuple[Tensor, ...]) -> Message | None:
@@ -208,12 +207,15 @@ class ArrivingParts:
         if not 0 <= piece.start <= piece.stop <= size or length_of(tensor) != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
         tensor = restored(tensor, slice(0, piece.stop - piece.start))
-        if size * self._dtype.itemsize > MAX_BYTES:
+        if size * tensor.itemsize > MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
+        whole = arriving.wholes.get(piece.stretch)
         if tensor.numel() == size:
-            arriving.wholes[piece.stretch] = tensor
-            return
-        if piece.stretch not in arriving.wholes:
-            whole = torch.empty(size, dtype=self._dtype, device=tensor.device)
-            arriving.wholes[piece.stretch] = whole
-        arriving.wholes[piece.stretch][piece.start : piece.stop].copy_(tensor, non_blocking=True)
+            whole = tensor
+        elif whole is None:
+            whole = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        elif whole.itemsize < tensor.itemsize:
+            whole = whole.to(tensor.dtype)
+        if whole is not tensor:
+            whole[piece.start : piece.stop].copy_(tensor, non_blocking=True)
+        arriving.wholes[piece.stretch] = whole

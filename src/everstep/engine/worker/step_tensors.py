@@ -19,6 +19,7 @@ many steps later when a large state is queued before it. Which buffers may be wr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +91,7 @@ class StepTensors:
             new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
             self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
-        self.ahead, self.arriving = PartsAhead(), ArrivingParts(stage.sums.flat.dtype)
+        self.ahead, self.arriving = PartsAhead(), ArrivingParts()
 
     def let_go(self) -> None:
         """Of the stage, its buffers and its optimizer; `rebuilt` follows."""
@@ -164,9 +165,9 @@ class StepTensors:
             return envelope, payload.tensors
         places = self._places(payload)
         envelope, tensors = self.ahead.rest(command.parcel, envelope, payload.tensors, places)
-        if envelope.piece is None and not in_place:
+        if envelope.piece is None:
             wheres = dict(zip(places, self.stretches(command.parcel, members), strict=True))
-            for_wire = self.stage.sums.for_wire
+            for_wire = partial(self.stage.sums.for_wire, in_place=in_place)
             tensors = tuple(for_wire(wheres[k]) if k in wheres else one for k, one in enumerate(tensors))
         return envelope, tensors
 
