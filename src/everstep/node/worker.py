@@ -28,7 +28,7 @@ from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
 from everstep.engine.shards.marks import GroupWaits, ShardMark
 from everstep.engine.sums import kernels
-from everstep.engine.sums.sum_units import units_of
+from everstep.engine.sums.sum_units import kept_as
 from everstep.engine.telemetry.beacon import Beacon
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.engine.telemetry.recorder import WorkerRecorder
@@ -269,8 +269,8 @@ def _computes_with(job: Job, device: torch.device) -> str:
     """What the worker's bits depend on; empty: on the order of its sums as well."""
     if job.accumulate == "fp32":
         return ""
-    units = units_of(job.sums, late=True)
-    return computes_with(device, has_kernels=units is None or kernels.usable(device, units.dtype))
+    kept = kept_as(job.sums, late=True)
+    return computes_with(device, has_kernels=kept is None or kernels.usable(device, *kept))
 
 
 def _meet(

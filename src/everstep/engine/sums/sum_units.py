@@ -43,6 +43,14 @@ def units_of(kind: Accumulate, *, late: bool) -> SumUnits | None:
     return _INTEGERS if kind == "strict32" else None
 
 
+def kept_as(kind: Accumulate, *, late: bool) -> tuple[torch.dtype, torch.dtype | None] | None:
+    """The types of the buffer, and of one for what that lacks (`sum_parts.joined`); None: plain sums."""
+    units = units_of(kind, late=late)
+    if units is None:
+        return None
+    return (torch.int32, torch.int8) if kind == "strict40" and late else (units.dtype, None)
+
+
 def _add_to_doubles(additions: Sequence[Addition], sign: int) -> None:
     totals, contributions = [], []
     for total, contribution, _ in additions:

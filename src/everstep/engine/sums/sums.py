@@ -35,7 +35,7 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
 from everstep.engine.sums.sum_parts import SumPart, joined, parted, restored, shortened
-from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, units_of
+from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, kept_as, units_of
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK
 
@@ -95,13 +95,10 @@ class GradientSums:
         plain = kind in ("fp64", "fp32")
         self.grid = grids.grid("strict" if plain else cast(grids.StrictKind, kind), contributions)
         self._dtype = self._units.dtype if self._units else _PLAIN[kind]
-        is_parted = kind == "strict40" and self.is_late
-        self.flat = self._empty((size,), dtype=torch.int32 if is_parted else self._dtype).zero_()
-        self._high = torch.zeros(size, dtype=torch.int8, device=device) if is_parted else None
-        is_integer = self.is_late and self._units is not None
-        has_kernels = is_integer and kernels.usable(
-            device, self.flat.dtype, torch.int8 if is_parted else None
-        )
+        dtype, high = kept_as(kind, late=self.is_late) or (self._dtype, None)
+        self.flat = self._empty((size,), dtype=dtype).zero_()
+        self._high = None if high is None else torch.zeros(size, dtype=high, device=device)
+        has_kernels = self.is_late and self._units is not None and kernels.usable(device, dtype, high)
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self._cut()
         self._wide, self._wide_before = set[int](), set(range(len(self.slots)))
@@ -423,9 +420,8 @@ class GradientSums:
         assert self._device_sums is not None
         own_first = sorted(parts, key=lambda part: part.high is None)  # integers: in any order
         flats, high = [part.tensors[0] for part in own_first], own_first[0].high
-        if all(flat.dtype == self.flat.dtype for flat in flats) and (
-            high is None or high.dtype == torch.int8
-        ):
+        is_short = high is None or high.dtype == torch.int8
+        if is_short and all(flat.dtype == self.flat.dtype for flat in flats):
             sums = [restored(flat, slice(0, stretch.stop - stretch.start)) for flat in flats]
             self._device_sums.means(stretch, sums, weight, out, origin, high)
             return
