@@ -2,11 +2,11 @@
 
 On a Hopper GPU torch takes cuDNN's kernels, and under `use_deterministic_algorithms` flash attention 2, which
 needs twice as long. The reason is one of the gradients: cuDNN's backward pass, as torch calls it, adds up
-that of the queries in the order in which blocks finish. Its forward pass and the other gradients have one
-order. An exact process therefore runs cuDNN's forward pass, and
+that of the queries in the order in which blocks finish. Its forward pass has one order. An exact process
+therefore runs cuDNN's forward pass, and
 
     library   cuDNN's own exact backward pass, where its front end is installed (`attention_library`)
-    own       cuDNN's gradients of keys and values, and a kernel of ours for the queries (below)
+    own       kernels of ours for the backward pass (below)
     torch     what torch chooses: other GPUs, other shapes, or where neither passes a trial
 
 The trial is one pass on a sample, compared with torch's exact one. Its answer depends on shapes, GPU and
@@ -144,19 +144,17 @@ class _Library(torch.autograd.Function):
         return run(q, k, v, out, grads[0], logsumexp)
 
 
-class _WithQueryGrads(torch.autograd.Function):
-    """Attention's output as it is, and the gradient of its queries."""
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, logsumexp = _forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        return out
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor, logsumexp: Tensor) -> Tensor:
-        ctx.save_for_backward(out, q, k, v, logsumexp)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out, q, k, v, logsumexp = ctx.saved_tensors
-        grad = attention_library.in_layout(grads[0])
-        return grad, query_grads(q, k, v, out, grad, logsumexp), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        return gradients(q, k, v, out, attention_library.in_layout(grads[0]), logsumexp)
 
 
 def _library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,8 +163,7 @@ def _library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out, logsumexp = _forward(q.detach(), k, v)
-    made: Tensor = _WithQueryGrads.apply(out, q, k.detach(), v.detach(), logsumexp)  # type: ignore[no-untyped-call]
+    made: Tensor = _Own.apply(q, k, v)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -221,13 +218,17 @@ def _passes(
 
 
 # ------------------------------------------------------------------
-# The gradient of causal attention's queries, in one order: a kernel of our own, in Triton.
+# The backward pass of causal attention, in one order: kernels of our own, in Triton.
 #
-# Each block of queries goes through the keys before it, and adds up its gradient in registers. No other
-# block adds to it, so the bits are the same every time. Scores and the gradients of their softmax are
-# computed again from what the forward pass has left, as flash attention does.
+# Each block of queries goes through the keys before it, and adds up its gradient in registers; each block of
+# keys goes through the queries after it. No other block adds to it, so the bits are the same every time.
+# Scores and the gradients of their softmax are computed again from what the forward pass has left, as flash
+# attention does, once for the queries and once for the keys.
 
-ROWS, COLUMNS = 128, 64  # of queries and keys in a block
+ROWS = 128  # of which a length is a multiple
+_BLOCKS = ("ROWS", "COLUMNS", "num_warps", "num_stages")  # queries and keys in a block, and how it is run
+_OF_QUERIES = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}  # by the size of a head: measured on an H200
+_OF_KEYS = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2)}
 
 
 @cache
@@ -237,7 +238,7 @@ def _compiled() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def query_grads(  # type: ignore[no-untyped-def]
-        q_at, k_at, v_at, out_at, grad_at, logsumexp_at, found_at,
+        q_at, k_at, v_at, out_at, grad_at, logsumexp_at, delta_at, found_at,
         q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_s, g_b, g_h, g_s, f_b, f_h, f_s,
         heads, length, scale,
         SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -251,7 +252,9 @@ def _compiled() -> Any:
         grad = tl.load(grad_at + b * g_b + h * g_h + row[:, None] * g_s + d[None, :])
         delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
         base_2 = 1.4426950408889634
-        logsumexp = tl.load(logsumexp_at + tl.program_id(1).to(tl.int64) * length + row) * base_2
+        place = tl.program_id(1).to(tl.int64) * length + row
+        tl.store(delta_at + place, delta)
+        logsumexp = tl.load(logsumexp_at + place) * base_2
         keys, values = k_at + b * k_b + h * k_h, v_at + b * v_b + h * v_h
         total = tl.zeros((ROWS, SIZE), tl.float32)
         whole = block * ROWS // COLUMNS  # blocks of keys that every query of this block sees
@@ -273,16 +276,72 @@ def _compiled() -> Any:
         found = found_at + b * f_b + h * f_h + row[:, None] * f_s + d[None, :]
         tl.store(found, (total * scale).to(q.dtype))
 
-    return query_grads
+    @triton.jit  # type: ignore[untyped-decorator]
+    def key_grads(  # type: ignore[no-untyped-def]
+        q_at, k_at, v_at, grad_at, logsumexp_at, delta_at, of_k_at, of_v_at,
+        q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_s, f_b, f_h, f_s,
+        heads, length, scale,
+        SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        block = tl.program_id(0)  # the longest first
+        b = (tl.program_id(1) // heads).to(tl.int64)
+        h = (tl.program_id(1) % heads).to(tl.int64)
+        column, d = block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SIZE)
+        k = tl.load(k_at + b * k_b + h * k_h + column[:, None] * k_s + d[None, :])
+        v = tl.load(v_at + b * v_b + h * v_h + column[:, None] * v_s + d[None, :])
+        base_2 = 1.4426950408889634
+        queries, grads = q_at + b * q_b + h * q_h, grad_at + b * g_b + h * g_h
+        first = tl.program_id(1).to(tl.int64) * length
+        of_k, of_v = tl.zeros((COLUMNS, SIZE), tl.float32), tl.zeros((COLUMNS, SIZE), tl.float32)
+        whole = (block + 1) * COLUMNS // ROWS  # from here on every query sees all these keys
+        for m in range(block * COLUMNS // ROWS, whole):
+            row = m * ROWS + tl.arange(0, ROWS)
+            q = tl.load(queries + row[:, None] * q_s + d[None, :])
+            grad = tl.load(grads + row[:, None] * g_s + d[None, :])
+            logsumexp = tl.load(logsumexp_at + first + row) * base_2
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * base_2) - logsumexp[None, :])
+            p = tl.where(row[None, :] >= column[:, None], p, 0.0)
+            of_v = tl.dot(p.to(q.dtype), grad, of_v)
+            ds = p * (tl.dot(v, tl.trans(grad)) - tl.load(delta_at + first + row)[None, :])
+            of_k = tl.dot(ds.to(q.dtype), q, of_k)
+        for m in range(whole, length // ROWS):
+            row = m * ROWS + tl.arange(0, ROWS)
+            q = tl.load(queries + row[:, None] * q_s + d[None, :])
+            grad = tl.load(grads + row[:, None] * g_s + d[None, :])
+            logsumexp = tl.load(logsumexp_at + first + row) * base_2
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * base_2) - logsumexp[None, :])
+            of_v = tl.dot(p.to(q.dtype), grad, of_v)
+            ds = p * (tl.dot(v, tl.trans(grad)) - tl.load(delta_at + first + row)[None, :])
+            of_k = tl.dot(ds.to(q.dtype), q, of_k)
+        place = b * f_b + h * f_h + column[:, None] * f_s + d[None, :]
+        tl.store(of_k_at + place, (of_k * scale).to(k.dtype))
+        tl.store(of_v_at + place, of_v.to(v.dtype))
+
+    return query_grads, key_grads
 
 
-def query_grads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, logsumexp: Tensor) -> Tensor:
-    """Each rows x heads x length x size, the last one with stride 1; a multiple of ROWS long."""
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k, v. Each rows x heads x length x size, the last one with stride 1; a multiple of ROWS long."""
+    of_queries, of_keys = _compiled()
     rows, heads, length, size = q.shape
-    found = torch.empty((rows, length, heads, size), dtype=q.dtype, device=q.device).transpose(1, 2)
-    strides = [stride for one in (q, k, v, out, grad, found) for stride in one.stride()[:3]]
-    _compiled()[(length // ROWS, rows * heads)](
-        *(q, k, v, out, grad, logsumexp, found, *strides, heads, length, size**-0.5),
-        SIZE=size, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8, num_stages=3,
+    inner = (rows, length, heads, size)
+    of_q, of_k, of_v = (torch.empty(inner, dtype=q.dtype, device=q.device).transpose(1, 2) for _ in range(3))
+    delta = torch.empty((rows, heads, length), dtype=torch.float32, device=q.device)
+
+    def strides(*tensors: Tensor) -> list[int]:
+        return [stride for one in tensors for stride in one.stride()[:3]]
+
+    rest = (heads, length, size**-0.5)
+    blocks = dict(zip(_BLOCKS, _OF_QUERIES[size], strict=True))
+    of_queries[(length // blocks["ROWS"], rows * heads)](
+        *(q, k, v, out, grad, logsumexp, delta, of_q, *strides(q, k, v, out, grad, of_q), *rest),
+        SIZE=size, **blocks,
     )  # fmt: skip
-    return found
+    blocks = dict(zip(_BLOCKS, _OF_KEYS[size], strict=True))
+    of_keys[(length // blocks["COLUMNS"], rows * heads)](
+        *(q, k, v, grad, logsumexp, delta, of_k, of_v, *strides(q, k, v, grad, of_k), *rest),
+        SIZE=size, **blocks,
+    )  # fmt: skip
+    return of_q, of_k, of_v

@@ -121,22 +121,38 @@ def _compiled() -> Any:
         num_others,
         num_slots,
         HIGH: tl.constexpr,
+        ALIGNED: tl.constexpr,
         KIND: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         block = tl.program_id(0) + first_block
         slot = tl.load(slots_at + block)
-        at = tl.multiple_of(tl.load(starts_at + block), 16) + tl.arange(0, BLOCK)
-        here = (at >= start) & (at < stop) & (at < tl.load(rooms_at + slot))
-        real = here & (at < tl.load(ends_at + slot))
-        total = tl.load(first_at + (at - start), mask=real, other=0).to(tl.int64)
-        if HIGH:
-            total += tl.load(high_at + (at - start), mask=real, other=0).to(tl.int64) << 32
-        for other in range(num_others):
-            other_at = tl.load(others_at + other).to(tl.pointer_type(KIND))
-            total += tl.load(other_at + (at - start), mask=real, other=0).to(tl.int64)
-        value = total.to(tl.float64) * tl.load(scales_at + slot) * tl.load(scales_at + num_slots)
-        tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
+        begin, end = tl.load(starts_at + block), tl.load(ends_at + slot)
+        at = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
+        unit, factor = tl.load(scales_at + slot), tl.load(scales_at + num_slots)
+        if (begin >= start) & (begin + BLOCK <= stop) & (begin + BLOCK <= end):
+            # As below; of what is whole a thread moves four at once.
+            total = tl.load(first_at + (at - start)).to(tl.int64)
+            if HIGH:
+                total += tl.load(high_at + (at - start)).to(tl.int64) << 32
+            for other in range(num_others):
+                other_at = tl.load(others_at + other)
+                if ALIGNED:
+                    other_at = tl.multiple_of(other_at, 16)
+                total += tl.load(other_at.to(tl.pointer_type(KIND)) + (at - start)).to(tl.int64)
+            value = total.to(tl.float64) * unit * factor
+            tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty))
+        else:
+            here = (at >= start) & (at < stop) & (at < tl.load(rooms_at + slot))
+            real = here & (at < end)
+            total = tl.load(first_at + (at - start), mask=real, other=0).to(tl.int64)
+            if HIGH:
+                total += tl.load(high_at + (at - start), mask=real, other=0).to(tl.int64) << 32
+            for other in range(num_others):
+                other_at = tl.load(others_at + other).to(tl.pointer_type(KIND))
+                total += tl.load(other_at + (at - start), mask=real, other=0).to(tl.int64)
+            value = total.to(tl.float64) * unit * factor
+            tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
 
     kinds = {torch.int64: tl.int64, torch.int32: tl.int32}
     kinds |= {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -212,7 +228,8 @@ def mean_of(
     if len(blocks):
         kind = kinds[first.dtype]
         args = out, first, first if high is None else high, there, *tables, scales, *counts
-        settings = {"HIGH": high is not None, "KIND": kind, "BLOCK": BLOCK}
+        aligned = all(other.data_ptr() % _ALIGNED == 0 for other in others)
+        settings = {"HIGH": high is not None, "ALIGNED": aligned, "KIND": kind, "BLOCK": BLOCK}
         mean[(len(blocks),)](*args, **settings, num_warps=4, num_stages=1)
 
 
