@@ -79,6 +79,16 @@ def test_all_layers_use_one_workspace_which_grows(monkeypatch: pytest.MonkeyPatc
     assert library._space(cpu, 1000).numel() == 2000
 
 
+def test_blocks_of_the_kernels_fit_into_each_other() -> None:
+    """Else the last keys of a block would be left out."""
+    for queries, keys, *_ in attention._OF_QUERIES.values():
+        assert queries % keys == 0
+        assert attention.ROWS % queries == 0
+    for queries, keys, *_ in attention._OF_KEYS.values():
+        assert keys % queries == 0
+        assert attention.ROWS % keys == 0
+
+
 @needs_gpu
 @pytest.mark.parametrize("way", ["library", "own"])
 @pytest.mark.parametrize("shape", [(8, 16, 1024, 64), (8, 16, 2048, 128)])

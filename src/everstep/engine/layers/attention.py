@@ -225,10 +225,11 @@ def _passes(
 # Scores and the gradients of their softmax are computed again from what the forward pass has left, as flash
 # attention does, once for the queries and once for the keys.
 
+# A block of queries is a multiple of its blocks of keys, and a block of keys of its blocks of queries.
 ROWS = 128  # of which a length is a multiple
 _BLOCKS = ("ROWS", "COLUMNS", "num_warps", "num_stages")  # queries and keys in a block, and how it is run
-_OF_QUERIES = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}  # by the size of a head: measured on an H200
-_OF_KEYS = {64: (64, 128, 8, 2), 128: (64, 128, 8, 2)}
+_OF_QUERIES = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3)}  # by the size of a head: measured on an H200
+_OF_KEYS = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)}
 
 
 @cache
