@@ -49,6 +49,7 @@ class OneWorker:
             replicas=job.replicas,
             borrowed=lambda tensor: False,
             shared=OnTheDevice(self.stage.device),
+            is_alone=job.replicas * job.stages == 1,
         )
         self.ops = _ops(job, stage, stash_cap(job.stages) if cap is None else cap)
         self.peak_stash = _peak(self.ops)

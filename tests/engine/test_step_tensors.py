@@ -1,5 +1,6 @@
 """Who owns a tensor that is queued for sending; what a sum is, whoever it is taken from."""
 
+import math
 import queue
 import socket
 import weakref
@@ -101,11 +102,24 @@ def reader() -> Iterator[SlowReader]:
 
 
 def worker(
-    replica: int = 0, *, tied: bool = False, borrowed=lambda tensor: False, accumulate: str = "strict"
+    replica: int = 0,
+    *,
+    tied: bool = False,
+    borrowed=lambda tensor: False,
+    accumulate: str = "strict",
+    is_alone: bool = False,
 ) -> StepTensors:
     (stage,) = stages(gpt(**SMALL, tied=tied), 1, DATA, accumulate=accumulate)
     updater = Updater(stage, adamw(lr=1e-2))
-    return StepTensors(Worker(replica, 0), stage, updater, replicas=2, borrowed=borrowed, shared=OnTheHost())
+    return StepTensors(
+        Worker(replica, 0),
+        stage,
+        updater,
+        replicas=1 if is_alone else 2,
+        borrowed=borrowed,
+        shared=OnTheHost(),
+        is_alone=is_alone,
+    )
 
 
 def parcel(kind: ParcelKind, step: int, *, sender: int = -1, owner: int = -1) -> Parcel:
@@ -121,6 +135,26 @@ def train_alone(tensors: StepTensors, step: int) -> torch.Tensor:
     tensors.updater.apply(step, tensors.sum_of(step))
     tensors.updated(step, skipped=False)
     return mean
+
+
+@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp32"])
+def test_sums_of_a_worker_without_peers_become_its_means(accumulate: str) -> None:
+    """A new epoch may ask for them once more, before the update."""
+    weights = []
+    for is_alone in (False, True):
+        tensors = worker(accumulate=accumulate, is_alone=is_alone, tied=True)
+        for step in (1, 2, 3):
+            run_step([tensors.stage], step, COUNT)
+            task = SumChunk(step, (0,), (), COUNT)
+            once, twice = tensors.sum_chunk(task), tensors.sum_chunk(task)
+            assert math.fsum(once) == math.fsum(twice)
+            is_own = tensors.sum_of(step).data_ptr() == tensors.stage.sums.flat.data_ptr()
+            assert is_own == (is_alone and accumulate != "strict"), "of 8 bytes on a CPU"
+            tensors.updater.apply(step, tensors.sum_of(step))
+            tensors.updated(step, skipped=False)
+            tensors.release_sum(step)
+        weights.append(tensors.stage.masters.clone())
+    assert torch.equal(*weights)
 
 
 def test_a_feed_queued_behind_a_snapshot_arrives_as_it_was(links: Links, reader: SlowReader) -> None:

@@ -525,6 +525,42 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
 
 
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
+@pytest.mark.parametrize(
+    ("kind", "late"), [("fp32", False), ("strict32", False), ("strict32", True), ("strict40", True)]
+)
+def test_means_in_the_place_of_the_sums_have_the_same_bits(
+    kind: str, late: bool, with_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    """Of one worker without peers. Promoted sums and what is not finite are among them."""
+    if with_kernels:
+        request.getfixturevalue("kernel")
+    rng = random.Random(kind)
+    for turn in range(6):
+        contributions = drawn(rng, wild=0.0 if kind == "fp32" else 0.1 * turn)
+        if turn == 5:
+            contributions[3][1].view(-1)[4] = math.inf
+        found = []
+        for in_place in (False, True):
+            made = sums(kind, late)
+            for contribution in contributions:
+                for index, tensor in enumerate(contribution):
+                    if kind == "fp32":
+                        made.shaped[index].add_(tensor)
+                    else:
+                        made.add(index, lambda tensor=tensor: tensor)
+                made.added()
+            part = made.part(WHOLE)
+            out = made.own_means if in_place else torch.empty(SIZE)
+            assert out is not None
+            made.means(WHOLE, virtual_chunks(SIZE, 1), [part], 7.0, out)
+            assert made.are_means == in_place
+            found.append(out.clone())
+            made.begin(2, LIMITS)
+            assert not made.are_means
+        assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
 @pytest.mark.parametrize("odd", [2.0**40, math.inf, math.nan])
 def test_what_does_not_fit_is_taken_back_also_where_sums_become_longer(
     odd: float, with_kernels: bool, request: pytest.FixtureRequest

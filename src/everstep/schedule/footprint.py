@@ -76,6 +76,7 @@ class Settings:
     checked_late: bool = False  # strict sums on a GPU: W keeps what it read until it is confirmed
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
     recorded: bool = False  # F and I as CUDA graphs, where there is room
+    alone: bool = False  # one worker is the whole task
     offload: bool = False  # what layers keep for the backward waits in host memory
 
 
@@ -157,6 +158,7 @@ def per_parameter(settings: Settings) -> dict[str, float]:
     part = share(settings)
     average = {"average of the weights": MASTERS * part} if settings.average else {}
     is_parted = settings.accumulate == "strict40" and settings.checked_late
+    is_own = settings.alone and (is_parted or SUMS[settings.accumulate] == REDUCED)
     in_fp8 = {"weights in fp8": FP8_WEIGHTS} if settings.precision == "fp8" else {}
     return {
         "master weights": MASTERS * part,
@@ -164,7 +166,7 @@ def per_parameter(settings: Settings) -> dict[str, float]:
         **in_fp8,
         "optimizer state": settings.optimizer * part,
         "gradient sums": PARTED if is_parted else SUMS[settings.accumulate],
-        "reduced gradient": REDUCED * part,
+        "reduced gradient": 0.0 if is_own else REDUCED * part,  # it takes the place of the sums
         **average,
     }
 

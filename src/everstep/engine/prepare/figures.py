@@ -70,6 +70,7 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         exact=job.device.startswith("cuda") and job.accumulate != "fp32",
         checked_late=job.device.startswith("cuda") and job.accumulate in ("strict", "strict32"),
         recorded=job.device.startswith("cuda") and job.shards == 1 and _records(job),
+        alone=job.replicas * job.stages == 1 and not job.optimizer.shard,
         offload=job.offload,
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
         in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,

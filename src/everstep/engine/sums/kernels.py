@@ -294,5 +294,10 @@ def _means_agree(totals: Tensor, high: Tensor | None, unit: int) -> bool:
     ends = torch.tensor([_SAMPLE], device=totals.device)
     scales = torch.tensor([2.0**unit, 1 / weight], dtype=torch.float64, device=totals.device)
     tables = (torch.zeros_like(starts, dtype=torch.int32), starts, ends, ends)
-    mean_of(out, [part, part], tables, scales, range(len(starts)), slice(start, stop), start, lacking)
-    return torch.equal(out, made)
+    where = range(len(starts)), slice(start, stop), start
+    mean_of(out, [part, part], tables, scales, *where, lacking)
+    if not torch.equal(out, made) or part.element_size() != out.element_size():
+        return torch.equal(out, made)
+    place = part.clone()  # means may be written where the first part is
+    mean_of(place.view(torch.float32), [place, part], tables, scales, *where, lacking)
+    return torch.equal(place.view(torch.float32), made)

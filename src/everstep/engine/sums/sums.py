@@ -132,6 +132,7 @@ class GradientSums:
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
         self.peaks = [grids.NO_PEAK] * len(self.slots)
         self._num_added = 0
+        self.are_means = False  # what the buffer holds (`own_means`)
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._packed: list[Tensor] = []  # peers may read them until the step is over
         self.changed: set[int] = set()  # slots whose sums may have been sent wrong, until this is cleared
@@ -161,6 +162,7 @@ class GradientSums:
     def add(self, index: int, product: Product) -> None:
         """The contribution of a microbatch to the sum of a slot: one per microbatch."""
         assert self._units is not None
+        assert not self.are_means
         contribution = product()
         if not self._sizes[index]:
             return
@@ -343,6 +345,7 @@ class GradientSums:
 
     def part(self, where: slice) -> SumPart:
         """What this worker adds to a stretch of the whole stage's sum: views, not copies."""
+        assert not self.are_means
         self.settle()
         if self._device_sums is not None:
             self._device_sums.empty_untouched(self._planes)
@@ -392,27 +395,43 @@ class GradientSums:
         """All workers' parts of a stretch, summed and divided by `weight`, chunk by chunk into `out`, which
         begins at `origin`.
 
-        Plain sums are added in the order of the parts.
+        Plain sums are added in the order of the parts. Where `out` is `own_means`, they are no sums any more.
         """
+        self.are_means = out.data_ptr() == self.flat.data_ptr()
         levels = self._levels(stretch, parts) if self.is_strict else {}
         uncommon = {index for index, _ in levels}  # slots with promoted sums, or with what is not finite
         for part in parts if self.is_strict else ():
             uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
         if self._device_sums is not None:
-            self._means_by_kernels(stretch, parts, weight, out, origin)
             chunks = [
                 slice(at, min(at + CHUNK, piece.stop))
                 for index, piece in self.pieces(stretch)
                 if index in uncommon
                 for at in range(piece.start, piece.stop, CHUNK)
             ]
-        for chunk in chunks if self.is_late else _in_a_cache(chunks):
+        elif not self.is_late:
+            chunks = list(_in_a_cache(chunks))
+
+        def mean_of(chunk: slice, into: Tensor) -> Tensor:
             here = [self._whole(part, _shifted(chunk, stretch.start)) for part in parts]
-            if self.is_strict:  # as the kernels do it, so that it does not matter who has them
-                total = self._total(chunk, here, levels, uncommon, parts)
-                torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
-            else:
-                torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
+            if not self.is_strict:
+                return torch.div(_added(here), weight, out=into)
+            # As the kernels do it, so that it does not matter who has them.
+            total = self._total(chunk, here, levels, uncommon, parts)
+            return torch.mul(total, reciprocal(weight), out=into)
+
+        wheres = [_shifted(chunk, origin) for chunk in chunks]
+        if self._device_sums is None or not self.are_means:
+            if self._device_sums is not None:
+                self._means_by_kernels(stretch, parts, weight, out, origin)
+            for chunk, where in zip(chunks, wheres, strict=True):
+                mean_of(chunk, out[where])
+            return
+        pairs = zip(chunks, wheres, strict=True)  # before the kernels write there
+        found = [(where, mean_of(chunk, torch.empty_like(out[where]))) for chunk, where in pairs]
+        self._means_by_kernels(stretch, parts, weight, out, origin)
+        for where, mean in found:
+            out[where].copy_(mean)
 
     def _means_by_kernels(
         self, stretch: slice, parts: Sequence[SumPart], weight: float, out: Tensor, origin: int
@@ -505,6 +524,11 @@ class GradientSums:
         if pieces:
             views = [total[_shifted(piece, start)] for _, _, piece in pieces]
             change(views, [by(index, level) for index, level, _ in pieces])
+
+    @property
+    def own_means(self) -> Tensor | None:
+        """The buffer, for the means of one who has no peers to send its sums to; None: means do not fit."""
+        return self.flat.view(torch.float32) if self.flat.element_size() == 4 else None
 
     # -------------------------------------------------------------- how
 

@@ -73,8 +73,11 @@ class StepTensors:
         borrowed: Borrowed,
         shared: SharedTensors,
         holders: HoldersAt | None = None,
+        is_alone: bool = False,
     ) -> None:
-        """`holders`: sharded, who holds which chunk in a step."""
+        """`holders`: sharded, who holds which chunk in a step. `is_alone`: the task has one worker when none
+        has failed. Its sums can become its means: nobody asks for them again.
+        """
         self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
@@ -85,6 +88,7 @@ class StepTensors:
             copy=torch.clone,
         )
         self._sums: dict[int, Tensor] = {}
+        self._is_alone = is_alone
         self._holders = holders
         self.by_chunk: ChunkSums | None = None
         if isinstance(updater, ShardedUpdater):
@@ -227,12 +231,14 @@ class StepTensors:
             return squares
         assert isinstance(self.updater, Updater)
         mine = self._stretch(task.members, self.me.replica)
+        chunks = owned(self._chunks, task.members, self.me.replica)
+        if self.stage.sums.are_means:  # a new epoch asks once more
+            return self.updater.squares(self._sums[task.step], chunks)
         parts = {self.me.replica: self.stage.sums.part(mine)}
         for parcel in task.parts:
             tensors, facts = self.payloads[parcel]
             parts[parcel.sender] = SumPart.arrived(self._on_device(tensors), facts)
         ordered = [parts[replica] for replica in task.members]
-        chunks = owned(self._chunks, task.members, self.me.replica)
         mean = self._sum(task.step)
         self.stage.sums.means(mine, chunks, ordered, task.weight * self.stage.scale_at(task.step), mean)
         self._peaks[task.step] = peaks_of(ordered)
@@ -295,8 +301,8 @@ class StepTensors:
     def release_sum(self, step: int) -> None:
         if self.by_chunk is not None:
             self.by_chunk.means.pop(step, None)
-        else:
-            self._buffers.give_back(self._sums.pop(step))
+        elif (mean := self._sums.pop(step)).data_ptr() != self.stage.sums.flat.data_ptr():
+            self._buffers.give_back(mean)
         self._peaks.pop(step, None)
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
@@ -332,7 +338,8 @@ class StepTensors:
 
     def _sum(self, step: int) -> Tensor:
         if step not in self._sums:
-            self._sums[step] = self._buffers.take()
+            own = self.stage.sums.own_means if self._is_alone else None
+            self._sums[step] = self._buffers.take() if own is None else own
         return self._sums[step]
 
     def _of_all_shards(self, peaks: list[int]) -> list[int]:

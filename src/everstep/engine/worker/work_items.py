@@ -91,6 +91,7 @@ class WorkItems:
             borrowed=plane.borrows,
             shared=plane,
             holders=self.state.chunks.holders if self.rules.chunks else None,
+            is_alone=self.rules.replicas * self.rules.stages == 1,
         )
         self.ahead = SendingAhead(control, self.tensors, plane, signs, times.recorder, self.address)
         self._use(made)
