@@ -20,8 +20,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	.venv/bin/mypy
 
-# Many tests wait for processes that they start: two more than there are cores keep the cores busy.
-TESTERS := $(shell n=$$(( $$(nproc) + 2 )); echo $$(( n < 12 ? n : 12 )))
+# Many tests wait for processes that they start: one more than there are cores keeps the cores busy.
+TESTERS := $(shell n=$$(( $$(nproc) + 1 )); echo $$(( n < 12 ? n : 12 )))
 unit: $(STAMP)
 	$(PY) -m tools.second_look -n $(TESTERS) --dist worksteal
 

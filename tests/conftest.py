@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("everstep", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=200)
 settings.load_profile("everstep")
+START_PROCESSES = {"cli", "docs", "harness", "launch", "node", "server"}  # folders of tests
 BEGAN, OVER_BUDGET = time.monotonic(), "because the time for all of them was over"
 
 
@@ -52,6 +53,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow; run by make cluster"))
+    if (count := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        items[:] = _long_ones_first(items, count)
+
+
+def _long_ones_first(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Each process gets a stretch of the tests, and takes some of another's when it is through. So a stretch
+    begins with tests of real processes: at the end there is something small to take.
+    """
+    files = dict.fromkeys(item.path for item in items)
+    long = [path for path in files if path.parent.name in START_PROCESSES]
+    of_file = {path: number % count for number, path in enumerate(long)}
+    short = [item for item in items if item.path not in of_file]
+    found: list[pytest.Item] = []
+    for number in range(count):
+        found += [item for item in items if of_file.get(item.path) == number]
+        found += short[len(short) * number // count : len(short) * (number + 1) // count]
+    return found
 
 
 def pytest_collection_finish() -> None:

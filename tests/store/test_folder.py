@@ -269,3 +269,26 @@ def test_an_index_that_no_one_could_read_is_not_committed_and_costs_no_older_che
     with pytest.raises(InternalError, match="would have"):
         save(tmp_path, 20)
     assert complete_steps(tmp_path) == [10]
+
+
+def test_a_folder_that_another_part_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that fails takes the empty folder with it. One that began just then failed too, and its error
+    was told instead of the first one's.
+    """
+    make, times = Path.mkdir, []
+
+    def gone(path: Path, *args: object, **more: object) -> None:
+        times.append(path)
+        if len(times) == 1:
+            raise FileExistsError(17, "File exists", str(path))  # it was there, and is no folder any more
+        make(path, *args, **more)  # type: ignore[arg-type]
+        if len(times) == 2:
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", gone)
+    part = write_part(tmp_path, 1, "a", {"w": torch.ones(3)})
+    assert len(times) == 3
+    commit(tmp_path, 1, [part], {})
+    assert complete_steps(tmp_path) == [1]

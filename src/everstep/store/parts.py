@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -34,6 +35,7 @@ HASHES = 1 << 13  # of one part, about; 16 bytes each in the index, which holds 
 BLOCK_BYTES = 4 << 20  # read and written as one; a multiple of any chunk size we write
 Progress = Callable[[int], None]  # bytes done since the last call
 Label = dict[str, Any]  # JSON: name, bytes, index_bytes, xxh3
+_TRIES = 8  # to make a folder that others remove
 _mine = threading.local()
 
 
@@ -85,10 +87,9 @@ def write_part(
         raise InternalError(f"{name!r} is not a name for a part of a checkpoint.")
     if BLOCK_BYTES % chunk_bytes:
         raise InternalError(f"a chunk of {chunk_bytes} bytes does not divide a block of {BLOCK_BYTES}.")
-    folder.mkdir(parents=True, exist_ok=True)
     head, places, total = header(slices)
     try:
-        with open(folder / file, "wb", buffering=0) as out:
+        with _new_file(folder, file) as out:
             hashes = write_file(out, head, slices, places, threads, chunk_bytes, progress)
             out.truncate(total)  # a tail of empty tensors writes nothing
             os.fsync(out.fileno())
@@ -98,6 +99,16 @@ def write_part(
             folder.rmdir()  # unless others write there
         raise
     return describe(file, slices, places, hashes, total, chunk_bytes)
+
+
+def _new_file(folder: Path, file: str) -> FileIO:
+    """A part that fails removes the folder, if it is empty just then: also before the eyes of another."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return open(folder / file, "wb", buffering=0)
+    folder.mkdir(parents=True, exist_ok=True)
+    return open(folder / file, "wb", buffering=0)
 
 
 def describe(
