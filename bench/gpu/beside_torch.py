@@ -29,11 +29,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path[:0] = [str(HERE.parents[2] / "src"), str(HERE.parent)]  # where nothing can be installed
+sys.path[:0] = [
+    str(HERE.parents[2] / "src"),
+    str(HERE.parents[2]),
+    str(HERE.parent),
+]  # where nothing can be installed
 
 from steps import everstep_run  # noqa: E402
 
 from everstep.node.fork_server import ForkServer  # noqa: E402
+from harness.mps import mps  # noqa: E402
 
 
 def torch_rank(spec: dict[str, Any], rank: int) -> list[float]:
@@ -245,32 +250,31 @@ def main() -> None:
         for what in ("pipelining",) if stages > 1 else ("ddp", "flat"):
             rows[f"{what} {shape}"] = {"what": what, **sizes}
     wanted = [name for name in given.only.split(",") if name]
+    if unknown := set(wanted) - set(rows):
+        parser.error(f"--only: {', '.join(sorted(unknown))}: not one of {', '.join(rows)}")
     rows = {name: row for name, row in rows.items() if not wanted or name in wanted}
     found: dict[str, list[float]] = {name: [] for name in rows}
     waiting: list[tuple[str, dict[str, Any], TorchRanks | None]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is stopped
-    if given.mps:
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
-    try:
-        waiting = [
-            (name, spec, TorchRanks({**same, **spec, "number": number}) if "what" in spec else None)
-            for number, (name, spec) in enumerate(list(rows.items()) * given.turns)
-        ]
-        with closing(ForkServer().start()) as server:
-            for name, spec, ranks in waiting:
-                try:
-                    times = ranks.run() if ranks else everstep_run({**same, **spec}, server)["times"]
-                except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
-                    print(f"{name} failed: {str(error)[-300:]}", file=sys.stderr, flush=True)
-                    continue
-                found[name].append(round(statistics.median(times[given.warmup :]), 4))
-                print(name, found[name][-1], [round(t, 3) for t in times], file=sys.stderr, flush=True)
-    finally:
-        for _, _, ranks in waiting:
-            if ranks is not None:
-                ranks.end()
-        if given.mps:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all ranks are ended
+    with mps(given.mps):
+        try:
+            waiting = [
+                (name, spec, TorchRanks({**same, **spec, "number": number}) if "what" in spec else None)
+                for number, (name, spec) in enumerate(list(rows.items()) * given.turns)
+            ]
+            with closing(ForkServer().start()) as server:
+                for name, spec, ranks in waiting:
+                    try:
+                        times = ranks.run() if ranks else everstep_run({**same, **spec}, server)["times"]
+                    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
+                        print(f"{name} failed: {str(error)[-300:]}", file=sys.stderr, flush=True)
+                        continue
+                    found[name].append(round(statistics.median(times[given.warmup :]), 4))
+                    print(name, found[name][-1], [round(t, 3) for t in times], file=sys.stderr, flush=True)
+        finally:
+            for _, _, ranks in waiting:
+                if ranks is not None:
+                    ranks.end()
     medians = {name: statistics.median(values) for name, values in found.items() if values}
     if given.json:
         print(json.dumps({**same, "mps": given.mps, "step_s": medians, "turns": found}))

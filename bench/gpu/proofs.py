@@ -20,11 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # where nothing can be installed
+
+from harness.mps import mps  # noqa: E402
+
 LIMIT_S = 240.0
 
 FLAT = """
@@ -196,23 +199,6 @@ def sampled(over: threading.Event) -> Iterator[list[int]]:
     while not over.wait(1.0):
         said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
         yield [int(line) for line in said.split() if line.isdigit()]
-
-
-@contextmanager
-def mps() -> Iterator[None]:
-    """Processes that share the card run at the same time. Stopped at the end, whatever happens."""
-    with tempfile.TemporaryDirectory() as folder:
-        known = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=known, check=True)
-        before = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
-        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder
-        try:
-            yield
-        finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=known, text=True, check=False)
-            os.environ.pop("CUDA_MPS_PIPE_DIRECTORY")
-            if before is not None:
-                os.environ["CUDA_MPS_PIPE_DIRECTORY"] = before
 
 
 def main() -> int:

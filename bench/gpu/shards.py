@@ -1,12 +1,11 @@
-"""Tensor parallel workers on GPUs: four MIG instances as two workers of two shards, NCCL between the shards;
+"""Tensor parallel workers that share a GPU, two of two shards, NCCL between the shards: step times by shards;
 a shard is killed inside an all-reduce of its group, and training heals.
 
-    python bench/gpu/shards.py             root, a GPU that can be cut; cuts it, and makes it whole again
-    python bench/gpu/shards.py --whole     no cut: all shards share the GPU; also step times by shards
-    python bench/gpu/shards.py --whole --mps    the same under MPS, which is started and ended
-    python bench/gpu/shards.py --whole --mps --context    shards have parts of each row, and whole layers
-    python bench/gpu/shards.py --whole --only shards_2,clean,kills    some parts only
-    python bench/gpu/shards.py --whole --device cpu --preset gpt-tiny         a trial of the bench itself
+    python bench/gpu/shards.py
+    python bench/gpu/shards.py --mps       under MPS, which is started and ended
+    python bench/gpu/shards.py --mps --context    shards have parts of each row, and whole layers
+    python bench/gpu/shards.py --only shards_2,clean,kills    some parts only
+    python bench/gpu/shards.py --device cpu --preset gpt-tiny         a trial of the bench itself
     python bench/gpu/shards.py --json
 """
 
@@ -18,7 +17,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -36,6 +34,7 @@ from everstep.job.job import Job  # noqa: E402
 from everstep.launch.local.outcome import Outcome  # noqa: E402
 from everstep.launch.local.run import LocalTask  # noqa: E402
 from everstep.node.fork_server import ForkServer  # noqa: E402
+from harness.mps import mps  # noqa: E402
 from harness.sweep import told  # noqa: E402
 
 KILLS = {
@@ -170,8 +169,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--mps", action="store_true", help="with --whole")
+    parser.add_argument("--mps", action="store_true")
     parser.add_argument("--context", action="store_true", help="shards have parts of each row")
     parser.add_argument("--transport", default="auto", help="between the two workers")
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {','.join(PARTS)}")
@@ -184,22 +182,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    args.only = args.only or (PARTS if args.whole else PARTS[-2:])
-    if args.mps:
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that MPS is ended
-    cut = ["nvidia-smi -mig 1", "nvidia-smi mig -cgi 15,15,15,15 -C"]
-    mend = ["nvidia-smi mig -dci", "nvidia-smi mig -dgi", "nvidia-smi -mig 0"]
-    try:
-        for command in () if args.whole else cut:
-            subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
-            time.sleep(1)
+    args.only = args.only or PARTS
+    with mps(args.mps):
         found = measure(args)
-    finally:
-        if args.mps:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
-        for command in () if args.whole else mend:
-            subprocess.run(command.split(), check=False, stdout=subprocess.DEVNULL)
     print(json.dumps(found, indent=None if args.json else 1))
     return 0 if "failure" not in found and all(row["losses_equal"] for row in found.get("kills", ())) else 1
 

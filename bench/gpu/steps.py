@@ -20,15 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # where nothing can be installed
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # where nothing can be installed
 
-from everstep.job.job import Job
-from everstep.job.presets import flops_per_token, shape
-from everstep.launch.local.run import LocalTask
-from everstep.node.fork_server import ForkServer
+from everstep.job.job import Job  # noqa: E402
+from everstep.job.presets import flops_per_token, shape  # noqa: E402
+from everstep.launch.local.run import LocalTask  # noqa: E402
+from everstep.node.fork_server import ForkServer  # noqa: E402
+from harness.mps import mps  # noqa: E402
 
 LIMIT_S = 120.0  # of one run of Everstep
 
@@ -187,8 +190,6 @@ def main() -> None:
         for spec in json.loads(args.specs):
             print(json.dumps(plain_loop(spec)), flush=True)
         return
-    if args.mps:
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     same = {name: getattr(args, name) for name in ("preset", "rows", "microbatches", "steps", "warmup")}
     plain = [{**same, "what": "plain loop", "compile": False}] if args.plain else []
     plain += [{**same, "what": "plain loop, compiled", "compile": True}] if args.compile else []
@@ -199,15 +200,10 @@ def main() -> None:
         for s in args.shapes
     ]
     rows = []
-    server = ForkServer().start()  # one for all: it loads torch once
-    try:
+    with mps(args.mps), closing(ForkServer().start()) as server:  # one for all: it loads torch once
         for row in all_runs(plain, ours, server):
             rows.append(row)
             print(row, file=sys.stderr if args.json else sys.stdout, flush=True)
-    finally:
-        server.close()
-        if args.mps:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
     if args.json:
         print(json.dumps({**same, "mps": args.mps, "rows": rows}))
 
