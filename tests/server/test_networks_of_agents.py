@@ -69,7 +69,9 @@ def test_agents_measure_each_other_and_a_bad_network_is_isolated(
                 assert "network to" in nodes["bad"]["because"]
                 assert {nodes[name]["state"] for name in GOOD} == {"up"}
                 incidents = await asyncio.to_thread(client.get, "/v1/incidents")
-                assert [incident["node"] for incident in incidents] == ["bad"]
+                # On a busy machine a node may be silent for a moment: that is another incident.
+                failing = [one["node"] for one in incidents if one["what"].endswith("fails its checks")]
+                assert failing == ["bad"], [one["what"] for one in incidents]
 
     with served(tmp_path, token="t") as address:
         asyncio.run(scene(address))
