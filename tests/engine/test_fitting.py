@@ -20,7 +20,7 @@ from everstep.engine.state.optimizer import Updater
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec, OptimizerSpec
 from everstep.schedule import footprint
-from everstep.schedule.footprint import Settings, StageFigures, per_parameter
+from everstep.schedule.footprint import MOST_SHORT, Settings, StageFigures, per_parameter
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 32, "heads": 4, "hidden": 48, "depth": 4}
@@ -70,6 +70,16 @@ def test_with_sums_of_four_bytes_a_parameter_takes_no_more_than_26() -> None:
     for eager in (False, True):
         settings = Settings(precision="bf16", accumulate="strict32", eager=eager)
         assert sum(per_parameter(settings).values()) == 22
+
+
+def test_strict_sums_of_16_bits_take_five_bytes_on_a_gpu_and_the_means_of_one_worker_none() -> None:
+    on_a_cpu = Settings(precision="bf16", accumulate="strict40")
+    on_a_gpu = replace(on_a_cpu, checked_late=True)
+    alone = replace(on_a_gpu, alone=True)
+    of = [sum(per_parameter(one).values()) for one in (on_a_cpu, on_a_gpu, alone)]
+    assert of == [26, 23, 19]
+    assert sum(per_parameter(on_a_gpu, MOST_SHORT).values()) == 23
+    assert sum(per_parameter(on_a_gpu, MOST_SHORT + 1).values()) == 26
 
 
 def job(**changes) -> Job:

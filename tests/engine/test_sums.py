@@ -507,7 +507,7 @@ def test_a_peers_sums_that_are_too_few_are_refused(kind: str, late: bool) -> Non
 
 def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
     """After deaths a worker may compute more than 63, and their sum may have more than 40 bits."""
-    for count in (grids.MOST_SHORT - 1, grids.MOST_SHORT, 2 * grids.MOST_SHORT):
+    for count in (footprint.MOST_SHORT - 1, footprint.MOST_SHORT, 2 * footprint.MOST_SHORT):
         made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
         made.begin(1, LIMITS)
         for _ in range(count):
@@ -520,7 +520,7 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
         assert made.num_promoted == 0
         most = round(2.0**33 * (1 - 2**-24))
         assert {int(flat[slot.offset]) for slot in SLOTS.values()} == {count * most}
-        assert (made.for_wire(WHOLE).dtype == torch.uint8) == (count < grids.MOST_SHORT)
+        assert (made.for_wire(WHOLE).dtype == torch.uint8) == (count < footprint.MOST_SHORT)
         assert torch.equal(restored(made.for_wire(WHOLE), WHOLE), flat)
 
 
@@ -560,6 +560,15 @@ def test_means_in_the_place_of_the_sums_have_the_same_bits(
         assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "strict", "strict32", "strict40"])
+def test_sums_of_a_stage_without_parameters_are_never_means(kind: str) -> None:
+    """No memory lies at one place with any other. A peer may ask for them after the sum."""
+    made = GradientSums({}, 0, kind=kind, contributions=4, device=CPU)
+    made.begin(1, [])
+    made.means(slice(0, 0), [slice(0, 0)], [made.part(slice(0, 0))], 4.0, torch.empty(0))
+    assert made.part(slice(0, 0)).tensors[0].numel() == 0
+
+
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
 @pytest.mark.parametrize("odd", [2.0**40, math.inf, math.nan])
 def test_what_does_not_fit_is_taken_back_also_where_sums_become_longer(
@@ -569,13 +578,13 @@ def test_what_does_not_fit_is_taken_back_also_where_sums_become_longer(
     if with_kernels:
         request.getfixturevalue("kernel")
     fitting = -(2.0**-3) * (1 - 2**-24)
-    for at in range(grids.MOST_SHORT - 3, grids.MOST_SHORT + 2):
+    for at in range(footprint.MOST_SHORT - 3, footprint.MOST_SHORT + 2):
         made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
         made.begin(1, LIMITS)
-        for k in range(grids.MOST_SHORT + 3):
+        for k in range(footprint.MOST_SHORT + 3):
             made.add(0, lambda k=k, at=at: torch.full((5,), odd if k == at else fitting))
             made.added()
-        expected = (grids.MOST_SHORT + 2) * round(fitting * 2.0**36)
+        expected = (footprint.MOST_SHORT + 2) * round(fitting * 2.0**36)
         assert own(made)[:5].tolist() == [expected] * 5
 
 

@@ -17,11 +17,11 @@ if [ "$1" = -d ]; then word=begin; else read word; fi
 echo "$word $CUDA_MPS_PIPE_DIRECTORY" >> "$SAID"
 """
 BENCH = """
-import time
+import signal
 from harness.mps import mps
 with mps():
     print("ready", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 

@@ -34,7 +34,8 @@ from enum import StrEnum
 from everstep.protocol.shape import CHUNKS_PER_REPLICA
 
 SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
-PARTED = 5.0  # `strict40` on a GPU
+PARTED = 5.0  # `strict40` on a GPU, of a worker that runs no more microbatches in a step than:
+MOST_SHORT = 63
 PARTS = {"strict40": 10.0}  # at most: what is sent may be a copy of 5 bytes, what comes another
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 FP8_WEIGHTS = 2.0  # of Linears, by row and by column; counted as if all parameters were theirs
@@ -152,8 +153,8 @@ class Item:
     host: float = 0.0  # on a GPU's machine; a CPU worker has one memory, and everything is in `device`
 
 
-def per_parameter(settings: Settings) -> dict[str, float]:
-    """Bytes that stay from step to step."""
+def per_parameter(settings: Settings, hosted: int = 1) -> dict[str, float]:
+    """Bytes that stay from step to step. `hosted`: microbatches that a worker runs in one."""
     separate = settings.precision != "fp32" or settings.eager or settings.sharded
     part = share(settings)
     average = {"average of the weights": MASTERS * part} if settings.average else {}
@@ -165,7 +166,7 @@ def per_parameter(settings: Settings) -> dict[str, float]:
         "working weights": WEIGHTS[settings.precision] if separate else 0.0,
         **in_fp8,
         "optimizer state": settings.optimizer * part,
-        "gradient sums": PARTED if is_parted else SUMS[settings.accumulate],
+        "gradient sums": PARTED if is_parted and hosted <= MOST_SHORT else SUMS[settings.accumulate],
         "reduced gradient": 0.0 if is_own else REDUCED * part,  # it takes the place of the sums
         **average,
     }
@@ -203,7 +204,8 @@ def received(stage: StageFigures, settings: Settings) -> float:
 def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -> list[Item]:
     """All that a worker holds at the worst. `hosted`: microbatches it runs in a step."""
     found = [
-        Item(name, When.ALWAYS, each * stage.parameters) for name, each in per_parameter(settings).items()
+        Item(name, When.ALWAYS, each * stage.parameters)
+        for name, each in per_parameter(settings, hosted).items()
     ]
     host = settings.through_host
     outbox, arriving = stage.sent * hosted, received(stage, settings)

@@ -36,7 +36,7 @@ def show_memory(file: Path, as_json: bool) -> None:
     layers = layer_figures(model, batch, job.precision, job.device, compiled=job.compiles)
     found = fit(job, model, layers, memory)
     document: dict[str, Any] = {
-        "per_parameter": footprint.per_parameter(settings_of(job)),
+        "per_parameter": footprint.per_parameter(settings_of(job), job.microbatches),
         "worker_bytes": memory.worker,
         "machine_bytes": memory.machine,
         "fits": fits(job, found, memory),

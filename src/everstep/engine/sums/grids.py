@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from everstep.schedule.footprint import MOST_SHORT
+
 StrictKind = Literal["strict", "strict40", "strict32"]
 
 NO_PEAK = -(1 << 15)  # no contribution, or only zeros
 NOT_FINITE = 1 << 15  # an element was NaN or infinite: the sum of the tensor is NaN
 NO_LIMIT = NO_PEAK  # nothing is known of the tensor yet
-MOST_SHORT = 63  # contributions
 _LOWEST, _HIGHEST = -90, 128  # of a limit; what is below 2**-90 does not move any weight
 _RISE, _FALL = 2, 2  # bits per step: one wild step must not make the next one coarse
 

@@ -239,7 +239,10 @@ def usable(device: torch.device, dtype: torch.dtype, high: torch.dtype | None = 
     if device.type != "cuda":
         return False
     try:
-        return agree(device, dtype, high)
+        if agree(device, dtype, high):
+            return True
+        warn("strict sums without their kernels: on this GPU they give other bits than torch's operations")
+        return False
     except Exception as error:
         warn(f"strict sums without their kernels: {error}")
         return False

@@ -37,7 +37,7 @@ from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
 from everstep.engine.sums.sum_parts import SumPart, joined, parted, restored, shortened
 from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, kept_as, units_of
 from everstep.net import host_memory
-from everstep.schedule.footprint import CHUNK
+from everstep.schedule.footprint import CHUNK, MOST_SHORT
 
 Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
 Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
@@ -278,8 +278,8 @@ class GradientSums:
             self.check()
         else:
             self._gather()
-        if self._num_added == grids.MOST_SHORT and self._high is not None:
-            self.settle()
+        if self._num_added == MOST_SHORT and self._high is not None and self._high.dtype == torch.int8:
+            self.settle()  # what does not fit, 40 bits must take back
             self._high = self._high.to(torch.int32)
 
     def check(self) -> None:
@@ -367,7 +367,7 @@ class GradientSums:
         if self._high is None or wide.isdisjoint(index for index, _ in self.pieces(where)):
             return low
         high = self._high[where]
-        made = shortened(low, high) if self._num_added < grids.MOST_SHORT else joined(low, high)
+        made = shortened(low, high) if self._num_added < MOST_SHORT else joined(low, high)
         if in_place:
             made = self._empty(made.shape, dtype=made.dtype).copy_(made)
             self._packed.append(made)
@@ -397,7 +397,7 @@ class GradientSums:
 
         Plain sums are added in the order of the parts. Where `out` is `own_means`, they are no sums any more.
         """
-        self.are_means = out.data_ptr() == self.flat.data_ptr()
+        self.are_means = self.size > 0 and out.data_ptr() == self.flat.data_ptr()
         levels = self._levels(stretch, parts) if self.is_strict else {}
         uncommon = {index for index, _ in levels}  # slots with promoted sums, or with what is not finite
         for part in parts if self.is_strict else ():
