@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
@@ -403,48 +403,43 @@ class GradientSums:
         for part in parts if self.is_strict else ():
             uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
         if self._device_sums is not None:
+            pieces = [piece for index, piece in self.pieces(stretch) if index in uncommon]
+            for where in _between(stretch, pieces):
+                self._means_by_kernels(where, stretch, parts, weight, out, origin)
             chunks = [
                 slice(at, min(at + CHUNK, piece.stop))
-                for index, piece in self.pieces(stretch)
-                if index in uncommon
+                for piece in pieces
                 for at in range(piece.start, piece.stop, CHUNK)
             ]
-        elif not self.is_late:
-            chunks = list(_in_a_cache(chunks))
-
-        def mean_of(chunk: slice, into: Tensor) -> Tensor:
+        for chunk in chunks if self.is_late else _in_a_cache(chunks):
             here = [self._whole(part, _shifted(chunk, stretch.start)) for part in parts]
-            if not self.is_strict:
-                return torch.div(_added(here), weight, out=into)
-            # As the kernels do it, so that it does not matter who has them.
-            total = self._total(chunk, here, levels, uncommon, parts)
-            return torch.mul(total, reciprocal(weight), out=into)
-
-        wheres = [_shifted(chunk, origin) for chunk in chunks]
-        if self._device_sums is None or not self.are_means:
-            if self._device_sums is not None:
-                self._means_by_kernels(stretch, parts, weight, out, origin)
-            for chunk, where in zip(chunks, wheres, strict=True):
-                mean_of(chunk, out[where])
-            return
-        pairs = zip(chunks, wheres, strict=True)  # before the kernels write there
-        found = [(where, mean_of(chunk, torch.empty_like(out[where]))) for chunk, where in pairs]
-        self._means_by_kernels(stretch, parts, weight, out, origin)
-        for where, mean in found:
-            out[where].copy_(mean)
+            if self.is_strict:  # as the kernels do it, so that it does not matter who has them
+                total = self._total(chunk, here, levels, uncommon, parts)
+                torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
+            else:
+                torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
 
     def _means_by_kernels(
-        self, stretch: slice, parts: Sequence[SumPart], weight: float, out: Tensor, origin: int
+        self,
+        where: slice,
+        stretch: slice,
+        parts: Sequence[SumPart],
+        weight: float,
+        out: Tensor,
+        origin: int,
     ) -> None:
+        """Of `where`, which is in the stretch that the parts are of."""
         assert self._device_sums is not None
         own_first = sorted(parts, key=lambda part: part.high is None)  # integers: in any order
         flats, high = [part.tensors[0] for part in own_first], own_first[0].high
+        here = _shifted(where, stretch.start)
         is_short = high is None or high.dtype == torch.int8
         if is_short and all(flat.dtype == self.flat.dtype for flat in flats):
-            sums = [restored(flat, slice(0, stretch.stop - stretch.start)) for flat in flats]
-            self._device_sums.means(stretch, sums, weight, out, origin, high)
+            sums = [restored(flat, here) for flat in flats]
+            high = None if high is None else high[here]
+            self._device_sums.means(where, sums, weight, out, origin, high)
             return
-        for block in _blocks(stretch):
+        for block in _blocks(where):
             sums = [self._whole(part, _shifted(block, stretch.start)) for part in own_first]
             self._device_sums.means(block, sums, weight, out, origin)
 
@@ -598,6 +593,17 @@ def _added(sums: Sequence[Tensor]) -> Tensor:
     for one in sums[2:]:
         total.add_(one)
     return total
+
+
+def _between(stretch: slice, pieces: Iterable[slice]) -> Iterator[slice]:
+    """What of a stretch is in none of the pieces, which are in order."""
+    at = stretch.start
+    for piece in pieces:
+        if at < piece.start:
+            yield slice(at, piece.start)
+        at = piece.stop
+    if at < stretch.stop:
+        yield slice(at, stretch.stop)
 
 
 def _blocks(stretch: slice) -> list[slice]:
