@@ -11,12 +11,14 @@ from everstep.engine import device
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.linear import add_product
-from everstep.engine.layers.model import partition
+from everstep.engine.layers.model import Slot, partition
 from everstep.engine.prepare.fitting import take_share
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater
+from everstep.engine.sums.sum_parts import shortened
+from everstep.engine.sums.sums import GradientSums
 from everstep.job.job import Job, ModelSpec
 from everstep.net import host_memory
 
@@ -124,6 +126,45 @@ def test_recorded_ops_have_the_bits_of_eager_ones(accumulate: str, limit: int | 
     for stage in recorded:
         assert stage.recordings is not None
         assert not stage.recordings.is_off
+
+
+def test_no_kernel_of_the_sums_is_compiled_after_their_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be in the midst of training: whenever a sum first needs more bits, or a peer sends such."""
+    triton, cuda = pytest.importorskip("triton"), device.pick("cuda")
+    sizes = (4096, 777, 64 * 1024, 1)
+    starts = (0, 4096, 4096 + 784, 4096 + 784 + 64 * 1024)
+    slots = {f"t{i}": Slot(at, torch.Size([n])) for i, (at, n) in enumerate(zip(starts, sizes, strict=True))}
+    size = starts[-1] + 16
+    made = GradientSums(slots, size, kind="strict40", contributions=8, device=cuda)
+    assert made.has_kernels
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"])
+    )
+    draw, whole = torch.Generator(cuda).manual_seed(0), slice(0, size)
+    for limits, is_wide, is_promoted in (
+        ([7] * 4, False, False),
+        ([3] * 4, True, False),
+        ([7, 7, -40, 7], True, True),
+    ):
+        made.begin(1, limits)
+        for _ in range(3):
+            for index, n in enumerate(sizes):
+                x = torch.randn(n, generator=draw, device=cuda)
+                x = x if index % 2 else x.bfloat16()
+                made.add(index, lambda x=x: x)
+            made.added()
+        part = made.part(whole)
+        assert (part.high is not None, bool(part.promoted)) == (is_wide, is_promoted)
+        peer = part._replace(high=None)
+        if part.high is not None:
+            peer = peer._replace(tensors=(shortened(part.tensors[0], part.high), *part.tensors[1:]))
+        out, alone = torch.empty(size, device=cuda), torch.empty(size, device=cuda)
+        made.means(whole, [whole], [part, peer], 2.0, out)
+        made.means(whole, [whole], [part], 1.0, alone)
+        for at, n in zip(starts, sizes, strict=True):
+            assert torch.equal(out[at : at + n], alone[at : at + n])
+    assert compiled == []
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "fp64"])

@@ -47,11 +47,10 @@ class DeviceSums:
     def add(self, sums: Planes, contributions: Sequence[tuple[int, Tensor]]) -> None:
         """As few launches as can be: the host needs longer for each than the device for a small tensor."""
         held: dict[int, Tensor] = {}
-        kind = contributions[0][1].dtype
         for index, contribution in contributions:
-            if contribution.dtype != kind or index in held or len(held) == kernels.MOST:
+            if index in held or len(held) == kernels.MOST:
                 self._add_at_once(sums, held)
-                held, kind = {}, contribution.dtype
+                held = {}
             held[index] = contribution
         self._add_at_once(sums, held)
 
@@ -83,20 +82,21 @@ class DeviceSums:
 
     def means(
         self,
-        stretch: slice,
-        parts: Sequence[Tensor],
+        where: slice,
+        parts: Sequence[tuple[Tensor, Tensor | None]],
         weight: float,
         out: Tensor,
+        *,
+        start: int,
         origin: int,
-        high: Tensor | None = None,
     ) -> None:
-        """As `GradientSums.means`, of sums that were not promoted. `high`: of the first part."""
+        """As `GradientSums.means`, of sums that were not promoted; parts as for `kernels.mean_of`."""
         if self._tables is None:
             self._tables = self._make_tables()
-        blocks = range(bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop))
+        blocks = range(bisect_right(self._starts, where.start) - 1, bisect_left(self._starts, where.stop))
         scales = torch.tensor([*self._units, reciprocal(weight)], dtype=torch.float64)
         there = host_memory.to_device(scales, self._device)
-        kernels.mean_of(out, parts, self._tables, there, blocks, stretch, origin, high)
+        kernels.mean_of(out, parts, self._tables, there, blocks, where, start=start, origin=origin)
 
     def _make_tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots: list[int] = []

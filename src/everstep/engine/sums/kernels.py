@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everstep.engine.sums.sum_parts import joined
+from everstep.engine.sums.sum_parts import SHORT, joined, length_of, shortened
+from everstep.errors import PeerError
 from everstep.log import warn
 from everstep.net import host_memory
 
@@ -30,16 +31,39 @@ MOST = 32  # contributions that are added at once
 _SAMPLE = 100_003
 _ALIGNED = 16  # bytes
 
+# How numbers are kept, as tables say it: kernels branch on it. A kernel that is compiled for each kind would
+# be so in the midst of training, half a second when the first sum needs more than 32 bits.
+_CONTRIBUTIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_SUMS = {(torch.int32, None): 0, (torch.int32, torch.int8): 1, (torch.int32, torch.int32): 2}
+_SUMS |= {(torch.int64, None): 3, (SHORT, None): 4}
+
 
 @cache
 def _compiled() -> Any:
     import triton
     import triton.language as tl
 
+    @triton.jit  # type: ignore[untyped-decorator]
+    def loaded(place, at, here, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+        x_at = tl.multiple_of(place.to(tl.pointer_type(KIND)) + at, [16])
+        return tl.load(x_at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+    @triton.jit
+    def contributions(place, at, here, kind):  # type: ignore[no-untyped-def]
+        if kind == 0:
+            x = loaded(place, at, here, tl.float32)
+        elif kind == 1:
+            x = loaded(place, at, here, tl.bfloat16)
+        elif kind == 2:
+            x = loaded(place, at, here, tl.float16)
+        else:
+            x = loaded(place, at, here, tl.float64)
+        return x
+
     # Backwards: what a product has written last is still in the cache, and sums are not to displace it. The
     # table has a row of each: where the contributions are, their first blocks, where their sums begin, how
-    # many elements they have, their slots, and whether nothing was added to those before.
-    @triton.jit(do_not_specialize=["num"])  # type: ignore[untyped-decorator]
+    # many elements they have, their slots, whether nothing was added to those before, and their kinds.
+    @triton.jit(do_not_specialize=["num", "sign"])  # type: ignore[untyped-decorator]
     def add(  # type: ignore[no-untyped-def]
         totals_at,
         high_at,
@@ -48,9 +72,8 @@ def _compiled() -> Any:
         peaks_at,
         wide_at,
         num,
-        SIGN: tl.constexpr,
+        sign,
         HIGH: tl.constexpr,
-        KIND: tl.constexpr,
         EVEN: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -64,12 +87,11 @@ def _compiled() -> Any:
         if EVEN:
             count = tl.multiple_of(count, 16)
         here = at < count
-        x_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(KIND)) + at, [16])
         place = tl.multiple_of(tl.load(row + 2 * num), 16) + at
         total_at = totals_at + place
         slot = tl.load(row + 4 * num)
         is_first = tl.load(row + 5 * num) != 0
-        x = tl.load(x_at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = contributions(tl.load(row), at, here, tl.load(row + 6 * num))
         most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
         offset = tl.load(offsets_at + slot)
         placed = x.to(tl.float64) + offset
@@ -85,7 +107,7 @@ def _compiled() -> Any:
                     tl.store(wide_at + slot, 1.0)
             elif most > 0:  # rows of a table that no token asked for are all zeros
                 before = tl.load(total_at, mask=here, other=0, eviction_policy="evict_first")
-                total = before.to(tl.int64) + SIGN * units
+                total = before.to(tl.int64) + sign * units
                 low = total.to(kind)
                 over = (total - low.to(tl.int64)) >> 32
                 tl.store(total_at, low, mask=here, eviction_policy="evict_first")
@@ -98,17 +120,39 @@ def _compiled() -> Any:
             tl.store(total_at, units.to(kind), mask=here, eviction_policy="evict_first")
         elif most > 0:
             total = tl.load(total_at, mask=here, other=0, eviction_policy="evict_first")
-            tl.store(total_at, total + SIGN * units.to(kind), mask=here, eviction_policy="evict_first")
+            tl.store(total_at, total + (sign * units).to(kind), mask=here, eviction_policy="evict_first")
         if most > tl.load(peaks_at + slot):
             tl.atomic_max(peaks_at + slot, most)
 
-    # All places are multiples of 16. Not pipelined: most have one part, and no need of shared memory.
-    @triton.jit(do_not_specialize=["first_block", "stop", "num_others"])  # type: ignore[untyped-decorator]
+    @triton.jit  # type: ignore[untyped-decorator]
+    def integers(place, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+        x_at = place.to(tl.pointer_type(KIND)) + at
+        if ALIGNED:
+            x_at = tl.multiple_of(x_at, [16])
+        return tl.load(x_at, mask=mask).to(tl.int64)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def numbers(row, num, at, mask, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+        place, lacking, kind = tl.load(row), tl.load(row + num), tl.load(row + 2 * num)
+        if kind == 3:
+            total = integers(place, at, mask, tl.int64, ALIGNED)
+        else:
+            total = integers(place, at, mask, tl.int32, ALIGNED)
+            if kind == 1:
+                total += integers(lacking, at, mask, tl.int8, ALIGNED) << 32
+            elif kind == 2:
+                total += integers(lacking, at, mask, tl.int32, ALIGNED) << 32
+            elif kind == 4:  # `shortened`: without the sign of the low ones
+                total += (integers(lacking, at, mask, tl.int8, False) - (total >> 31)) << 32
+        return total
+
+    # Places are those of the whole buffer: of a part, where its element 0 would be. The table has a row of
+    # each part: where its numbers are, what those lack, and how they are kept. Not pipelined: most have one
+    # part, and no need of shared memory.
+    @triton.jit(do_not_specialize=["out", "first_block", "start", "stop", "num_parts", "num_slots"])  # type: ignore[untyped-decorator]
     def mean(  # type: ignore[no-untyped-def]
-        out_at,
-        first_at,
-        high_at,
-        others_at,
+        out,
+        parts_at,
         slots_at,
         starts_at,
         ends_at,
@@ -117,12 +161,10 @@ def _compiled() -> Any:
         first_block,
         start,
         stop,
-        origin,
-        num_others,
+        num_parts,
         num_slots,
-        HIGH: tl.constexpr,
-        ALIGNED: tl.constexpr,
         KIND: tl.constexpr,
+        ALIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         block = tl.program_id(0) + first_block
@@ -130,34 +172,23 @@ def _compiled() -> Any:
         begin, end = tl.load(starts_at + block), tl.load(ends_at + slot)
         at = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
         unit, factor = tl.load(scales_at + slot), tl.load(scales_at + num_slots)
+        out_at = out.to(tl.pointer_type(KIND)) + at
+        if ALIGNED:
+            out_at = tl.multiple_of(out_at, [16])
+        total = tl.zeros([BLOCK], tl.int64)
         if (begin >= start) & (begin + BLOCK <= stop) & (begin + BLOCK <= end):
-            # As below; of what is whole a thread moves four at once.
-            total = tl.load(first_at + (at - start)).to(tl.int64)
-            if HIGH:
-                total += tl.load(high_at + (at - start)).to(tl.int64) << 32
-            for other in range(num_others):
-                other_at = tl.load(others_at + other)
-                if ALIGNED:
-                    other_at = tl.multiple_of(other_at, 16)
-                total += tl.load(other_at.to(tl.pointer_type(KIND)) + (at - start)).to(tl.int64)
-            value = total.to(tl.float64) * unit * factor
-            tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty))
+            for part in range(num_parts):  # of what is whole a thread moves four at once
+                total += numbers(parts_at + part, num_parts, at, None, ALIGNED)
+            tl.store(out_at, (total.to(tl.float64) * unit * factor).to(KIND))
         else:
             here = (at >= start) & (at < stop) & (at < tl.load(rooms_at + slot))
             real = here & (at < end)
-            total = tl.load(first_at + (at - start), mask=real, other=0).to(tl.int64)
-            if HIGH:
-                total += tl.load(high_at + (at - start), mask=real, other=0).to(tl.int64) << 32
-            for other in range(num_others):
-                other_at = tl.load(others_at + other).to(tl.pointer_type(KIND))
-                total += tl.load(other_at + (at - start), mask=real, other=0).to(tl.int64)
-            value = total.to(tl.float64) * unit * factor
-            tl.store(out_at + (at - origin), value.to(out_at.dtype.element_ty), mask=here)
+            for part in range(num_parts):
+                total += numbers(parts_at + part, num_parts, at, real, ALIGNED)
+            total = tl.where(real, total, 0)
+            tl.store(out_at, (total.to(tl.float64) * unit * factor).to(KIND), mask=here)
 
-    kinds = {torch.int64: tl.int64, torch.int32: tl.int32}
-    kinds |= {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    kinds |= {torch.float32: tl.float32, torch.float64: tl.float64}
-    return add, mean, kinds
+    return add, mean, {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class Addend(NamedTuple):
@@ -176,12 +207,12 @@ def add_units(
     *,
     sign: int = 1,
 ) -> None:
-    """Each sum += sign x its contribution in units: at most MOST of one type, each of a slot of its own.
+    """Each sum += sign x its contribution in units: at most MOST, each of a slot of its own.
 
     `high`: what 32 bits of `totals` lack (`sum_parts.joined`). `offsets`: by slot, 1.5 x 2^52 units, in fp64.
     `peaks`: by slot, the largest |x| so far; then, by slot, 1 if one of its sums has needed `high`.
     """
-    add, _, kinds = _compiled()
+    add, _, _ = _compiled()
     xs = [one.x if one.x.data_ptr() % _ALIGNED == 0 else one.x.clone() for one in addends]
     counts = [x.numel() for x in xs]
     first_blocks = list(accumulate((-(-count // BLOCK) for count in counts), initial=0))
@@ -194,43 +225,60 @@ def add_units(
             counts,
             [one.slot for one in addends],
             [one.is_first for one in addends],
+            [_CONTRIBUTIONS[x.dtype] for x in xs],
         ],
         dtype=torch.int64,
     )
     there = host_memory.to_device(table, totals.device)
-    settings = {"SIGN": sign, "KIND": kinds[xs[0].dtype], "EVEN": all(count % 16 == 0 for count in counts)}
     bits, wide = peaks.view(torch.int32), peaks[peaks.numel() // 2 :]
-    args = totals, totals if high is None else high, there, offsets, bits, wide, len(xs)
-    add[(num_blocks,)](*args, **settings, HIGH=high is not None, BLOCK=BLOCK, num_warps=4)
+    args = totals, totals if high is None else high, there, offsets, bits, wide, len(xs), sign
+    is_even = all(count % 16 == 0 for count in counts)
+    add[(num_blocks,)](*args, HIGH=high is not None, EVEN=is_even, BLOCK=BLOCK, num_warps=4)
 
 
 def mean_of(
     out: Tensor,
-    parts: Sequence[Tensor],
+    parts: Sequence[tuple[Tensor, Tensor | None]],
     tables: tuple[Tensor, Tensor, Tensor, Tensor],
     scales: Tensor,
     blocks: range,
-    stretch: slice,
+    where: slice,
+    *,
+    start: int,
     origin: int,
-    high: Tensor | None = None,
 ) -> None:
-    """`parts`, integers, each of them the `stretch` of a worker's buffer: added up, and times the scales.
-    `high`: what those of the first part lack.
+    """Integers of workers, each with what it lacks (`joined`) or `shortened`, added up and times the scales.
 
-    `tables`: by block its slot and first element; by slot the end of its numbers, and of its padding.
-    `scales`: by slot its unit, and last what all are multiplied with.
+    Parts begin at `start` of the buffer, `out` at `origin`; of both, `where` is read and written. `tables`:
+    by block its slot and first element; by slot the end of its numbers, and of its padding. `scales`: by slot
+    its unit, and last what all are multiplied with.
     """
     _, mean, kinds = _compiled()
-    first, *others = parts
-    places = torch.tensor([other.data_ptr() for other in others] or [0], dtype=torch.int64)
-    there = host_memory.to_device(places, out.device)
-    counts = blocks.start, stretch.start, stretch.stop, origin, len(others), scales.numel() - 1
+    place = out.data_ptr() - out.element_size() * origin
+    rows, aligned = [], [place]
+    for low, high in parts:
+        kind = _SUMS.get((low.dtype, None if high is None else high.dtype))
+        if kind is None or start + length_of(low) < where.stop:
+            raise PeerError("a peer sent sums that are too short, or no integers")
+        low = low if low.data_ptr() % _ALIGNED == 0 else low.clone()
+        at, lacking = low.data_ptr() - (8 if low.dtype == torch.int64 else 4) * start, 0
+        if low.dtype == SHORT:
+            lacking = low.data_ptr() + 4 * length_of(low) - start
+        elif high is not None:
+            lacking = high.data_ptr() - high.element_size() * start
+            aligned.append(lacking)
+        aligned.append(at)
+        rows.append((at, lacking, kind))
+    there = host_memory.to_device(torch.tensor(rows, dtype=torch.int64).T.contiguous(), out.device)
+    args = place, there, *tables, scales
+    counts = blocks.start, where.start, where.stop, len(rows), scales.numel() - 1
+    settings = {
+        "KIND": kinds[out.dtype],
+        "ALIGNED": all(at % _ALIGNED == 0 for at in aligned),
+        "BLOCK": BLOCK,
+    }
     if len(blocks):
-        kind = kinds[first.dtype]
-        args = out, first, first if high is None else high, there, *tables, scales, *counts
-        aligned = all(other.data_ptr() % _ALIGNED == 0 for other in others)
-        settings = {"HIGH": high is not None, "ALIGNED": aligned, "KIND": kind, "BLOCK": BLOCK}
-        mean[(len(blocks),)](*args, **settings, num_warps=4, num_stages=1)
+        mean[(len(blocks),)](*args, *counts, **settings, num_warps=4, num_stages=1)
 
 
 @cache
@@ -288,19 +336,24 @@ def agree(device: torch.device, dtype: torch.dtype, high: torch.dtype | None = N
 
 
 def _means_agree(totals: Tensor, high: Tensor | None, unit: int) -> bool:
-    start, stop, weight = 5, _SAMPLE - 9, 3.0
+    """Of all ways in which numbers are kept, also where the means are written over the first of them."""
+    start, stop, weight = 16, _SAMPLE - 9, 3.0
     part, lacking = totals[start:stop], None if high is None else high[start:stop]
+    whole = part.long() if lacking is None else joined(part, lacking)
+    parts: list[tuple[Tensor, Tensor | None]] = [(part.clone(), lacking), (whole, None)]
+    if part.dtype != whole.dtype:
+        none = torch.zeros_like(part, dtype=torch.int8)
+        parts.append((shortened(part, none if lacking is None else lacking.to(torch.int8)), None))
     out = torch.full((stop - start,), -1.0, device=totals.device)
-    both = part.long() + (part if lacking is None else joined(part, lacking))
-    made = torch.mul(both.to(torch.float64).mul_(2.0**unit), 1 / weight, out=torch.empty_like(out))
+    exact = (len(parts) * whole).to(torch.float64).mul_(2.0**unit)
+    made = torch.mul(exact, 1 / weight, out=torch.empty_like(out))
     starts = torch.arange(0, _SAMPLE, BLOCK, device=totals.device)
     ends = torch.tensor([_SAMPLE], device=totals.device)
     scales = torch.tensor([2.0**unit, 1 / weight], dtype=torch.float64, device=totals.device)
     tables = (torch.zeros_like(starts, dtype=torch.int32), starts, ends, ends)
-    where = range(len(starts)), slice(start, stop), start
-    mean_of(out, [part, part], tables, scales, *where, lacking)
-    if not torch.equal(out, made) or part.element_size() != out.element_size():
-        return torch.equal(out, made)
-    place = part.clone()  # means may be written where the first part is
-    mean_of(place.view(torch.float32), [place, part], tables, scales, *where, lacking)
-    return torch.equal(place.view(torch.float32), made)
+    own = parts[0][0]
+    outs = [out, own.view(torch.float32)] if own.element_size() == out.element_size() else [out]
+    for one in outs:
+        where = range(len(starts)), slice(start, stop)
+        mean_of(one, parts, tables, scales, *where, start=start, origin=start)
+    return all(torch.equal(one, made) for one in outs)

@@ -44,7 +44,6 @@ Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 
 _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
-_RESTORED = 1 << 25  # elements
 _GROUP = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements that are held until they are put together: in a cache
 _LAYOUTS = 64
 _GATHERED = 1 << 22  # elements that wait on a CPU until they are added
@@ -404,8 +403,9 @@ class GradientSums:
             uncommon.update(index for index, peak in enumerate(part.peaks) if peak == grids.NOT_FINITE)
         if self._device_sums is not None:
             pieces = [piece for index, piece in self.pieces(stretch) if index in uncommon]
+            sums = [(part.tensors[0], part.high) for part in parts]
             for where in _between(stretch, pieces):
-                self._means_by_kernels(where, stretch, parts, weight, out, origin)
+                self._device_sums.means(where, sums, weight, out, start=stretch.start, origin=origin)
             chunks = [
                 slice(at, min(at + CHUNK, piece.stop))
                 for piece in pieces
@@ -418,30 +418,6 @@ class GradientSums:
                 torch.mul(total, reciprocal(weight), out=out[_shifted(chunk, origin)])
             else:
                 torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
-
-    def _means_by_kernels(
-        self,
-        where: slice,
-        stretch: slice,
-        parts: Sequence[SumPart],
-        weight: float,
-        out: Tensor,
-        origin: int,
-    ) -> None:
-        """Of `where`, which is in the stretch that the parts are of."""
-        assert self._device_sums is not None
-        own_first = sorted(parts, key=lambda part: part.high is None)  # integers: in any order
-        flats, high = [part.tensors[0] for part in own_first], own_first[0].high
-        here = _shifted(where, stretch.start)
-        is_short = high is None or high.dtype == torch.int8
-        if is_short and all(flat.dtype == self.flat.dtype for flat in flats):
-            sums = [restored(flat, here) for flat in flats]
-            high = None if high is None else high[here]
-            self._device_sums.means(where, sums, weight, out, origin, high)
-            return
-        for block in _blocks(where):
-            sums = [self._whole(part, _shifted(block, stretch.start)) for part in own_first]
-            self._device_sums.means(block, sums, weight, out, origin)
 
     def _whole(self, part: SumPart, where: slice) -> Tensor:
         sums = restored(part.tensors[0], where)
@@ -604,12 +580,6 @@ def _between(stretch: slice, pieces: Iterable[slice]) -> Iterator[slice]:
         at = piece.stop
     if at < stretch.stop:
         yield slice(at, stretch.stop)
-
-
-def _blocks(stretch: slice) -> list[slice]:
-    """What is restored at once: it has to be held."""
-    starts = range(stretch.start, stretch.stop, _RESTORED)
-    return [slice(start, min(start + _RESTORED, stretch.stop)) for start in starts]
 
 
 def _in_a_cache(chunks: Sequence[slice]) -> Iterator[slice]:
