@@ -17,7 +17,6 @@ from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater
-from everstep.engine.sums.sum_parts import shortened
 from everstep.engine.sums.sums import GradientSums
 from everstep.job.job import Job, ModelSpec
 from everstep.net import host_memory
@@ -156,9 +155,8 @@ def test_no_kernel_of_the_sums_is_compiled_after_their_trial(monkeypatch: pytest
             made.added()
         part = made.part(whole)
         assert (part.high is not None, bool(part.promoted)) == (is_wide, is_promoted)
-        peer = part._replace(high=None)
-        if part.high is not None:
-            peer = peer._replace(tensors=(shortened(part.tensors[0], part.high), *part.tensors[1:]))
+        tensors, told = made.sent(whole, part)
+        peer = made.arrived(whole, tensors, part.peaks, told)
         out, alone = torch.empty(size, device=cuda), torch.empty(size, device=cuda)
         made.means(whole, [whole], [part, peer], 2.0, out)
         made.means(whole, [whole], [part], 1.0, alone)

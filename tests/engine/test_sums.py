@@ -23,12 +23,9 @@ from everstep.engine.sums import sums as gradient_sums
 from everstep.engine.sums.device_sums import reciprocal
 from everstep.engine.sums.sum_parts import (
     joined,
-    length_of,
     owned,
     parted,
     peaks_of,
-    restored,
-    shortened,
     virtual_chunks,
 )
 from everstep.engine.sums.sums import GradientSums
@@ -70,8 +67,8 @@ def reduced(workers: list[GradientSums], replicas: int = 3) -> torch.Tensor:
         stretch = slice(mine[0].start, mine[-1].stop)
         parts = [worker.part(stretch) for worker in workers]
         for other in {*range(len(workers))} - {owner}:
-            sent = workers[other].for_wire(stretch)
-            parts[other] = parts[other]._replace(tensors=(sent, *parts[other].tensors[1:]), high=None)
+            tensors, told = workers[other].sent(stretch, parts[other], most=2)
+            parts[other] = workers[owner].arrived(stretch, tensors, parts[other].peaks, told)
         workers[owner].means(stretch, mine, parts, 1.0, out)
     return out
 
@@ -158,9 +155,7 @@ def imitated_mean(
 ) -> None:
     """One block after the other, as the kernel's programs do."""
     slots, starts, ends, rooms = tables
-    wholes = [restored(low, slice(0, length_of(low))).long() for low, _ in parts]
-    for whole, (_, high) in zip(wholes, parts, strict=True):
-        whole += 0 if high is None else high.long() << 32
+    wholes = [low.long() if high is None else joined(low, high) for low, high in parts]
     for block in blocks:
         slot = slots[block]
         at = starts[block] + torch.arange(kernels.BLOCK)
@@ -431,7 +426,7 @@ def test_where_nothing_counts_there_is_no_mean(kind: str) -> None:
     assert reciprocal(4.0) == 0.25
 
 
-def test_sums_of_40_bits_are_sent_in_5_bytes_and_come_as_they_were() -> None:
+def test_sums_of_40_bits_are_32_with_their_sign_and_8_that_those_lack() -> None:
     most = 1 << 38
     numbers = [0, 1, -1, most, -most, 1 << 32, -(1 << 32), (1 << 32) - 1, -(1 << 31), 255, -256]
     generator = torch.Generator().manual_seed(1)
@@ -440,14 +435,6 @@ def test_sums_of_40_bits_are_sent_in_5_bytes_and_come_as_they_were() -> None:
     low, high = torch.empty_like(total, dtype=torch.int32), torch.empty_like(total, dtype=torch.int8)
     parted(total, low, high)
     assert torch.equal(joined(low, high), total)
-    short = shortened(low[3:], high[3:])
-    assert short.nbytes == 5 * (total.numel() - 3)
-    assert torch.equal(restored(short, slice(0, total.numel() - 3)), total[3:])
-    assert torch.equal(restored(short, slice(7, 500)), total[10:503])
-    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), short])[3:]  # as a message may bring it
-    assert torch.equal(restored(shifted, slice(7, 500)), total[10:503])
-    with pytest.raises(PeerError, match="too short"):
-        restored(short[:-5], slice(0, total.numel() - 3))
 
 
 @pytest.mark.parametrize(("kind", "late"), KINDS)
@@ -466,8 +453,10 @@ def test_only_integers_of_40_bits_are_sent_in_fewer_bytes_than_they_may_need() -
     for kind, late in KINDS:
         made = sums(kind, late)
         least = 4 if kind == "strict32" or (kind == "strict40" and late) else 8
-        assert made.for_wire(WHOLE).nbytes == least * SIZE, kind
-        assert made.for_wire(WHOLE).data_ptr() == made.flat.data_ptr(), "nothing is copied"
+        (sent,), told = made.sent(WHOLE, made.part(WHOLE))
+        assert sent.nbytes == least * SIZE, kind
+        assert sent.data_ptr() == made.flat.data_ptr(), "nothing is copied"
+        assert told == [[]]
 
 
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
@@ -487,23 +476,32 @@ def test_sums_that_32_bits_hold_are_sent_in_as_many(
         made.added()
     total = own(made)
     wheres = [slice(slot.offset, slot.offset + slot.size) for slot in SLOTS.values()]
-    assert [made.for_wire(where).dtype for where in wheres] == [torch.int32, torch.uint8, torch.int32]
-    assert made.for_wire(WHOLE).dtype == torch.uint8
-    for where, expected in zip(wheres, units, strict=True):
-        assert total[where].unique().tolist() == [int(expected)]
-        assert torch.equal(
-            restored(made.for_wire(where), slice(0, total[where].numel())).long(), total[where]
-        )
+    for where, expected in zip([*wheres, WHOLE], [*units, None], strict=True):
+        part = made.part(where)
+        tensors, told = made.sent(where, part)
+        lacks = expected in (one_more, None)
+        assert [one.dtype for one in tensors] == [torch.int32, *[torch.int8] * lacks]
+        assert sum(one.nbytes for one in tensors) == 4 * total[where].numel() + lacks * SLOTS["matrix"].size
+        came = made.arrived(where, tensors, part.peaks, told)
+        found = came.tensors[0].long() if came.high is None else joined(came.tensors[0], came.high)
+        assert torch.equal(found, total[where])
+        if expected is not None:
+            assert found.unique().tolist() == [int(expected)]
 
 
 @pytest.mark.parametrize(("kind", "late"), KINDS)
-def test_a_peers_sums_that_are_too_few_are_refused(kind: str, late: bool) -> None:
+def test_a_peers_sums_that_do_not_belong_to_its_part_are_refused(kind: str, late: bool) -> None:
     """A kernel would read what lies behind them."""
-    made, peer = (added(sums(kind, late), drawn(random.Random(3), wild=0)) for _ in range(2))
-    own, theirs = made.part(WHOLE), peer.part(WHOLE)
-    cut = theirs._replace(tensors=(theirs.tensors[0][:-16], *theirs.tensors[1:]))
+    made = added(sums(kind, late), drawn(random.Random(3), wild=0))
+    part = made.part(WHOLE)
+    (low, *rest), told = made.sent(WHOLE, part)
     with pytest.raises(PeerError, match="too short"):
-        made.means(WHOLE, [WHOLE], [own, cut], 1.0, torch.zeros(SIZE))
+        made.arrived(WHOLE, (low[:-16], *rest), part.peaks, told)
+    high = torch.zeros(SLOTS["matrix"].size, dtype=torch.int8)
+    made.arrived(WHOLE, (low, high), part.peaks, [[], [1]])
+    for wrong, slots in ((high[1:], [1]), (high, [0]), (high, [7]), (high.float(), [1]), (high, [1, 1])):
+        with pytest.raises(PeerError, match="do not belong"):
+            made.arrived(WHOLE, (low, wrong), part.peaks, [[], slots])
 
 
 def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
@@ -521,8 +519,13 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
         assert made.num_promoted == 0
         most = round(2.0**33 * (1 - 2**-24))
         assert {int(flat[slot.offset]) for slot in SLOTS.values()} == {count * most}
-        assert (made.for_wire(WHOLE).dtype == torch.uint8) == (count < footprint.MOST_SHORT)
-        assert torch.equal(restored(made.for_wire(WHOLE), WHOLE), flat)
+        part = made.part(WHOLE)
+        tensors, told = made.sent(WHOLE, part)
+        _, high = tensors
+        assert high.dtype == (torch.int8 if count < footprint.MOST_SHORT else torch.int32)
+        came = made.arrived(WHOLE, tensors, part.peaks, told)
+        assert came.high is not None
+        assert torch.equal(joined(came.tensors[0], came.high), flat)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])

@@ -327,10 +327,6 @@ class DataPlane:
             tensors = tuple(map(_to_host_behind, tensors))
         self._after_now(partial(self.links.send, to, parcel, envelope, *tensors))
 
-    def in_place(self, to: Address) -> bool:
-        """Does the receiver read the sender's memory?"""
-        return (pair := self._pair(to)) != "tcp" and pair not in WIRES
-
     def sends_beside(self, to: Address) -> bool:
         """Does what is posted now leave while the device computes on? In shared memory it need not leave; and
         a GPU's way through the host begins with a copy that all that follows would wait for.

@@ -36,7 +36,7 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA
 SUMS = {"strict": 8.0, "strict40": 8.0, "strict32": 4.0, "fp64": 8.0, "fp32": 4.0}  # bytes per parameter
 PARTED = 5.0  # `strict40` on a GPU, of a worker that runs no more microbatches in a step than:
 MOST_SHORT = 63
-PARTS = {"strict40": 10.0}  # at most: what is sent may be a copy of 5 bytes, what comes another
+PARTS = {"strict40": 7.0}  # at most: 4 and 1 that come, 1 at its place, and a copy of 1 that is sent
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 FP8_WEIGHTS = 2.0  # of Linears, by row and by column; counted as if all parameters were theirs
 MASTERS = REDUCED = PRODUCT = 4.0

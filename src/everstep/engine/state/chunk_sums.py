@@ -28,22 +28,23 @@ class ChunkSums:
         self._replica, self._ranges, self._empty = replica, ranges, empty
         self.means: dict[int, dict[int, Tensor]] = {}
 
-    def part(
-        self, stage: Stage, chunks: Sequence[int], *, to_send: bool = False
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """This worker's part of the chunks of one owner: views, and what each is."""
-        parts = [stage.sums.part(self._ranges[chunk]) for chunk in chunks]
-        if to_send:
-            parts = [stage.sums.packed(part, MOST_PROMOTED // len(chunks)) for part in parts]
-        peaks = stage.sums.part(slice(0, 0)).peaks
-        facts = [[len(part.tensors), [list(key) for key in part.promoted]] for part in parts]
-        return tuple(t for part in parts for t in part.tensors), [list(peaks), facts]
+    def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+        """This worker's part of the chunks of one owner, for that one: views, and what each is."""
+        most = MOST_PROMOTED // max(1, len(chunks))
+        tensors: list[Tensor] = []
+        facts = []
+        for where in (self._ranges[chunk] for chunk in chunks):
+            sent, told = stage.sums.sent(where, stage.sums.part(where), most)
+            tensors += sent
+            facts.append([len(sent), *told])
+        return tuple(tensors), [list(stage.sums.part(slice(0, 0)).peaks), facts]
 
     def add_up(self, stage: Stage, task: SumChunk, received: Received) -> tuple[tuple[float, ...], list[int]]:
         """The chunks that are this worker's: the squares of each stretch, and the peaks of the step."""
-        by_sender = {self._replica: self._opened(stage, self.part(stage, task.chunks))}
+        own = [stage.sums.part(self._ranges[chunk]) for chunk in task.chunks]
+        by_sender = {self._replica: (own, list(stage.sums.part(slice(0, 0)).peaks))}
         for parcel in task.parts:
-            by_sender[parcel.sender] = self._opened(stage, received[parcel])
+            by_sender[parcel.sender] = self._opened(stage, task.chunks, received[parcel])
         ordered = [by_sender[replica] for replica in task.members]
         means: dict[int, Tensor] = {}
         norms: list[list[Tensor]] = []
@@ -80,12 +81,12 @@ class ChunkSums:
             stage.shards.gather(torch.zeros(1, device=stage.device))
 
     def _opened(
-        self, stage: Stage, payload: tuple[tuple[Tensor, ...], Any]
+        self, stage: Stage, chunks: Sequence[int], payload: tuple[tuple[Tensor, ...], Any]
     ) -> tuple[list[SumPart], list[int]]:
         tensors, (peaks, facts) = payload
         rest = iter(tensors)
         parts = []
-        for count, promoted in facts:
-            own = tuple(host_memory.to_device(next(rest), stage.device) for _ in range(count))
-            parts.append(SumPart(own, peaks, [(int(slot), int(level)) for slot, level in promoted]))
+        for chunk, (count, *told) in zip(chunks, facts, strict=True):
+            came = tuple(host_memory.to_device(next(rest), stage.device) for _ in range(count))
+            parts.append(stage.sums.arrived(self._ranges[chunk], came, peaks, told))
         return parts, list(peaks)

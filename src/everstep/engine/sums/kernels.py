@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everstep.engine.sums.sum_parts import SHORT, joined, length_of, shortened
+from everstep.engine.sums.sum_parts import joined
 from everstep.errors import PeerError
 from everstep.log import warn
 from everstep.net import host_memory
@@ -35,7 +35,7 @@ _ALIGNED = 16  # bytes
 # be so in the midst of training, half a second when the first sum needs more than 32 bits.
 _CONTRIBUTIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _SUMS = {(torch.int32, None): 0, (torch.int32, torch.int8): 1, (torch.int32, torch.int32): 2}
-_SUMS |= {(torch.int64, None): 3, (SHORT, None): 4}
+_SUMS |= {(torch.int64, None): 3}
 
 
 @cache
@@ -63,7 +63,7 @@ def _compiled() -> Any:
     # Backwards: what a product has written last is still in the cache, and sums are not to displace it. The
     # table has a row of each: where the contributions are, their first blocks, where their sums begin, how
     # many elements they have, their slots, whether nothing was added to those before, and their kinds.
-    @triton.jit(do_not_specialize=["num", "sign"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["num", "sign"], do_not_specialize_on_alignment=["wide_at"])  # type: ignore[untyped-decorator]
     def add(  # type: ignore[no-untyped-def]
         totals_at,
         high_at,
@@ -142,8 +142,6 @@ def _compiled() -> Any:
                 total += integers(lacking, at, mask, tl.int8, ALIGNED) << 32
             elif kind == 2:
                 total += integers(lacking, at, mask, tl.int32, ALIGNED) << 32
-            elif kind == 4:  # `shortened`: without the sign of the low ones
-                total += (integers(lacking, at, mask, tl.int8, False) - (total >> 31)) << 32
         return total
 
     # Places are those of the whole buffer: of a part, where its element 0 would be. The table has a row of
@@ -247,7 +245,7 @@ def mean_of(
     start: int,
     origin: int,
 ) -> None:
-    """Integers of workers, each with what it lacks (`joined`) or `shortened`, added up and times the scales.
+    """Integers of workers, each with what 32 bits lack (`joined`), added up and times the scales.
 
     Parts begin at `start` of the buffer, `out` at `origin`; of both, `where` is read and written. `tables`:
     by block its slot and first element; by slot the end of its numbers, and of its padding. `scales`: by slot
@@ -258,17 +256,12 @@ def mean_of(
     rows, aligned = [], [place]
     for low, high in parts:
         kind = _SUMS.get((low.dtype, None if high is None else high.dtype))
-        if kind is None or start + length_of(low) < where.stop:
-            raise PeerError("a peer sent sums that are too short, or no integers")
+        if kind is None:
+            raise PeerError("a peer sent sums that are no integers")
         low = low if low.data_ptr() % _ALIGNED == 0 else low.clone()
-        at, lacking = low.data_ptr() - (8 if low.dtype == torch.int64 else 4) * start, 0
-        if low.dtype == SHORT:
-            lacking = low.data_ptr() + 4 * length_of(low) - start
-        elif high is not None:
-            lacking = high.data_ptr() - high.element_size() * start
-            aligned.append(lacking)
-        aligned.append(at)
-        rows.append((at, lacking, kind))
+        both = [one.data_ptr() - one.element_size() * start for one in (low, high) if one is not None]
+        aligned += both
+        rows.append((both[0], both[-1], kind))
     there = host_memory.to_device(torch.tensor(rows, dtype=torch.int64).T.contiguous(), out.device)
     args = place, there, *tables, scales
     counts = blocks.start, where.start, where.stop, len(rows), scales.numel() - 1
@@ -341,9 +334,6 @@ def _means_agree(totals: Tensor, high: Tensor | None, unit: int) -> bool:
     part, lacking = totals[start:stop], None if high is None else high[start:stop]
     whole = part.long() if lacking is None else joined(part, lacking)
     parts: list[tuple[Tensor, Tensor | None]] = [(part.clone(), lacking), (whole, None)]
-    if part.dtype != whole.dtype:
-        none = torch.zeros_like(part, dtype=torch.int8)
-        parts.append((shortened(part, none if lacking is None else lacking.to(torch.int8)), None))
     out = torch.full((stop - start,), -1.0, device=totals.device)
     exact = (len(parts) * whole).to(torch.float64).mul_(2.0**unit)
     made = torch.mul(exact, 1 / weight, out=torch.empty_like(out))

@@ -7,7 +7,8 @@
     strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
 How a strict sum is kept is in `sum_units`. Of `strict40` on a GPU 32 bits with their sign are in `flat`, and
-what those lack is in a second buffer, which is hardly ever read or written; so 4 bytes are sent, or 5. A
+what those lack is in a second buffer, which is hardly ever read or written. 4 bytes are sent, and of tensors
+of which some sums lack something a fifth, afterwards: what was sent before it was known is not sent again. A
 worker that computes more microbatches in a step than 40 bits are enough for has 8 bytes from then on.
 
 Whether a contribution must be promoted is known when its largest element is. On a CPU that is before it is
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,8 +35,9 @@ from torch import Tensor
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
-from everstep.engine.sums.sum_parts import SumPart, joined, parted, restored, shortened
+from everstep.engine.sums.sum_parts import SumPart, joined, parted
 from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, kept_as, units_of
+from everstep.errors import PeerError
 from everstep.net import host_memory
 from everstep.schedule.footprint import CHUNK, MOST_SHORT
 
@@ -46,6 +48,7 @@ _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _GROUP = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements that are held until they are put together: in a cache
 _LAYOUTS = 64
+_HIGH = (torch.int8, torch.int32)
 _GATHERED = 1 << 22  # elements that wait on a CPU until they are added
 
 
@@ -100,7 +103,6 @@ class GradientSums:
         has_kernels = self.is_late and self._units is not None and kernels.usable(device, dtype, high)
         self._device_sums = DeviceSums(self.slots, size, device) if has_kernels else None
         self._cut()
-        self._wide, self._wide_before = set[int](), set(range(len(self.slots)))
         self.step: int | None = None
         self._num_added = 0  # microbatches
         self.begin(None, (grids.NO_LIMIT,) * len(self.slots))
@@ -123,9 +125,7 @@ class GradientSums:
         if leave_buffer:
             self.flat = self._empty((self.size,), dtype=self.flat.dtype).zero_()
             self._cut()
-        if self._num_added:  # else nothing is known that was not before
-            self._wide_before = self._wide | (self._wide_before if step == self.step else set())
-        self._wide = set()  # slots of whose sums some need more than 32 bits
+        self._wide: set[int] = set()  # slots of whose sums some need more than 32 bits
         self.step, self.limits = step, list(limits)
         self._known = [self.grid.known(limit) for limit in limits]
         self._lowest = [self.grid.unit(limit, 0) for limit in limits]
@@ -307,10 +307,8 @@ class GradientSums:
         found = late.peaks.tolist()
         for (index, product), (place, width) in zip(late.products, late.places, strict=True):
             peak = grids.exponent(found[place])
-            if found[width] and index not in self._wide:
+            if found[width]:
                 self._wide.add(index)
-                if index not in self._wide_before:
-                    self.changed.add(index)
             if self._fits(index, peak):
                 self.peaks[index] = max(self.peaks[index], peak)
                 continue
@@ -353,33 +351,51 @@ class GradientSums:
         there = dict(self.pieces(where))
         promoted = [key for key in sorted(self._promoted) if key[0] in there]
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
-        high = None if self._high is None or self._wide.isdisjoint(there) else self._high[where]
-        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted, high)
+        wide = sorted(self._wide.intersection(there)) if self._high is not None else []
+        high = self._high[where] if self._high is not None and wide else None
+        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted, high, wide)
 
-    def for_wire(self, where: slice, *, in_place: bool = False) -> Tensor:
-        """A stretch in as few bytes as it needs. While a microbatch is added, as many as the step before
-        needed: if that is too few, its slots are among the `changed` in the end. `in_place`: read there.
+    def sent(
+        self, where: slice, part: SumPart, most: int = MOST_PROMOTED
+    ) -> tuple[tuple[Tensor, ...], list[object]]:
+        """A part for its receiver, and all that is to be said of it but its peaks, in JSON's terms. Promoted
+        sums that are more than so many are copied into one tensor.
         """
-        low = self.flat[where]
-        is_settled = self._late is None and not self._adding
-        wide = self._wide if is_settled else self._wide | self._wide_before
-        if self._high is None or wide.isdisjoint(index for index, _ in self.pieces(where)):
-            return low
-        high = self._high[where]
-        made = shortened(low, high) if self._num_added < MOST_SHORT else joined(low, high)
-        if in_place:
-            made = self._empty(made.shape, dtype=made.dtype).copy_(made)
-            self._packed.append(made)
-        return made
-
-    def packed(self, part: SumPart, most: int = MOST_PROMOTED) -> SumPart:
-        """For sending: promoted sums that are more than so many are copied into one tensor."""
         stretch, *promoted = part.tensors
-        if len(promoted) <= most:
-            return part
-        total = self._empty((sum(one.numel() for one in promoted),), dtype=self._dtype)
-        self._packed.append(torch.cat(promoted, out=total))
-        return part._replace(tensors=(stretch, total))
+        told: list[object] = [[list(key) for key in part.promoted]]
+        tensors = [stretch]
+        if part.high is not None:
+            there = dict(self.pieces(where))
+            tensors.append(self._copied([part.high[_shifted(there[i], where.start)] for i in part.wide]))
+            told.append(list(part.wide))
+        if len(promoted) > most:
+            promoted = [self._copied(promoted)]
+        return (*tensors, *promoted), told
+
+    def _copied(self, tensors: list[Tensor]) -> Tensor:
+        total = self._empty((sum(one.numel() for one in tensors),), dtype=tensors[0].dtype)
+        self._packed.append(torch.cat(tensors, out=total))
+        return total
+
+    def arrived(
+        self, where: slice, tensors: tuple[Tensor, ...], peaks: Sequence[int], told: Sequence[Any]
+    ) -> SumPart:
+        """What a peer has `sent` of a stretch."""
+        stretch, *promoted = tensors
+        keys, *wide = told
+        high = None
+        there = dict(self.pieces(where))
+        if wide:
+            sent, *promoted = promoted
+            sizes = [there[i].stop - there[i].start for i in wide[0] if i in there]
+            if len(sizes) < len(wide[0]) or sent.numel() != sum(sizes) or sent.dtype not in _HIGH:
+                raise PeerError("a peer sent sums that do not belong to its part")
+            high = torch.zeros(where.stop - where.start, dtype=sent.dtype, device=sent.device)
+            for i, piece in zip(wide[0], torch.split(sent, sizes), strict=True):
+                high[_shifted(there[i], where.start)] = piece
+        if stretch.numel() != where.stop - where.start:
+            raise PeerError("a peer sent sums that are too short")
+        return SumPart((stretch, *promoted), peaks, [(int(slot), int(level)) for slot, level in keys], high)
 
     def means(
         self,
@@ -420,7 +436,7 @@ class GradientSums:
                 torch.div(_added(here), weight, out=out[_shifted(chunk, origin)])
 
     def _whole(self, part: SumPart, where: slice) -> Tensor:
-        sums = restored(part.tensors[0], where)
+        sums = part.tensors[0][where]
         return sums.to(self._dtype) if part.high is None else joined(sums, part.high[where])
 
     def _total(

@@ -10,8 +10,8 @@ worker adds to the stretch of another (`sum_parts`); it is cut into pieces at th
 Names and decisions do not change: a worker has a part once it is whole, and sums what it has in the order of
 replicas, as before. So the bits stay, and a death leaves pieces behind that no message speaks of.
 
-What a piece was made of may change after it was sent. On a GPU a strict contribution can turn out not to fit,
-or a sum not into the bytes that it was sent in (`sums`): then the PART brings that piece again. More W of the
+What a piece was made of may change after it was sent. On a GPU a strict contribution can turn out not to fit
+(`sums`): then the PART brings that piece again; what 32 bits of its sums lack it always brings. More W of the
 step, after a death: then all that was sent ahead counts for nothing, and the PART is sent whole; likewise if
 the connection broke, or if the reduce began a new round. Pieces carry a number, so that those of two attempts
 are never mixed. A send reads from the buffer of the sums while W writes to it, but never what is to count.
@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from everstep.engine.sums.sum_parts import length_of, restored
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
 from everstep.net.envelope import MAX_BYTES, Envelope, PartAhead, PartRest, Stretch
@@ -88,7 +87,7 @@ class PartsAhead:
         part.sent.append(piece)
         where = part.stretches[piece.stretch]
         told = Envelope(piece=PartAhead(self.number, piece, where.stop - where.start))
-        post(parcel, told, self._sums.for_wire(_within(where, piece)))
+        post(parcel, told, self._sums.flat[_within(where, piece)])
 
     def clear(self) -> None:
         """What was sent counts for nothing."""
@@ -113,7 +112,7 @@ class PartsAhead:
         missing = tuple(gap for k, size in enumerate(sizes) for gap in _gaps(k, size, pieces))
         told = PartRest(self.number, pieces, missing, tuple(places), sizes)
         others = [tensor for at, tensor in enumerate(tensors) if at not in set(places)]
-        own = [self._sums.for_wire(_within(part.stretches[gap.stretch], gap)) for gap in missing]
+        own = [self._sums.flat[_within(part.stretches[gap.stretch], gap)] for gap in missing]
         return envelope._replace(piece=told), (*own, *others)
 
 
@@ -204,9 +203,8 @@ class ArrivingParts:
 
     def _put(self, arriving: _Arriving, piece: Stretch, size: int, tensor: Tensor) -> None:
         """At its place in the whole stretch. Alone in it, it is the stretch."""
-        if not 0 <= piece.start <= piece.stop <= size or length_of(tensor) != piece.stop - piece.start:
+        if not 0 <= piece.start <= piece.stop <= size or tensor.numel() != piece.stop - piece.start:
             raise PeerError("a peer sent a piece of a part that is outside of it")
-        tensor = restored(tensor, slice(0, piece.stop - piece.start))
         if size * tensor.itemsize > MAX_BYTES:
             raise PeerError("a peer sent a piece of a part that is too large")
         whole = arriving.wholes.get(piece.stretch)
@@ -214,8 +212,8 @@ class ArrivingParts:
             whole = tensor
         elif whole is None:
             whole = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-        elif whole.itemsize < tensor.itemsize:
-            whole = whole.to(tensor.dtype)
+        elif whole.dtype != tensor.dtype:
+            raise PeerError("a peer sent pieces of a part that are of several types")
         if whole is not tensor:
             whole[piece.start : piece.stop].copy_(tensor, non_blocking=True)
         arriving.wholes[piece.stretch] = whole

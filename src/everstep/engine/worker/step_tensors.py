@@ -19,7 +19,6 @@ many steps later when a large state is queued before it. Which buffers may be wr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +30,7 @@ from everstep.engine.stage.stage import Stage
 from everstep.engine.state.chunk_sums import ChunkSums
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
-from everstep.engine.sums.sum_parts import SumPart, owned, peaks_of, virtual_chunks
+from everstep.engine.sums.sum_parts import owned, peaks_of, virtual_chunks
 from everstep.engine.worker.parts_ahead import ArrivingParts, Message, PartsAhead
 from everstep.net import host_memory
 from everstep.net.envelope import Envelope
@@ -121,8 +120,10 @@ class StepTensors:
         match parcel.what:
             case ParcelKind.PART:
                 sums = self.stage.sums
-                part = sums.packed(sums.part(self._stretch(members, parcel.owner)))
-                return Payload(part.tensors, part.facts)
+                where = self._stretch(members, parcel.owner)
+                part = sums.part(where)
+                tensors, told = sums.sent(where, part)
+                return Payload(tensors, [list(part.peaks), *told])
             case ParcelKind.SUM:
                 return Payload((self._sums[parcel.step][self._stretch(members, self.me.replica)],))
             case ParcelKind.COPY | ParcelKind.FEED:
@@ -140,7 +141,7 @@ class StepTensors:
         assert self._holders is not None
         match parcel.what:
             case ParcelKind.PART:
-                return Payload(*sums.part(self.stage, self._chunks_of(parcel), to_send=True))
+                return Payload(*sums.part(self.stage, self._chunks_of(parcel)))
             case ParcelKind.SUM:
                 rows = enumerate(self._holders(parcel.step))
                 both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]
@@ -156,8 +157,8 @@ class StepTensors:
             case _:
                 return Payload(())
 
-    def contents(self, command: Send, members: tuple[int, ...], *, in_place: bool = False) -> Message:
-        """What goes with a parcel. `in_place`: its receiver reads it where it is."""
+    def contents(self, command: Send, members: tuple[int, ...]) -> Message:
+        """What goes with a parcel."""
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             boundary = self.boundaries[command.parcel]
             return Envelope(beside=boundary.facts), boundary.tensors
@@ -167,13 +168,7 @@ class StepTensors:
         envelope = Envelope(command.value, payload.facts)
         if command.parcel.what is not ParcelKind.PART:
             return envelope, payload.tensors
-        places = self._places(payload)
-        envelope, tensors = self.ahead.rest(command.parcel, envelope, payload.tensors, places)
-        if envelope.piece is None:
-            wheres = dict(zip(places, self.stretches(command.parcel, members), strict=True))
-            for_wire = partial(self.stage.sums.for_wire, in_place=in_place)
-            tensors = tuple(for_wire(wheres[k]) if k in wheres else one for k, one in enumerate(tensors))
-        return envelope, tensors
+        return self.ahead.rest(command.parcel, envelope, payload.tensors, self._places(payload))
 
     def _inputs(self, replay: Parcel) -> Message:
         """What this worker has computed a microbatch from, for one who is to compute it again."""
@@ -207,10 +202,10 @@ class StepTensors:
         return [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
 
     def _places(self, part: Payload) -> list[int]:
-        """Of the stretches among the tensors of a PART: each comes before its promoted sums."""
+        """Of the stretches among the tensors of a PART: each comes before what else there is of it."""
         if self.by_chunk is None:
             return [0]
-        counts = [count for count, _ in part.facts[1]]
+        counts = [count for count, *_ in part.facts[1]]
         return [sum(counts[:at]) for at in range(len(counts))]
 
     def received(self, parcel: Parcel, tensors: tuple[Tensor, ...], beside: Any) -> None:
@@ -236,8 +231,9 @@ class StepTensors:
             return self.updater.squares(self._sums[task.step], chunks)
         parts = {self.me.replica: self.stage.sums.part(mine)}
         for parcel in task.parts:
-            tensors, facts = self.payloads[parcel]
-            parts[parcel.sender] = SumPart.arrived(self._on_device(tensors), facts)
+            tensors, (peaks, *told) = self.payloads[parcel]
+            came = self.stage.sums.arrived(mine, self._on_device(tensors), peaks, told)
+            parts[parcel.sender] = came
         ordered = [parts[replica] for replica in task.members]
         mean = self._sum(task.step)
         self.stage.sums.means(mine, chunks, ordered, task.weight * self.stage.scale_at(task.step), mean)

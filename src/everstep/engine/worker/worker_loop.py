@@ -265,8 +265,7 @@ class WorkerLoop:
             parcel = command.parcel
             to = self.work.address(address)
             members = self.state.mail.peers(parcel.step)
-            in_place = parcel.what is ParcelKind.PART and self.plane.in_place(to)
-            envelope, tensors = self.tensors.contents(command, members, in_place=in_place)
+            envelope, tensors = self.tensors.contents(command, members)
             self._post(to, command, envelope, tensors)
             if tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
