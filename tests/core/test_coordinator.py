@@ -108,6 +108,17 @@ def test_what_machines_cause_is_not_the_inputs_fault_when_two_workers_raise_it(e
     assert len(cluster.crew.actors) == 4, "both were started again"
 
 
+def test_a_gpu_that_another_process_still_holds_is_tried_again() -> None:
+    """Seen under MPS, where a client was killed: its replacement was refused twice, and the task failed."""
+    busy = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    cluster = running(nodes={"a": 4})
+    for _ in range(3):
+        cluster.raises(W01, busy)
+        cluster.wait(10)
+        assert cluster.coordinator.tasks["t"].state is TaskState.RUNNING
+        assert len(cluster.crew.actors) == 4
+
+
 def test_without_another_node_a_grave_error_is_tried_in_place() -> None:
     cluster = running(nodes={"a": 4})
     cluster.raises(W01, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered")

@@ -20,6 +20,7 @@ from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_
 from everstep.core.faults.reachability import MANY, Pair, cut_off, pair_of
 from everstep.core.faults.remedies import Effect
 from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source, judge, known
+from everstep.core.faults.symptoms import BUSY
 from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Replay, VoteEnd, VoteVerdict, judge_replay, judge_votes
 from everstep.core.task.states import Copying, Entering, Member
@@ -69,7 +70,7 @@ class Failures:
             self._incidents.suspect(task, event.worker, "exception", event.error, now)
         if self._training.failed_update(task, f"worker {event.worker} raised {event.error}"):
             return []
-        if judge("exception", event.error).kind in NEVER_OF_THE_INPUT:
+        if judge("exception", event.error).kind in NEVER_OF_THE_INPUT or BUSY.search(event.error):
             return []
         return self._training.inform(task, event, now)
 

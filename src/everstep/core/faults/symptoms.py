@@ -26,6 +26,8 @@ PROG = frozenset({"exit", "exception", "log"})
 KERN = frozenset({"kernel", "log"})
 EXIT = frozenset({"exit", "log"})
 STDERR = frozenset({"exit"})
+# A GPU that another process still holds, or that takes no more of them for now: after a while it is free.
+BUSY = re.compile(r"CUDA-capable device\(s\) is/are busy or unavailable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ _ROWS: tuple[tuple[ErrorKind, frozenset[str], str, str], ...] = (
     (E.GPU_DRIVER, ANY, r"no CUDA-capable device is detected", "CUDA: cudaErrorNoDevice"),
     (E.GPU_DRIVER, ANY, r"CUDA_ERROR_NO_DEVICE", "CUDA: cudaErrorNoDevice"),
     (E.GPU_DRIVER, ANY, r"No CUDA GPUs are available", "CUDA: cudaErrorNoDevice"),
-    (E.GPU_DRIVER, ANY, r"CUDA-capable device\(s\) is/are busy or unavailable", "CUDA: DevicesUnavailable"),
+    (E.GPU_DRIVER, ANY, BUSY.pattern, "CUDA: DevicesUnavailable"),
     (E.GPU_DRIVER, ANY, r"system not yet initialized", "CUDA: cudaErrorSystemNotReady"),
     (E.GPU_DRIVER, ANY,
      r"CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady", "CUDA: cudaErrorSystemNotReady"),
