@@ -13,7 +13,8 @@
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
 faults. A point whose deaths did not all happen is tried again, and fails in the end: it has shown nothing. A
-point that passed in `--results` is not run again, nor is a clean run that is there.
+point that passed in `--results` is not run again, nor is a clean run that is there. Not under MPS: for
+a while after clients were killed it refuses others.
 """
 
 from __future__ import annotations
