@@ -82,6 +82,19 @@ def test_strict_sums_of_16_bits_take_five_bytes_on_a_gpu_and_the_means_of_one_wo
     assert sum(per_parameter(on_a_gpu, MOST_SHORT + 1).values()) == 26
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "in_place", "expected"),
+    [("strict40", False, 11), ("strict40", True, 2), ("strict", True, 0), ("strict32", False, 8)],
+)
+def test_what_peers_send_takes_so_many_bytes_per_parameter(
+    accumulate: str, in_place: bool, expected: int
+) -> None:
+    """Read in place, of sums of 40 bits what 32 lack is copied twice."""
+    settings = Settings(precision="bf16", accumulate=accumulate, replicas=4, in_place=in_place)
+    stage = StageFigures(parameters=4, largest=4)
+    assert footprint.received(stage, settings) == 3 * expected
+
+
 def job(**changes) -> Job:
     return replace(Job(model=ModelSpec(preset="gpt-tiny"), replicas=2, stages=2, microbatches=8), **changes)
 

@@ -191,9 +191,12 @@ def scratch(stage: StageFigures, settings: Settings) -> float:
 def received(stage: StageFigures, settings: Settings) -> float:
     """Parts and sums of peers, until they are added up and put together."""
     others = (settings.replicas - 1) / settings.replicas
-    if settings.in_place:  # only a copy of the new weights that it sends to those who do not hold the chunk
+    if settings.in_place:  # copies of what 32 bits of the sums lack, one sent and one at its place; later of
+        # the new weights, for those who do not hold the chunk
+        lacking = 2.0 * others if settings.accumulate in PARTS else 0.0
         sends = settings.sharded and settings.replicas > HOLDERS
-        return stage.parameters * WEIGHTS[settings.precision] / settings.replicas if sends else 0.0
+        weights = WEIGHTS[settings.precision] / settings.replicas if sends else 0.0
+        return stage.parameters * max(lacking, weights)
     part = PARTS.get(settings.accumulate, SUMS[settings.accumulate])
     if settings.sharded:  # parts of what it owns, sums of what it guards, and the others' new weights
         arriving = part + REDUCED / settings.replicas
