@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from harness.slow_workers import texts  # noqa: E402, F401  (workers build their
 
 WIDTH = 64
 SETTLED, LAST = 4, 12  # steps: measured are those between
+LIMIT_S = 120  # of a collective
 
 
 def layers(numbers: int) -> dict[str, Any]:
@@ -126,7 +128,11 @@ def _reduces(rank: int, replicas: int, numbers: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=replicas,
+        timeout=timedelta(seconds=LIMIT_S),
     )
     flat = torch.ones(numbers)
     for number in range(LAST):

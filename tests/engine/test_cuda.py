@@ -17,6 +17,7 @@ from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import Updater
+from everstep.engine.sums import kernels
 from everstep.engine.sums.sums import GradientSums
 from everstep.job.job import Job, ModelSpec
 from everstep.net import host_memory
@@ -163,6 +164,20 @@ def test_no_kernel_of_the_sums_is_compiled_after_their_trial(monkeypatch: pytest
         for at, n in zip(starts, sizes, strict=True):
             assert torch.equal(out[at : at + n], alone[at : at + n])
     assert compiled == []
+
+
+def test_means_of_parts_that_begin_anywhere_in_memory() -> None:
+    """Each is copied to where a kernel can read it; the copy of one must not take the place of another."""
+    pytest.importorskip("triton")
+    cuda, count = device.pick("cuda"), 5000
+    lows = [torch.full((count + 1,), k, dtype=torch.int32, device=cuda)[1:] for k in (1, 20, 300)]
+    starts, ends = torch.arange(0, count, kernels.BLOCK, device=cuda), torch.tensor([count], device=cuda)
+    tables = (torch.zeros_like(starts, dtype=torch.int32), starts, ends, ends)
+    scales, out = torch.ones(2, dtype=torch.float64, device=cuda), torch.empty(count, device=cuda)
+    parts = [(low, None) for low in lows]
+    where = range(len(starts)), slice(0, count)
+    kernels.mean_of(out, parts, tables, scales, *where, start=0, origin=0)
+    assert out.unique().tolist() == [321.0]
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "fp64"])

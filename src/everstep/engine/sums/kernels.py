@@ -254,11 +254,13 @@ def mean_of(
     _, mean, kinds = _compiled()
     place = out.data_ptr() - out.element_size() * origin
     rows, aligned = [], [place]
-    for low, high in parts:
+    lows = [
+        low if low.data_ptr() % _ALIGNED == 0 else low.clone() for low, _ in parts
+    ]  # all until the launch
+    for low, (_, high) in zip(lows, parts, strict=True):
         kind = _SUMS.get((low.dtype, None if high is None else high.dtype))
         if kind is None:
             raise PeerError("a peer sent sums that are no integers")
-        low = low if low.data_ptr() % _ALIGNED == 0 else low.clone()
         both = [one.data_ptr() - one.element_size() * start for one in (low, high) if one is not None]
         aligned += both
         rows.append((both[0], both[-1], kind))
