@@ -379,9 +379,9 @@ def test_limits_follow_the_peaks_a_few_bits_per_step() -> None:
     assert limits.at(2) == (-9 + grid.headroom, grids.NO_LIMIT)
     limits.follow(2, [20, grids.NOT_FINITE])
     limits.follow(2, [20, grids.NOT_FINITE])  # an update made again after an undo
-    assert limits.at(3) == (-9 + grid.headroom + 2, grids.NO_LIMIT)
+    assert limits.at(3) == (-9 + grid.headroom + 4, grids.NO_LIMIT)
     limits.follow(3, [-9, -300])
-    assert limits.at(4) == (-9 + grid.headroom, -90)
+    assert limits.at(4) == (-9 + grid.headroom + 3, -90)
     other = grids.Limits(["b", "a"], grid)
     other.load(3, limits.state(3))
     assert other.at(4) == limits.at(4)[::-1]
@@ -487,6 +487,36 @@ def test_sums_that_32_bits_hold_are_sent_in_as_many(
         assert torch.equal(found, total[where])
         if expected is not None:
             assert found.unique().tolist() == [int(expected)]
+
+
+@pytest.mark.parametrize("most", [0, 9], ids=["in one", "each"])
+def test_promoted_sums_that_32_bits_hold_are_sent_in_as_many(most: int) -> None:
+    """On level 1 the unit is 23 bits below the limit: one contribution below 2**7 of it fits, or two below
+    2**6. What is sent in either way adds up to the exact sum.
+    """
+    for sizes, width in (([6.9], 4), ([5.9, 5.9], 4), ([6.9, 6.9], 8), ([7.0], 8), ([9.5], 8)):
+        workers = [sums("strict40", True) for _ in range(2)]
+        for one in workers:
+            for size in sizes:
+                for index, (slot, limit) in enumerate(zip(SLOTS.values(), LIMITS, strict=True)):
+                    contribution = torch.full(slot.shape, -(2.0 ** (limit + size)))
+                    one.add(index, lambda contribution=contribution: contribution)
+                one.added()
+        part = workers[1].part(WHOLE)
+        tensors, told = workers[1].sent(WHOLE, part, most)
+        promoted = tensors[2:]  # behind the sums, and what those lack
+        assert workers[1].num_promoted == len(SLOTS)
+        assert len(promoted) == (len(SLOTS) if most and width == 8 else 1)
+        assert sum(one.nbytes for one in promoted) == width * sum(slot.size for slot in SLOTS.values())
+        came = workers[0].arrived(WHOLE, tensors, part.peaks, told)
+        out = torch.full((SIZE,), -1.0, dtype=torch.float64)
+        workers[0].means(WHOLE, [WHOLE], [workers[0].part(WHOLE), came], 1.0, out)
+        exact = torch.zeros(SIZE, dtype=torch.float64)
+        for slot, limit in zip(SLOTS.values(), LIMITS, strict=True):
+            unit = 2.0 ** (limit - 23)
+            once = sum(round(float(torch.tensor(2.0 ** (limit + size))) / unit) for size in sizes)
+            exact[slot.offset : slot.offset + slot.size] = -2 * once * unit
+        assert torch.equal(out, exact)
 
 
 @pytest.mark.parametrize(("kind", "late"), KINDS)

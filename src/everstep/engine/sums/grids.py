@@ -30,7 +30,7 @@ NO_PEAK = -(1 << 15)  # no contribution, or only zeros
 NOT_FINITE = 1 << 15  # an element was NaN or infinite: the sum of the tensor is NaN
 NO_LIMIT = NO_PEAK  # nothing is known of the tensor yet
 _LOWEST, _HIGHEST = -90, 128  # of a limit; what is below 2**-90 does not move any weight
-_RISE, _FALL = 2, 2  # bits per step: one wild step must not make the next one coarse
+_RISE, _FALL = 4, 1  # bits per step: a wild step makes the next ones a little coarser; others may follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,6 +133,7 @@ class GradientSums:
         self._num_added = 0
         self.are_means = False  # what the buffer holds (`own_means`)
         self._promoted: dict[tuple[int, int], Tensor] = {}
+        self._most: dict[tuple[int, int], int] = {}  # units that any element of each can have
         self._packed: list[Tensor] = []  # peers may read them until the step is over
         self.changed: set[int] = set()  # slots whose sums may have been sent wrong, until this is cleared
         self._late: _Late | None = None
@@ -335,7 +336,9 @@ class GradientSums:
             if (index, level) not in self._promoted:
                 empty = self._empty((total.numel(),), dtype=self._dtype)
                 self._promoted[index, level] = empty.fill_(self._offset(index, level))
+                self._most[index, level] = 0
             total = self._promoted[index, level]
+            self._most[index, level] += 1 << max(0, peak - self._unit(index, level))
         self._units.add([Addition(total, contribution, self._unit(index, level))], 1)
 
     # -------------------------------------------------------------- the reduce
@@ -359,21 +362,24 @@ class GradientSums:
         self, where: slice, part: SumPart, most: int = MOST_PROMOTED
     ) -> tuple[tuple[Tensor, ...], list[object]]:
         """A part for its receiver, and all that is to be said of it but its peaks, in JSON's terms. Promoted
-        sums that are more than so many are copied into one tensor.
+        sums are copied into one tensor: of 4 bytes each, if that is enough for all of them, or else because
+        they are more than so many.
         """
         stretch, *promoted = part.tensors
         told: list[object] = [[list(key) for key in part.promoted]]
         tensors = [stretch]
         if part.high is not None:
             there = dict(self.pieces(where))
-            tensors.append(self._copied([part.high[_shifted(there[i], where.start)] for i in part.wide]))
+            lacking = [part.high[_shifted(there[i], where.start)] for i in part.wide]
+            tensors.append(self._copied(lacking, part.high.dtype))
             told.append(list(part.wide))
-        if len(promoted) > most:
-            promoted = [self._copied(promoted)]
+        is_short = self._dtype == torch.int64 and all(self._most[key] < 1 << 31 for key in part.promoted)
+        if promoted and (is_short or len(promoted) > most):
+            promoted = [self._copied(promoted, torch.int32 if is_short else self._dtype)]
         return (*tensors, *promoted), told
 
-    def _copied(self, tensors: list[Tensor]) -> Tensor:
-        total = self._empty((sum(one.numel() for one in tensors),), dtype=tensors[0].dtype)
+    def _copied(self, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+        total = self._empty((sum(one.numel() for one in tensors),), dtype=dtype)
         self._packed.append(torch.cat(tensors, out=total))
         return total
 
@@ -454,7 +460,8 @@ class GradientSums:
                 continue
             here = total[_shifted(piece, chunk.start)]
             for level in sorted(level for i, level in levels if i == index):
-                promoted = [one[_shifted(piece, start)] for start, one in levels[index, level]]
+                there = [one[_shifted(piece, start)] for start, one in levels[index, level]]
+                promoted = [one.to(self._dtype) for one in there]
                 here.add_(self._value(promoted, [(index, level, piece)], piece.start))
             if any(part.peaks[index] == grids.NOT_FINITE for part in parts):
                 here.fill_(math.nan)
