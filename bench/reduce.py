@@ -157,6 +157,10 @@ def main() -> int:
     parser.add_argument("--transport", default="tcp", help="auto, tcp, shm")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
+    try:
+        numbers_of_replicas = [int(word) for word in given.replicas.split(",")]
+    except ValueError:
+        parser.error(f"--replicas has numbers with commas between them, such as 2,8; not {given.replicas!r}")
     from everstep.node.fork_server import ForkServer
 
     fork_server = ForkServer().start()
@@ -166,7 +170,7 @@ def main() -> int:
             f"{'':10}{'replicas':>9}{'connections':>13}{'threads':>9}{'private':>9}{'CPU':>9}{'step ms':>9}"
         )
     try:
-        for replicas in map(int, given.replicas.split(",")):
+        for replicas in numbers_of_replicas:
             for row in (
                 ours(replicas, given.numbers, given.transport, fork_server),
                 gloo(replicas, given.numbers),

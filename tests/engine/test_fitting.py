@@ -95,6 +95,27 @@ def test_what_peers_send_takes_so_many_bytes_per_parameter(
     assert footprint.received(stage, settings) == 3 * expected
 
 
+@pytest.mark.parametrize(
+    ("transport", "gpus", "replicas", "stages", "lanes"),
+    [
+        ("nccl", 1, 32, 1, 62),
+        ("auto", 8, 8, 4, 18),
+        ("auto", 8, 1, 2, 2),
+        ("auto", 8, 4, 3, 22),  # after a death any of the adjacent stages may be a neighbour
+        ("auto", 1, 8, 4, 0),  # memory that they share
+        ("tcp", 8, 8, 4, 0),
+    ],
+)
+def test_connections_by_nccl_take_memory_for_every_peer(
+    monkeypatch: pytest.MonkeyPatch, transport: str, gpus: int, replicas: int, stages: int, lanes: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settings = settings_of(job(device="cuda", transport=transport, replicas=replicas, stages=stages))
+    found = footprint.items(StageFigures(parameters=4, largest=4), settings, stash=1, hosted=1)
+    (item,) = [item for item in found if item.name == "connections"]
+    assert (item.device, item.host) == (18.5e6 * lanes, 49e6 * lanes)
+
+
 def job(**changes) -> Job:
     return replace(Job(model=ModelSpec(preset="gpt-tiny"), replicas=2, stages=2, microbatches=8), **changes)
 

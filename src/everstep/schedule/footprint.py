@@ -48,6 +48,7 @@ RECORDED = "recorded ops"
 SAVED_COPIES = 2  # in host memory, for disk and for memory: one being written, one that waits (`store.saver`)
 BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 CHUNK = 4 << 20  # elements of the reduce that are summed at once
+LANE, LANE_ON_THE_HOST = 18.5e6, 49e6  # bytes of a communicator of NCCL (`bench/gpu/communicators.py`)
 CHECKED = 1 << 30  # bytes that are held for additions which a GPU has not confirmed, as one group
 # Bytes of a state on its way to a joiner or a new holder, in host memory: queued for each while a step is
 # computed; left for the moment before an update; copied at once (`net.transfers`).
@@ -75,6 +76,7 @@ class Settings:
     saved: float = 0.0  # of the state, what a save or a copy in memory takes along; 0: neither
     exact: bool = False  # kernels of a GPU that give the same bits every time
     checked_late: bool = False  # strict sums on a GPU: W keeps what it read until it is confirmed
+    lanes: int = 0  # communicators of NCCL: one per peer and direction
     in_place: bool = False  # all workers share one GPU: what peers send is read where it is
     recorded: bool = False  # F and I as CUDA graphs, where there is room
     alone: bool = False  # one worker is the whole task
@@ -222,6 +224,7 @@ def items(stage: StageFigures, settings: Settings, *, stash: int, hosted: int) -
     return [
         *found,
         Item("workspace of attention", When.ALWAYS, stage.workspace if settings.exact else 0.0),
+        Item("connections", When.ALWAYS, LANE * settings.lanes, LANE_ON_THE_HOST * settings.lanes),
         Item("outbox", When.ALWAYS, 0.0 if host else outbox, outbox if host else 0.0),
         Item("stashes", When.OPS, stage.held * under_way),
         *([Item("stashes on the host", When.OPS, 0.0, stage.host * under_way)] if settings.offload else ()),

@@ -29,6 +29,7 @@ from everstep.engine.layers.taken_over import take_over
 from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES
 from everstep.job.job import Job
+from everstep.net.plane import MOST_LANES_AHEAD
 from everstep.schedule.footprint import ADAM, Settings, StageFigures
 
 Storages = dict[int, int]  # by identity, their bytes
@@ -73,8 +74,24 @@ def settings_of(job: Job, *, optimizer: float = ADAM, elementwise: bool = True) 
         alone=job.replicas * job.stages == 1 and not job.optimizer.shard,
         offload=job.offload,
         through_host=job.device.startswith("cuda") and job.transport == "tcp",
-        in_place=job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1,
+        lanes=_lanes(job),
+        in_place=_is_in_place(job),
     )
+
+
+def _is_in_place(job: Job) -> bool:
+    return job.device.startswith("cuda") and job.transport == "auto" and torch.cuda.device_count() == 1
+
+
+def _lanes(job: Job) -> int:
+    """To and from every worker of its stage, and of the adjacent ones: all, if they are few, or its own
+    replica's.
+    """
+    if not job.device.startswith("cuda") or job.transport == "tcp" or _is_in_place(job):
+        return 0
+    adjacent = min(2, job.stages - 1)
+    peers = job.replicas * (adjacent + 1) - 1
+    return 2 * (peers if peers < MOST_LANES_AHEAD else job.replicas - 1 + adjacent)
 
 
 def _records(job: Job) -> bool:
