@@ -371,17 +371,18 @@ def test_peaks_are_those_of_all_workers_and_a_tensor_without_any_has_none() -> N
     assert peaks_of([one.part(WHOLE), other.part(WHOLE)]) == [3, 0, grids.NO_PEAK]
 
 
-def test_limits_follow_the_peaks_a_few_bits_per_step() -> None:
-    grid = grids.grid("strict32", 64)
+@pytest.mark.parametrize(("kind", "rise", "fall"), [("strict", 2, 2), ("strict40", 4, 1), ("strict32", 2, 2)])
+def test_limits_follow_the_peaks_a_few_bits_per_step(kind: grids.StrictKind, rise: int, fall: int) -> None:
+    grid = grids.grid(kind, 64)
     limits = grids.Limits(["a", "b"], grid)
     assert limits.at(1) == (grids.NO_LIMIT, grids.NO_LIMIT)
     limits.follow(1, [-9, grids.NO_PEAK])
     assert limits.at(2) == (-9 + grid.headroom, grids.NO_LIMIT)
     limits.follow(2, [20, grids.NOT_FINITE])
     limits.follow(2, [20, grids.NOT_FINITE])  # an update made again after an undo
-    assert limits.at(3) == (-9 + grid.headroom + 4, grids.NO_LIMIT)
+    assert limits.at(3) == (-9 + grid.headroom + rise, grids.NO_LIMIT)
     limits.follow(3, [-9, -300])
-    assert limits.at(4) == (-9 + grid.headroom + 3, -90)
+    assert limits.at(4) == (-9 + grid.headroom + rise - fall, -90)
     other = grids.Limits(["b", "a"], grid)
     other.load(3, limits.state(3))
     assert other.at(4) == limits.at(4)[::-1]

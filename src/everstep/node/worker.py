@@ -270,7 +270,8 @@ def _computes_with(job: Job, device: torch.device) -> str:
     if job.accumulate == "fp32":
         return ""
     kept = kept_as(job.sums, late=True)
-    return computes_with(device, has_kernels=kept is None or kernels.usable(device, *kept))
+    found = computes_with(device, has_kernels=kept is None or kernels.usable(device, *kept))
+    return f"{found}, sums of 40 bits" if job.sums == "strict40" else found  # not so before version 0.2
 
 
 def _meet(

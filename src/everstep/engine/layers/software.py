@@ -9,7 +9,6 @@ import torch
 
 from everstep.engine.layers import attention_library
 
-SUMS = 2  # raised when gradients are summed otherwise, as by other limits (`sums.grids`)
 _FLAGS = ("avx512_vnni", "avx512_bf16", "amx_bf16")  # libraries choose other kernels with these
 
 
@@ -18,13 +17,12 @@ def computes_with(device: torch.device, *, has_kernels: bool = False) -> str:
     if device.type != "cuda":
         return (
             f"torch {torch.__version__} on {platform.machine()}, {_instructions()}, "
-            f"{torch.get_num_threads()} threads, sums of version {SUMS}"
+            f"{torch.get_num_threads()} threads"
         )
     front_end = attention_library.version()
     attention = f"cuDNN's front end {front_end}" if front_end else "no cuDNN front end"
     kernels = "" if has_kernels else ", no kernels for strict sums"
-    gpu = torch.cuda.get_device_name(device)
-    return f"torch {torch.__version__} on {gpu}, {attention}{kernels}, sums of version {SUMS}"
+    return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}, {attention}{kernels}"
 
 
 def _instructions(info: Path = Path("/proc/cpuinfo")) -> str:

@@ -30,7 +30,6 @@ NO_PEAK = -(1 << 15)  # no contribution, or only zeros
 NOT_FINITE = 1 << 15  # an element was NaN or infinite: the sum of the tensor is NaN
 NO_LIMIT = NO_PEAK  # nothing is known of the tensor yet
 _LOWEST, _HIGHEST = -90, 128  # of a limit; what is below 2**-90 does not move any weight
-_RISE, _FALL = 4, 1  # bits per step: a wild step makes the next ones a little coarser; others may follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,9 @@ class SumGrid:
     headroom: int  # bits between a tensor's peak and the next step's limit
     span: int  # bits between two levels
     depth: int  # bits between a limit and its grid
+    # Of a limit, bits per step: one wild step must not make the next ones much coarser.
+    rise: int = 2
+    fall: int = 2
 
     def level(self, limit: int, peak: int) -> int:
         """Where a contribution of this peak belongs."""
@@ -56,7 +58,7 @@ class SumGrid:
             return limit
         wanted = peak + self.headroom
         if limit != NO_LIMIT:
-            wanted = max(min(wanted, limit + _RISE), limit - _FALL)
+            wanted = max(min(wanted, limit + self.rise), limit - self.fall)
         return max(_LOWEST, min(_HIGHEST, wanted))
 
     def known(self, limit: int) -> int:
@@ -71,7 +73,8 @@ def grid(kind: StrictKind, contributions: int) -> SumGrid:
     if kind == "strict":
         return SumGrid(first=2, headroom=5, span=12, depth=50 - bits)
     if kind == "strict40":
-        return SumGrid(first=2, headroom=4, span=10, depth=min(39 - MOST_SHORT.bit_length(), 50 - bits))
+        depth = min(39 - MOST_SHORT.bit_length(), 50 - bits)
+        return SumGrid(first=2, headroom=4, span=10, depth=depth, rise=4, fall=1)
     return SumGrid(first=2, headroom=2, span=6, depth=30 - bits)
 
 
