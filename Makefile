@@ -56,6 +56,7 @@ all-storms: $(STAMP)     ## every kind of fault, by seed: one task's recovery, t
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --groups
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --virtual
 	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --roles
+	.venv/bin/everstep sim storm --seeds 0:$(STORMS) --crowded
 
 fresh: $(STAMP)          ## storms and examples that no run has seen; what fails is printed with its seed (minutes)
 	$(PY) -m pytest tests -m hypothesis --fresh
@@ -66,6 +67,7 @@ fresh: $(STAMP)          ## storms and examples that no run has seen; what fails
 	.venv/bin/everstep sim storm --seeds fresh:100 --groups
 	.venv/bin/everstep sim storm --seeds fresh:100 --virtual
 	.venv/bin/everstep sim storm --seeds fresh:100 --roles
+	.venv/bin/everstep sim storm --seeds fresh:100 --crowded
 
 mutants: $(STAMP)        ## bugs planted in machines and in the code around them: each must be seen (minutes)
 	$(PY) bench/simulate.py mutants

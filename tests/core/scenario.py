@@ -204,7 +204,7 @@ class Scenario:
                 return (), {m: 1.0 for m, _ in state.now.accumulated()}
             case work.SumChunk():
                 share = self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
-                return (share if worker.replica == item.members[0] else 0.0,)
+                return (share if worker.replica == item.routes.members[0] else 0.0,)
             case work.CombineTied():
                 return self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
             case work.Snapshot():
@@ -344,6 +344,7 @@ def _word(item: work.WorkItem) -> str:
         case _:
             words = {
                 work.Contribute: "contributes its part",
+                work.GatherParts: "adds up the parts of its node",
                 work.SumChunk: "sums its chunk",
                 work.CombineTied: "combines",
                 work.Commit: "commits",

@@ -24,6 +24,7 @@ class WorkerStarted(Event):
     worker: Worker
     incarnation: int
     address: tuple[str, int] | None = None  # where its peers reach it
+    by_node: bool = False  # it can add up what its node has before it is sent on (`protocol.routes`)
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")

@@ -21,8 +21,8 @@ from everstep.protocol.ops import Microbatch
 class ParcelKind(StrEnum):
     ACTIVATION = "A"  # into part `stage` of the model, of `microbatch`
     GRADIENT = "G"  # into part `stage` of the model, of `microbatch`
-    PART = "P"  # `sender`'s gradients for the chunk that `owner` sums
-    SUM = "S"  # the chunk that `owner` has summed
+    PART = "P"  # `sender`'s gradients for the chunk that `owner` sums, or gathers (`routes`)
+    SUM = "S"  # the chunk that `sender` has summed; sharded: what `owner` holds of it
     HELD = "H"  # `sender` holds the whole sum
     TIED = "T"  # the sum of the tied tensor at `stage`
     NEWS = "N"  # `stage` has sealed the step; its gradient's sum of squares

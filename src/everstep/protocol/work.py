@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from everstep.errors import PeerError
 from everstep.protocol.ops import Kind, Microbatch, Op, Replicas, Worker, parse_ops
 from everstep.protocol.parcels import Parcel, StateTransfer
+from everstep.protocol.routes import Routes
 from everstep.protocol.table import Json
 
 Place = tuple[Microbatch, int]  # (microbatch, part of the model): with one part per worker, its stage
@@ -36,6 +37,7 @@ class Members:
     live: tuple[Replicas, ...]  # per stage
     rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
     holders: tuple[tuple[tuple[int, ...], ...], ...] = ()  # sharded: per stage and chunk, the owner first
+    by_node: frozenset[int] = frozenset()  # the stages all of whose workers can reduce that way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +261,7 @@ def resume(facts: EpochFacts, own: OwnOrders) -> Resume:
         recorded=facts.recorded,
         votes_from=facts.votes_from,
         suspect=facts.suspect,
+        book=facts.book,
     )
 
 
@@ -288,6 +291,7 @@ class Resume:
     recorded: int = 0  # the coordinator knows that this step and all before it are sealed
     votes_from: int | None = 0  # from this step on peers check each other, in steps that the task's rules say
     suspect: SuspectedStep | None = None  # a step that is computed again; it is not held back twice
+    book: Mapping[Worker, tuple[str, int]] = field(default_factory=dict)  # where each worker is reached
 
     def attempt(self, step: int) -> int:
         if len(self.attempts) == 1:
@@ -357,15 +361,25 @@ class Contribute:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherParts:
+    """Add up the parts of this node for an owner on another one: `into` is what it will be sent."""
+
+    step: int
+    routes: Routes
+    parts: tuple[Parcel, ...]
+    into: Parcel
+
+
+@dataclass(frozen=True, slots=True)
 class SumChunk:
-    """Add up the parts of the chunks that are ours, in the order of `members`, and divide by `weight`.
+    """Add up the parts of the chunks that are ours, in the order of replicas, and divide by `weight`.
 
     Answer: the sum of squares of each chunk's quotient. Chunks are the same whichever workers live: only
     their owners change.
     """
 
     step: int
-    members: tuple[int, ...]
+    routes: Routes
     parts: tuple[Parcel, ...]
     weight: float  # of all the step's microbatches
     chunks: tuple[int, ...] = ()  # sharded: those that this worker owns
@@ -380,7 +394,7 @@ class AssembleSum:
     """
 
     step: int
-    members: tuple[int, ...]
+    routes: Routes
     chunks: tuple[Parcel, ...]  # sharded: of each owner, the chunks that this worker holds too
 
 
@@ -526,6 +540,7 @@ WorkItem = (
     | HashState
     | Recompute
     | Contribute
+    | GatherParts
     | SumChunk
     | AssembleSum
     | CombineTied

@@ -90,6 +90,10 @@ def storm_command(
         bool,
         typer.Option("--roles", help="As --plans, with workers that move to a stage that lost most of its."),
     ] = False,
+    crowded: Annotated[
+        bool,
+        typer.Option("--crowded", help="As --cluster, with several replicas of a stage on each node."),
+    ] = False,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Print every event, in virtual time.")
     ] = False,
@@ -129,6 +133,8 @@ def storm_command(
 
         everstep sim storm --seeds 0:500 --roles
 
+        everstep sim storm --seeds 0:500 --crowded
+
         everstep sim storm --seeds fresh:200 --cluster
 
         everstep sim storm --seeds 17 --transcript
@@ -138,6 +144,7 @@ def storm_command(
     from everstep_lab.storm import draw_storm, is_of_cluster, run_storm
 
     alone = [groups, votes, flips, corruption, spikes, hangs, cuts, plans, agents, tasks, virtual, roles]
+    alone.append(crowded)
     kind = _kind(cluster=cluster, moves=moves, sharded=sharded, alone=alone)
     first, last = _range(seeds)
     kept = _numbers(keep)
@@ -248,6 +255,7 @@ def _kind(*, cluster: bool, moves: bool, sharded: bool, alone: list[bool]) -> St
             "tasks",
             "virtual",
             "roles",
+            "crowded",
         )
         chosen = kinds[alone.index(True)]
         if moves or sharded or sum(alone) > 1:

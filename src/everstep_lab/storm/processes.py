@@ -323,11 +323,12 @@ def short(task: Any) -> str:
     return "nothing" if task is None else str(task)
 
 
-_REDUCE = (work.Contribute, work.SumChunk, work.AssembleSum, work.CombineTied)
+_REDUCE = (work.Contribute, work.GatherParts, work.SumChunk, work.AssembleSum, work.CombineTied)
 _KIND_OF: dict[type, Kind] = {work.SumChunk: Kind.R, work.Update: Kind.U}
 _TRIGGER_OF: dict[type, str] = {
     ev.StateCopied: "enter",
     ev.ChunksFilled: "fill",
+    work.GatherParts: "sum",
     work.SumChunk: "sum",
     work.AssembleSum: "hold",
     work.Update: "update",

@@ -46,6 +46,7 @@ StormKind = Literal[
     "tasks",
     "virtual",
     "roles",
+    "crowded",
 ]
 OP_US = 1_000  # a typical op; all else is in proportion to it
 FOR_GOOD = (FaultKind.SLEEP, FaultKind.DRAIN)  # no end that anything could wait for
@@ -143,6 +144,7 @@ class Spec:
     hangs: bool = False  # starts, disks and copies may never end, so deadlines are short
     planned: bool = False  # a planner is asked at every change, and gives and takes as it likes
     roles: bool = False  # that planner also lets workers change their stage
+    older: int = 0  # one of so many processes is of a version that cannot reduce by node; 0: none
     pauses: tuple[tuple[int, int], ...] = ()  # when an operator pauses the task, and for how long, in us
     cancel_us: int | None = None  # when an operator cancels it
     others: tuple[OtherTask, ...] = ()
@@ -172,6 +174,7 @@ class Spec:
             *([f"a loss that is no number: {self.spike}"] if self.spike else []),
             *(["a planner that changes its mind"] if self.planned else []),
             *(["workers that change their stage"] if self.roles else []),
+            *([f"one of {self.older} processes is of the version before"] if self.older else []),
             *(f"paused at {at / 1e3:g} ms for {span / 1e3:g} ms" for at, span in self.pauses),
             *([f"cancelled at {self.cancel_us / 1e3:g} ms"] if self.cancel_us is not None else []),
             *(f"another shape at {at_us / 1e3:g} ms" for at_us in self.moves),
@@ -501,6 +504,25 @@ def with_replaced_agents(spec: Spec) -> Spec:
     return replace(spec, rules=rules, faults=(*spec.faults, *more))
 
 
+def with_crowded_nodes(spec: Spec) -> Spec:
+    """The same storm for a task with several replicas of each stage on a node, with connections that break
+    too. In one of three seeds some workers are of the version before; in one of three states are sharded.
+    """
+    draw, duration = Draw(spec.seed, "crowded"), run_time_us(spec)
+    stages = draw.choice((1, 1, 1, 2))
+    rules = replace(spec.rules, replicas=draw.choice((4, 4, 5, 6, 7)), stages=stages, tied=None)
+    rules = replace(rules, microbatches=draw.choice((1, 1, 2)))
+    cuts = [draw_fault(draw, FaultKind.CUT, duration) for _ in range(draw.choice((0, 0, 1, 3)))]
+    spec = replace(
+        spec,
+        rules=rules,
+        workers_per_node=stages * draw.choice((2, 2, 3)),
+        older=draw.choice((0, 0, 4)),
+        faults=(*spec.faults, *cuts) if spec.faults else (),
+    )
+    return with_sharded_states(spec) if draw.chance(1 / 3) else spec
+
+
 def with_other_tasks(spec: Spec) -> Spec:
     """The same storm beside other tasks, which come, die and are cancelled; half of them with plans."""
     draw, duration = Draw(spec.seed, "tasks"), run_time_us(spec)
@@ -532,4 +554,5 @@ AROUND: Mapping[str, Callable[[Spec], Spec]] = {
     "tasks": with_other_tasks,
     "virtual": with_virtual_stages,
     "roles": with_roles,
+    "crowded": with_crowded_nodes,
 }

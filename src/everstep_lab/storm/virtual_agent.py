@@ -400,7 +400,7 @@ class VirtualAgent:
             task=order.task, worker=order.worker, incarnation=order.incarnation, times=TIMES_S
         )
         self.happens(ag.ProcessSpoke(sender, times))
-        self.happens(ag.ProcessSpoke(sender, process.control.started(process.address).report))
+        self.happens(ag.ProcessSpoke(sender, process.started()))
         self.scene.trigger("start", order.worker)
 
     def kill(self, process: VirtualWorker, reason: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.worker.buffers import Buffers
@@ -20,10 +21,12 @@ from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import work
-from everstep.protocol.messages import SAVING, FailedRead, Sender
+from everstep.protocol.events import WorkerStarted
+from everstep.protocol.messages import SAVING, FailedRead, Sender, TaskEvent, WorkerReport
 from everstep.protocol.ops import Kind
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.protocol.work import PeerAddress
+from everstep_lab.draw import Draw
 from everstep_lab.storm.checkers import Violation
 from everstep_lab.storm.network import MENDING, VirtualLink
 from everstep_lab.storm.scene import Scene
@@ -66,6 +69,7 @@ class VirtualWorker:
         self.working = self.state  # what the layers compute with: ahead of it after an eager update
         self.chunks = VirtualChunks(self.me, rules.chunks, scene.checkers)
         self.payloads: dict[Parcel, Any] = {}
+        self.gathered: dict[Parcel, Any] = {}  # parts of its node
         self.parts = rules.fold.parts_of(self.me.stage)
         self.inputs: dict[
             tuple[int, Any, int], bool
@@ -91,6 +95,8 @@ class VirtualWorker:
         self.is_flipped = self.flip is not None
         self.num_wrong = 0
         self.spike = scene.spec.spike if scene.spec.spike and scene.spec.spike.worker == self.me else None
+        older = scene.spec.older
+        self.is_older = bool(older) and not Draw(scene.spec.seed, f"older {sender}").below(older)
         self.alive = True
         self.hung = False
         self.asleep = False  # in the kernel, where no signal reaches it
@@ -104,6 +110,13 @@ class VirtualWorker:
         self.moved_us = 0
         self.doing = "a snapshot of a peer's state"  # as the engine's beacon shows first
         self.busy = False
+
+    def started(self) -> WorkerReport:
+        """What it reports when it is up."""
+        report = self.control.started(self.address).report
+        if isinstance(report, TaskEvent) and isinstance(report.event, WorkerStarted) and self.is_older:
+            return replace(report, event=replace(report.event, by_node=False))
+        return report
 
     def _is_borrowed(self, cell: Cell) -> bool:
         return any(item[2] is cell for link in self.links.values() for item in link.queue)
@@ -191,6 +204,10 @@ class VirtualWorker:
             losses[spike.microbatch], self.spike = math.nan, None
         return list(losses.items()), weights
 
+    def _gather(self, task: work.GatherParts) -> None:
+        parts = [tuple(self._gradients(task.step).value), *(self.payloads[part] for part in task.parts)]
+        self.gathered[task.into] = tuple(one for part in parts for one in part)
+
     def _sum_chunk(self, task: work.SumChunk) -> tuple[float]:
         self.checkers.divisor(self.me, task.step, task.weight)
         bag = list(self._gradients(task.step).value)
@@ -201,7 +218,7 @@ class VirtualWorker:
             self.chunks.sum_chunks(task, tuple(bag))
         else:
             self._sum(task.step).value = VirtualSum(tuple(bag))
-        first = self.me.replica == task.members[0]
+        first = self.me.replica == task.routes.members[0]
         return (self.truth.squares(task.step, self.me.stage) if first else 0.0,)
 
     def _assemble(self, task: work.AssembleSum) -> None:
@@ -209,6 +226,7 @@ class VirtualWorker:
             shares = [self.payloads[chunk] for chunk in task.chunks]
             self.chunks.assemble(task.step, shares, self.worker_state.chunks.held(task.step))
             return
+        self.gathered.clear()
         mine = self._sum(task.step)
         for chunk in task.chunks:
             given: VirtualSum = self.payloads[chunk]
@@ -366,7 +384,7 @@ class VirtualWorker:
             case ParcelKind.ACTIVATION | ParcelKind.GRADIENT:
                 return self.payloads[parcel]
             case ParcelKind.PART:
-                return self._gradients(parcel.step)
+                return self.gathered.get(parcel) or self._gradients(parcel.step)
             case ParcelKind.REPLAY if parcel.microbatch is not None:
                 return self._inputs(parcel.step, parcel.microbatch, None)
             case ParcelKind.WEIGHTS | ParcelKind.FILL:
@@ -377,6 +395,8 @@ class VirtualWorker:
             case ParcelKind.FEED if self.chunks.count:
                 self._agree(parcel.step)
                 return self.state
+            case ParcelKind.SUM if parcel in self.payloads:
+                return self.payloads[parcel]
             case ParcelKind.SUM | ParcelKind.COPY | ParcelKind.FEED:
                 return self.sums[parcel.step]
             case ParcelKind.TIED:
@@ -443,6 +463,7 @@ _DO: dict[type, Callable[[VirtualWorker, Any], Any]] = {
     work.HashState: VirtualWorker._hash_state,
     work.Recompute: VirtualWorker._recompute,
     work.Contribute: VirtualWorker._contribute,
+    work.GatherParts: VirtualWorker._gather,
     work.SumChunk: VirtualWorker._sum_chunk,
     work.AssembleSum: VirtualWorker._assemble,
     work.CombineTied: VirtualWorker._combine,

@@ -121,7 +121,7 @@ class World:
         if not node.heard:
             self._muffle(node, process)
         self.scene.note("start", worker, f"{worker} is up, incarnation {incarnation}, on node {node.number}")
-        self.report(process, process.control.started(process.address).report)
+        self.report(process, process.started())
         self.scene.trigger("start", worker)
         if node.lemon:
             node.lemon -= 1

@@ -117,7 +117,12 @@ class Phases:
                 rewind = doubt if rewind is None else min(rewind, doubt)
         low = owed.low if rewind is None else min(owed.low, rewind)
         groups.regroup(
-            low, self._places.since(), restarting=owed.owing, settled=owed.settled, ledgers=ledgers
+            low,
+            self._places.since(),
+            by_node=self._places.by_node,
+            restarting=owed.owing,
+            settled=owed.settled,
+            ledgers=ledgers,
         )
         self.to(Planning(phase.epoch, phase.because, rewind, owed, ledgers))
         return [

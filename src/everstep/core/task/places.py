@@ -47,6 +47,7 @@ class Places:
     incarnations: dict[Worker, int]
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
+    by_node: set[Worker] = field(default_factory=set)  # whose process can reduce that way
     _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
     _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
     _started_again: set[Worker] = field(init=False)  # more than one restart
@@ -103,6 +104,10 @@ class Places:
         incarnation = self.incarnations[worker]
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
+
+    def started(self, worker: Worker, incarnation: int, *, by_node: bool) -> None:
+        self.to(worker, Started(incarnation))
+        (self.by_node.add if by_node else self.by_node.discard)(worker)
 
     def clear_restarts(self, worker: Worker) -> None:
         """It has another machine: what happened on the last one does not count."""

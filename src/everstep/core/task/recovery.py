@@ -278,7 +278,7 @@ class Recovery:
     def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
         if not isinstance(self.places[event.worker], Starting):
             return []
-        self._places.to(event.worker, Started(event.incarnation))
+        self._places.started(event.worker, event.incarnation, by_node=event.by_node)
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()

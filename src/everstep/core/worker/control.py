@@ -203,7 +203,8 @@ class WorkerControl:
 
     def started(self, address: PeerAddress) -> SendReport:
         _, worker, incarnation = self.sender
-        return self._event(ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address))
+        started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, by_node=True)
+        return self._event(started)
 
     def where(self) -> str:
         now = self.state.now

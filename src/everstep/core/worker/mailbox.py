@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from everstep.protocol.events import Event
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.routes import Routes
 from everstep.protocol.shape import Fold
 from everstep.protocol.work import Command, Facts, Forget, Resume, Send
 
@@ -21,6 +22,7 @@ class Mailbox:
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
         self.own: list[Parcel] = []  # sent by this worker to itself: from one of its parts to the next
         self.commands: list[Command | Event] = []  # an event is reported
+        self._routes: tuple[Resume, dict[int, Routes]] = (self.order, {})  # of an order, by row of members
 
     def name(
         self,
@@ -115,6 +117,23 @@ class Mailbox:
     def peers(self, step: int) -> tuple[int, ...]:
         """The replicas of this worker's stage in a step, itself among them."""
         return self.order.members_at(step).live[self.me.stage]
+
+    def routes(self, step: int) -> Routes:
+        """Which way the reduce of a step goes. All peers in a round find the same: where a worker is does not
+        change, and whether all can reduce by node is decided when their group is formed.
+        """
+        order, row = self.order, self.order.members_at(step)
+        if self._routes[0] is not order:
+            self._routes = (order, {})
+        found = self._routes[1]
+        if row.from_step not in found:
+            me, live = self.me, row.live[self.me.stage]
+            at = {k: order.book[w][0] for k in live if (w := Worker(k, me.stage)) in order.book}
+            is_by_node = me.stage in row.by_node and len(at) == len(live)
+            found[row.from_step] = (
+                Routes.by_host(me.replica, live, at) if is_by_node else Routes.direct(me.replica, live)
+            )
+        return found[row.from_step]
 
     def other_peers(self, step: int) -> list[Worker]:
         return [Worker(k, self.me.stage) for k in self.peers(step) if k != self.me.replica]

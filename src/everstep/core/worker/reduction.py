@@ -1,6 +1,7 @@
 """The reduce of one step at one stage, as parcels: every peer owns a chunk of the gradient.
 
     contribute    send each owner this worker's part of its chunk
+    gather        of several replicas on one node, one sends the node's part (`protocol.routes`)
     sum           the owner adds the parts, in the order of replicas, and sends the sum to all
     assemble      with every owner's chunk in hand, the worker holds the sum, and says so
     seal          all live peers hold it: no peer can ask for the sum again
@@ -8,9 +9,10 @@
 A worker that holds the sum needs its own gradients no more: each owner of a chunk has had its part, and to a
 peer that lacks the sum it can give the whole of it. So there is one buffer for gradients, not two.
 
-As many bytes as a ring moves, in two hops whatever the number of peers, and without forming a group: when
-a peer dies, only what it owned or had not sent is missing. Any holder can give the whole sum to a peer that
-lacks it. Where no live peer holds it, the parts do not count and the reduce starts over in a new round.
+As many bytes as a ring moves, in two hops whatever the number of peers, four by nodes, and without forming a
+group: when a peer dies, only what it owned, gathered or had not sent is missing. Any holder can give the whole
+sum to a peer that lacks it. Where no live peer holds it, the parts do not count and the reduce starts over in
+a new round.
 
 A microbatch has a weight: 1, or what its loss says (how many tokens it counts). Its gradients are those of a
 sum; the owner divides the sum of all by the sum of all weights. The weights travel in the parts, beside the
@@ -30,7 +32,16 @@ from everstep.core.worker.step_state import StepState, SumState
 from everstep.errors import InternalError
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, Part, Scores
-from everstep.protocol.work import AssembleSum, Contribute, ReleaseGradients, SumChunk, Wait, WorkItem
+from everstep.protocol.routes import Routes
+from everstep.protocol.work import (
+    AssembleSum,
+    Contribute,
+    GatherParts,
+    ReleaseGradients,
+    SumChunk,
+    Wait,
+    WorkItem,
+)
 
 _OF_A_ROUND = (ParcelKind.PART, ParcelKind.SUM, ParcelKind.COPY)
 
@@ -42,35 +53,51 @@ class Reduction:
         self.mail, self.rules, self.me, self.chunks = mail, rules, mail.me, chunks
 
     def next(self, state: StepState) -> WorkItem:
-        box, peers = self.mail.box, self.mail.peers(state.step)
+        box, routes, me = self.mail.box, self.mail.routes(state.step), self.me.replica
         copy = self.copy(state.step)
         if copy in box:
-            return AssembleSum(state.step, peers, (copy,))
+            return AssembleSum(state.step, routes, (copy,))
         if state.step in self.mail.order.awaits:  # the parts that are left may lack a dead peer's
             return Wait(str(copy))
         if state.own_part is None:
             return Contribute(state.step)
-        others = [k for k in peers if k != self.me.replica]
+        if not self.rules.chunks:
+            self._pass_on(state, routes)
         if state.sum is SumState.CONTRIBUTED:
-            parts = tuple(self._part(state, sender=k, owner=self.me.replica) for k in others)
+            here = tuple(self._part(state, sender=k, owner=me) for k in routes.mates)
+            if missing := [part for part in here if part not in box]:
+                return Wait(str(missing[0]))
+            if here and (left := [owner for owner in routes.owners if owner not in state.gathered]):
+                return GatherParts(state.step, routes, here, self._part(state, sender=me, owner=left[0]))
+            parts = (*here, *(self._part(state, sender=k, owner=me) for k in routes.gatherers))
             if missing := [part for part in parts if part not in box]:
                 return Wait(str(missing[0]))
             state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
             owned = self.chunks.owned(state.step) if self.rules.chunks else ()
-            return SumChunk(state.step, peers, parts, math.fsum(state.everyone.weights), owned)
-        chunks = tuple(self._chunk(state, owner=k, receiver=self.me.replica) for k in others)
+            return SumChunk(state.step, routes, parts, math.fsum(state.everyone.weights), owned)
+        others = [k for k in routes.members if k != me]
+        chunks = tuple(self._chunk(state, owner=k, receiver=me) for k in others)
         if missing := [chunk for chunk in chunks if chunk not in box]:
             return Wait(str(missing[0]))
-        return AssembleSum(state.step, peers, chunks)
+        return AssembleSum(state.step, routes, chunks)
+
+    def _pass_on(self, state: StepState, routes: Routes) -> None:
+        """The sums of other nodes' chunks that are here, to the other replicas on this node."""
+        for owner in routes.owners if routes.mates else ():
+            chunk = self._chunk(state, owner=owner, receiver=self.me.replica)
+            if owner not in state.passed_on and chunk in self.mail.box:
+                state.passed_on[owner] = squares = self.mail.box[chunk]
+                for mate in routes.mates:
+                    self.mail.send(chunk, Worker(mate, self.me.stage), squares)
 
     def parts_to_come(self, state: StepState) -> list[Parcel]:
-        """What this worker will send to the owners of other chunks once it has run its ops; nothing, if it is
-        to be given the sum. The order in force may change before that.
+        """What this worker will send of its own once it has run its ops; nothing, if it is to be given the
+        sum. The order in force may change before that.
         """
         if state.sum is not SumState.COMPUTING or state.step in self.mail.order.awaits:
             return []
-        peers = self.mail.other_peers(state.step)
-        return [self._part(state, sender=self.me.replica, owner=peer.replica) for peer in peers]
+        to = _receivers(self.mail.routes(state.step))
+        return [self._part(state, sender=self.me.replica, owner=k) for k in to]
 
     def contributed(
         self,
@@ -89,15 +116,33 @@ class Reduction:
             tuple(at for _, at in places) if self.rules.virtual > 1 else (),
         )
         state.contributed(part)
-        for peer in self.mail.other_peers(state.step):
-            self.mail.send(self._part(state, sender=self.me.replica, owner=peer.replica), peer, part)
+        for k in _receivers(self.mail.routes(state.step)):
+            self._send_part(state, k, part)
+
+    def gathered(self, state: StepState, task: GatherParts) -> None:
+        """The part of this node goes to its owner."""
+        assert state.own_part is not None
+        whole = _together([state.own_part, *(self.mail.box[part] for part in task.parts)])
+        state.gathered[task.into.owner] = whole
+        self._send_part(state, task.into.owner, whole)
+
+    def _send_part(self, state: StepState, to: int, part: Part) -> None:
+        parcel = self._part(state, sender=self.me.replica, owner=to)
+        self.mail.send(parcel, Worker(to, self.me.stage), part)
 
     def summed(self, state: StepState, task: SumChunk, squares: tuple[float, ...]) -> None:
         state.chunk_summed(squares)
         for part in task.parts:
             self.mail.use(part)
-        for peer in self.mail.other_peers(state.step):
-            self.mail.send(self._chunk(state, owner=self.me.replica, receiver=peer.replica), peer, squares)
+        for k in self._readers(task.routes):
+            chunk = self._chunk(state, owner=self.me.replica, receiver=k)
+            self.mail.send(chunk, Worker(k, self.me.stage), squares)
+
+    def _readers(self, routes: Routes) -> tuple[int, ...]:
+        """To whom this worker sends the sum of its chunk. Sharded: to each what it holds, so nobody passes
+        it on.
+        """
+        return tuple(k for k in routes.members if k != routes.me) if self.rules.chunks else routes.senders
 
     def assembled(self, state: StepState, task: AssembleSum, squares: float | None) -> None:
         """`squares`: the shell's answer, where the whole is not the sum of its chunks."""
@@ -138,13 +183,19 @@ class Reduction:
         """The connection to this peer was lost for a while."""
         if state.holds_sum:
             self.mail.send(self._held(state.step, self.me.replica), peer)
+        routes, k = self.mail.routes(state.step), peer.replica
         if state.own_part is not None and not state.holds_sum:
-            self.mail.send(
-                self._part(state, sender=self.me.replica, owner=peer.replica), peer, state.own_part
-            )
-        if state.own_chunk_squares is not None and not state.is_sealed:
-            chunk = self._chunk(state, owner=self.me.replica, receiver=peer.replica)
-            self.mail.send(chunk, peer, state.own_chunk_squares)
+            if k in _receivers(routes):
+                self._send_part(state, k, state.own_part)
+            elif k in state.gathered:
+                self._send_part(state, k, state.gathered[k])
+        if state.is_sealed:
+            return
+        sums = dict(state.passed_on) if k in routes.mates else {}
+        if state.own_chunk_squares is not None and k in self._readers(routes):
+            sums[self.me.replica] = state.own_chunk_squares
+        for owner, squares in sums.items():
+            self.mail.send(self._chunk(state, owner=owner, receiver=k), peer, squares)
 
     def drop_old_rounds(self, state: StepState) -> None:
         """Received for a round that is over: each may be as large as the gradients of a chunk."""
@@ -202,3 +253,20 @@ class Reduction:
             tuple(w for _, w in weighted),
             tuple(sorted(score for part in parts for score in part.scores)),
         )
+
+
+def _receivers(routes: Routes) -> tuple[int, ...]:
+    """To whom a worker sends what it has added up alone: its mates, or the owners if it has none."""
+    return routes.mates or routes.owners
+
+
+def _together(parts: list[Part]) -> Part:
+    """What the workers of one node have added up."""
+    return Part(
+        tuple(m for part in parts for m in part.microbatches),
+        tuple(loss for part in parts for loss in part.losses),
+        sum(part.executed for part in parts),
+        tuple(w for part in parts for w in part.weights),
+        tuple(score for part in parts for score in part.scores),
+        tuple(at for part in parts for at in part.parts),
+    )

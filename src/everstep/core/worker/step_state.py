@@ -98,6 +98,8 @@ class StepState:
     own_chunk_squares: tuple[float, ...] | None = None  # once the chunks it owns are summed
     reduced_squares: float | None = None  # of the sum as it was reduced
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
+    gathered: dict[int, Part] = field(default_factory=dict)  # owner on another node -> what went there
+    passed_on: dict[int, tuple[float, ...]] = field(default_factory=dict)  # owner -> squares of its chunk
     everyone: Part | None = None  # the parts of all peers, added up and checked
     tied_attempt: int = -1  # in which it was combined; in another attempt no peer lacks it
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
@@ -166,6 +168,8 @@ class StepState:
     def restart_reduce(self, round: int) -> None:
         """The reduce group has changed. Parts of the old round do not count; a sum that is held does."""
         self.round = round
+        self.gathered.clear()
+        self.passed_on.clear()
         if self.sum in (SumState.CONTRIBUTED, SumState.CHUNK_SUMMED):
             self._move_sum(SumState.COMPUTING)
         if not self.holds_sum:

@@ -49,6 +49,7 @@ from everstep.protocol.work import (
     DiscardWork,
     Facts,
     Finished,
+    GatherParts,
     HashState,
     Ledger,
     LoadFill,
@@ -267,6 +268,8 @@ class WorkerState:
                 self.votes.recomputed(item, answer)
             case Contribute():
                 self.reduction.contributed(steps.now, *answer)
+            case GatherParts():
+                self.reduction.gathered(steps.now, item)
             case SumChunk():
                 squares = tuple(map(float, answer))
                 if not self.suspicion.holds_sum(steps.now, squares):

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from everstep.engine.stage.counted import counted, squares_of
 from everstep.engine.stage.stage import Stage
-from everstep.engine.sums.sum_parts import SumPart, peaks_of
-from everstep.engine.sums.sums import MOST_PROMOTED
-from everstep.net import host_memory
+from everstep.engine.sums.sum_parts import SumPart
 from everstep.protocol.parcels import Parcel
 from everstep.protocol.work import AssembleSum, SumChunk
 from everstep.schedule.footprint import CHUNK
@@ -24,28 +22,12 @@ Empty = Callable[[int], Tensor]  # fp32, this many elements, where peers can rea
 class ChunkSums:
     """The means of the chunks that this worker holds, by step."""
 
-    def __init__(self, replica: int, ranges: Sequence[slice], empty: Empty) -> None:
-        self._replica, self._ranges, self._empty = replica, ranges, empty
+    def __init__(self, ranges: Sequence[slice], empty: Empty) -> None:
+        self._ranges, self._empty = ranges, empty
         self.means: dict[int, dict[int, Tensor]] = {}
 
-    def part(self, stage: Stage, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
-        """This worker's part of the chunks of one owner, for that one: views, and what each is."""
-        most = MOST_PROMOTED // max(1, len(chunks))
-        tensors: list[Tensor] = []
-        facts = []
-        for where in (self._ranges[chunk] for chunk in chunks):
-            sent, told = stage.sums.sent(where, stage.sums.part(where), most)
-            tensors += sent
-            facts.append([len(sent), *told])
-        return tuple(tensors), [list(stage.sums.part(slice(0, 0)).peaks), facts]
-
-    def add_up(self, stage: Stage, task: SumChunk, received: Received) -> tuple[tuple[float, ...], list[int]]:
-        """The chunks that are this worker's: the squares of each stretch, and the peaks of the step."""
-        own = [stage.sums.part(self._ranges[chunk]) for chunk in task.chunks]
-        by_sender = {self._replica: (own, list(stage.sums.part(slice(0, 0)).peaks))}
-        for parcel in task.parts:
-            by_sender[parcel.sender] = self._opened(stage, task.chunks, received[parcel])
-        ordered = [by_sender[replica] for replica in task.members]
+    def add_up(self, stage: Stage, task: SumChunk, ordered: Sequence[Sequence[SumPart]]) -> tuple[float, ...]:
+        """The chunks that are this worker's, from all parts of each: the squares of each stretch."""
         means: dict[int, Tensor] = {}
         norms: list[list[Tensor]] = []
         weight = task.weight * stage.scale_at(task.step)
@@ -55,7 +37,7 @@ class ChunkSums:
             stretches = [
                 slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
             ]
-            parts = [parts[index] for parts, _ in ordered]
+            parts = [parts[index] for parts in ordered]
             stage.sums.means(where, stretches, parts, weight, mean, origin=where.start)
             means[chunk] = mean
             norms += [
@@ -63,9 +45,7 @@ class ChunkSums:
                 for at in stretches
             ]
         self.means[task.step] = means
-        squares = squares_of(stage, norms)
-        everyone = [SumPart((), peaks, ()) for _, peaks in ordered]
-        return squares, peaks_of(everyone)
+        return squares_of(stage, norms)
 
     def for_holder(self, step: int, chunks: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
         return tuple(self.means[step][chunk] for chunk in chunks), list(chunks)
@@ -79,14 +59,3 @@ class ChunkSums:
                 self.means[task.step][int(chunk)] = mean.copy_(tensor, non_blocking=True)
         if stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
             stage.shards.gather(torch.zeros(1, device=stage.device))
-
-    def _opened(
-        self, stage: Stage, chunks: Sequence[int], payload: tuple[tuple[Tensor, ...], Any]
-    ) -> tuple[list[SumPart], list[int]]:
-        tensors, (peaks, facts) = payload
-        rest = iter(tensors)
-        parts = []
-        for chunk, (count, *told) in zip(chunks, facts, strict=True):
-            came = tuple(host_memory.to_device(next(rest), stage.device) for _ in range(count))
-            parts.append(stage.sums.arrived(self._ranges[chunk], came, peaks, told))
-        return parts, list(peaks)

@@ -19,6 +19,14 @@ class SumPart(NamedTuple):
     promoted: Sequence[tuple[int, int]] = ()  # slot and level of each promoted sum
     high: Tensor | None = None  # what 32 bits of the stretch lack (`joined`); None: nothing
     wide: Sequence[int] = ()  # the slots of which it says anything
+    is_short: bool = False  # 31 bits hold each of the promoted sums
+
+
+class PartsOfOne(NamedTuple):
+    """What one worker, or one node, adds to several stretches."""
+
+    parts: Sequence[SumPart]
+    peaks: Sequence[int]  # of all its contributions, whatever the stretches
 
 
 def joined(low: Tensor, high: Tensor) -> Tensor:
@@ -50,6 +58,6 @@ def owned(chunks: Sequence[slice], members: Sequence[int], owner: int) -> Sequen
     return chunks[count * at // len(members) : count * (at + 1) // len(members)]
 
 
-def peaks_of(parts: Sequence[SumPart]) -> list[int]:
+def peaks_of(parts: Sequence[SumPart] | Sequence[PartsOfOne]) -> list[int]:
     """Of all microbatches of a step, from the parts of all workers; for plain sums none."""
     return [max(column) for column in zip(*(part.peaks for part in parts), strict=True)]

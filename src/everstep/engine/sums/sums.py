@@ -35,7 +35,7 @@ from torch import Tensor
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
-from everstep.engine.sums.sum_parts import SumPart, joined, parted
+from everstep.engine.sums.sum_parts import SumPart, joined, parted, peaks_of
 from everstep.engine.sums.sum_units import CPU_BLOCK, Accumulate, Addition, kept_as, units_of
 from everstep.errors import PeerError
 from everstep.net import host_memory
@@ -356,7 +356,51 @@ class GradientSums:
         sums = [self._promoted[key][_shifted(there[key[0]], self.slots[key[0]].offset)] for key in promoted]
         wide = sorted(self._wide.intersection(there)) if self._high is not None else []
         high = self._high[where] if self._high is not None and wide else None
-        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted, high, wide)
+        is_short = self._dtype == torch.int64 and all(self._most[key] < 1 << 31 for key in promoted)
+        return SumPart((self.flat[where], *sums), tuple(self.peaks), promoted, high, wide, is_short)
+
+    def together(self, where: slice, parts: Sequence[SumPart]) -> SumPart:
+        """Several workers' parts of a stretch as one: their exact sum, kept as theirs are. Copies. Plain sums
+        are added in this order.
+        """
+        if not self.is_strict:
+            return SumPart((_added([part.tensors[0] for part in parts]),))
+        pieces = self.pieces(where)
+        there, levels = dict(pieces), self._levels(where, parts)
+        promoted = {
+            key: self._united([one for _, one in levels[key]], [(*key, there[key[0]])], there[key[0]].start)
+            for key in sorted(levels)
+        }
+        if self._high is not None:
+            stretch, high, wide = self._united_planes(where, parts)
+            return SumPart((stretch, *promoted.values()), peaks_of(parts), list(promoted), high, wide)
+        slots = [(index, 0, piece) for index, piece in pieces]
+        stretch = self._united([part.tensors[0] for part in parts], slots, where.start)
+        return SumPart((stretch, *promoted.values()), peaks_of(parts), list(promoted))
+
+    def _united(self, sums: Sequence[Tensor], pieces: list[tuple[int, int, slice]], start: int) -> Tensor:
+        """Their sum with one offset, not one for each."""
+        assert self._units is not None
+        total = sums[0].to(self._dtype, copy=True)
+        for one in sums[1:]:
+            if self._units.offset:
+                self._each(total, pieces, start, torch._foreach_sub_, self._offset)
+            total.add_(one)
+        return total
+
+    def _united_planes(
+        self, where: slice, parts: Sequence[SumPart]
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        low = torch.empty(where.stop - where.start, dtype=torch.int32, device=self.device)
+        high = torch.empty_like(low)  # of many microbatches 8 bits may not be enough
+        for start in range(0, low.numel(), CHUNK):
+            here = slice(start, start + CHUNK)
+            parted(_added([self._whole(part, here) for part in parts]), low[here], high[here])
+        pieces = self.pieces(where)
+        found = [high[_shifted(piece, where.start)].any() for _, piece in pieces]
+        is_wide = torch.stack(found).tolist() if found else []
+        wide = [index for (index, _), lacks in zip(pieces, is_wide, strict=True) if lacks]
+        return low, high if wide else None, wide
 
     def sent(
         self, where: slice, part: SumPart, most: int = MOST_PROMOTED
@@ -373,10 +417,41 @@ class GradientSums:
             lacking = [part.high[_shifted(there[i], where.start)] for i in part.wide]
             tensors.append(self._copied(lacking, part.high.dtype))
             told.append(list(part.wide))
-        is_short = self._dtype == torch.int64 and all(self._most[key] < 1 << 31 for key in part.promoted)
-        if promoted and (is_short or len(promoted) > most):
-            promoted = [self._copied(promoted, torch.int32 if is_short else self._dtype)]
+        if promoted and (part.is_short or len(promoted) > most):
+            promoted = [self._copied(promoted, torch.int32 if part.is_short else self._dtype)]
         return (*tensors, *promoted), told
+
+    def sent_all(
+        self, stretches: Sequence[slice], parts: Sequence[SumPart], peaks: Sequence[int]
+    ) -> tuple[tuple[Tensor, ...], list[object]]:
+        """Parts of several stretches in one message, with all that is to be said of them."""
+        most = MOST_PROMOTED // max(1, len(stretches))
+        tensors: list[Tensor] = []
+        facts = []
+        for where, part in zip(stretches, parts, strict=True):
+            sent, told = self.sent(where, part, most)
+            tensors += sent
+            facts.append([len(sent), *told])
+        return tuple(tensors), [list(peaks), facts]
+
+    def arrived_all(
+        self,
+        stretches: Mapping[int, slice],
+        tensors: tuple[Tensor, ...],
+        facts: Any,
+        to_device: Callable[[Tensor], Tensor],
+    ) -> list[SumPart]:
+        """Of what a peer has `sent_all`, these stretches, by their place among all of them."""
+        peaks, counts = facts
+        ends = list(accumulate(int(count) for count, *_ in counts))
+        if not all(place < len(ends) for place in stretches) or (ends or [0])[-1] != len(tensors):
+            raise PeerError("a peer sent sums that do not belong to its part")
+        found = []
+        for place, where in stretches.items():
+            count, *told = counts[place]
+            came = tuple(to_device(one) for one in tensors[ends[place] - count : ends[place]])
+            found.append(self.arrived(where, came, peaks, told))
+        return found
 
     def _copied(self, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
         total = self._empty((sum(one.numel() for one in tensors),), dtype=dtype)

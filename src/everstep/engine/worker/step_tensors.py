@@ -4,6 +4,7 @@ The worker state decides in names; here the names have tensors:
 
     boundaries   activations and gradients, received or made here    until the worker state says Forget
     payloads     parts, chunks and sums that were received           until the worker state says Forget
+    gathered     parts of this node, for owners on other nodes       until it holds the stage's sum
     gradients    the sums of this worker's own microbatches          until it holds the stage's sum
     sums         the reduced mean gradient                           until sealed, valid and fed
 
@@ -18,7 +19,8 @@ many steps later when a large state is queued before it. Which buffers may be wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,13 +32,14 @@ from everstep.engine.stage.stage import Stage
 from everstep.engine.state.chunk_sums import ChunkSums
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
-from everstep.engine.sums.sum_parts import owned, peaks_of, virtual_chunks
+from everstep.engine.sums.sum_parts import PartsOfOne, owned, peaks_of, virtual_chunks
 from everstep.engine.worker.parts_ahead import ArrivingParts, Message, PartsAhead
 from everstep.net import host_memory
 from everstep.net.envelope import Envelope
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.work import AssembleSum, CombineTied, Send, SumChunk
+from everstep.protocol.routes import Routes
+from everstep.protocol.work import AssembleSum, CombineTied, GatherParts, Send, SumChunk
 
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
@@ -80,6 +83,7 @@ class StepTensors:
         self.me, self.stage, self.updater, self._shared = me, stage, updater, shared
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
+        self._gathered: dict[Parcel, Payload] = {}
         self._chunks = virtual_chunks(stage.size, replicas)
         self._buffers = Buffers(
             borrowed=borrowed,
@@ -92,7 +96,7 @@ class StepTensors:
         self.by_chunk: ChunkSums | None = None
         if isinstance(updater, ShardedUpdater):
             new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
-            self.by_chunk = ChunkSums(me.replica, updater.ranges, new)
+            self.by_chunk = ChunkSums(updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
         self.ahead, self.arriving = PartsAhead(), ArrivingParts()
 
@@ -113,35 +117,34 @@ class StepTensors:
             self.payloads.pop(parcel, None)
             self.boundaries.pop(parcel, None)
 
-    def outgoing(self, parcel: Parcel, members: tuple[int, ...]) -> Payload:
+    def outgoing(self, parcel: Parcel, routes: Routes) -> Payload:
         """What is sent under this name. Who carries it borrows it."""
+        if parcel.what is ParcelKind.PART:
+            return self._outgoing_part(parcel, routes)
         if self.by_chunk is not None:
             return self._outgoing_chunks(parcel, self.by_chunk)
         match parcel.what:
-            case ParcelKind.PART:
-                sums = self.stage.sums
-                where = self._stretch(members, parcel.owner)
-                part = sums.part(where)
-                tensors, told = sums.sent(where, part)
-                return Payload(tensors, [list(part.peaks), *told])
             case ParcelKind.SUM:
-                return Payload((self._sums[parcel.step][self._stretch(members, self.me.replica)],))
+                if parcel in self.payloads:  # of an owner on another node, for those on this one
+                    return self.payloads[parcel]
+                return Payload((self._sums[parcel.step][self._stretch(routes, parcel.sender)],))
             case ParcelKind.COPY | ParcelKind.FEED:
                 return Payload((self._sums[parcel.step],), self._peaks[parcel.step])
             case ParcelKind.TIED:
-                if parcel not in self.payloads:  # before combining changes it
-                    half = self.stage.tied.part(self._sums[parcel.step])
-                    self.payloads[parcel] = Payload((self._shared.kept(half),))
-                return self.payloads[parcel]
+                return self._own_half(parcel)
             case _:
                 return Payload(())
+
+    def _own_half(self, tied: Parcel) -> Payload:
+        if tied not in self.payloads:  # before combining changes it
+            half = self.stage.tied.part(self._sums[tied.step])
+            self.payloads[tied] = Payload((self._shared.kept(half),))
+        return self.payloads[tied]
 
     def _outgoing_chunks(self, parcel: Parcel, sums: ChunkSums) -> Payload:
         assert isinstance(self.updater, ShardedUpdater)
         assert self._holders is not None
         match parcel.what:
-            case ParcelKind.PART:
-                return Payload(*sums.part(self.stage, self._chunks_of(parcel)))
             case ParcelKind.SUM:
                 rows = enumerate(self._holders(parcel.step))
                 both = [c for c, row in rows if row[0] == self.me.replica and parcel.owner in row]
@@ -157,18 +160,55 @@ class StepTensors:
             case _:
                 return Payload(())
 
-    def contents(self, command: Send, members: tuple[int, ...]) -> Message:
+    def _outgoing_part(self, parcel: Parcel, routes: Routes) -> Payload:
+        if parcel in self._gathered:
+            return self._gathered[parcel]
+        stretches = self.stretches(parcel, routes)
+        return self._as_sent(stretches, self._own(stretches))
+
+    def _own(self, stretches: list[slice]) -> PartsOfOne:
+        sums = self.stage.sums
+        return PartsOfOne([sums.part(where) for where in stretches], sums.part(slice(0, 0)).peaks)
+
+    def _as_sent(self, stretches: list[slice], given: PartsOfOne) -> Payload:
+        """`_arrived` is the inverse."""
+        sums = self.stage.sums
+        if self._is_one(stretches):
+            tensors, told = sums.sent(stretches[0], given.parts[0])
+            return Payload(tensors, [list(given.peaks), *told])
+        return Payload(*sums.sent_all(stretches, given.parts, given.peaks))
+
+    def _arrived(self, parcel: Parcel, routes: Routes, owner: int) -> PartsOfOne:
+        """What a PART that is here brings of the chunks of one owner."""
+        (tensors, facts), sums = self.payloads[parcel], self.stage.sums
+        owners = routes.of_chunks(parcel.sender, parcel.owner)
+        stretches = self._stretches(parcel.step, routes, owners)
+        if self._is_one([where for _, where in stretches]):
+            peaks, *told = facts
+            return PartsOfOne(
+                [sums.arrived(stretches[0][1], self._on_device(tensors), peaks, told)], list(peaks)
+            )
+        wanted = {place: where for place, (of, where) in enumerate(stretches) if of == owner}
+        to_device = partial(host_memory.to_device, device=self.stage.device)
+        return PartsOfOne(sums.arrived_all(wanted, tensors, facts, to_device), list(facts[0]))
+
+    def _is_one(self, stretches: list[slice]) -> bool:
+        """Not for sharded states: a worker may own one chunk, or none."""
+        return self.by_chunk is None and len(stretches) == 1
+
+    def contents(self, command: Send, routes: Routes) -> Message:
         """What goes with a parcel."""
         if command.parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT):
             boundary = self.boundaries[command.parcel]
             return Envelope(beside=boundary.facts), boundary.tensors
         if command.parcel.what is ParcelKind.REPLAY:
             return self._inputs(command.parcel)
-        payload = self.outgoing(command.parcel, members)
+        payload = self.outgoing(command.parcel, routes)
         envelope = Envelope(command.value, payload.facts)
         if command.parcel.what is not ParcelKind.PART:
             return envelope, payload.tensors
-        return self.ahead.rest(command.parcel, envelope, payload.tensors, self._places(payload))
+        places = self._places(self.stretches(command.parcel, routes), payload)
+        return self.ahead.rest(command.parcel, envelope, payload.tensors, places)
 
     def _inputs(self, replay: Parcel) -> Message:
         """What this worker has computed a microbatch from, for one who is to compute it again."""
@@ -189,21 +229,26 @@ class StepTensors:
         gradient = None if said is None else Gradients.arrived(tensors[count:], said | {"hash": ""})
         return given, gradient
 
-    def stretches(self, parcel: Parcel, members: tuple[int, ...]) -> list[slice]:
+    def stretches(self, parcel: Parcel, routes: Routes) -> list[slice]:
         """Of the stage's sums, what a PART is of."""
+        owners = routes.of_chunks(parcel.sender, parcel.owner)
+        return [where for _, where in self._stretches(parcel.step, routes, owners)]
+
+    def _stretches(self, step: int, routes: Routes, owners: tuple[int, ...]) -> list[tuple[int, slice]]:
+        """The chunks of these owners, in their order."""
         if self.by_chunk is None:
-            return [self._stretch(members, parcel.owner)]
+            return [(owner, self._stretch(routes, owner)) for owner in owners]
         assert isinstance(self.updater, ShardedUpdater)
-        return [self.updater.ranges[chunk] for chunk in self._chunks_of(parcel)]
-
-    def _chunks_of(self, parcel: Parcel) -> list[int]:
-        """Sharded: the chunks of the owner that a PART goes to."""
         assert self._holders is not None
-        return [c for c, row in enumerate(self._holders(parcel.step)) if row[0] == parcel.owner]
+        chunks: dict[int, list[int]] = {owner: [] for owner in owners}
+        for chunk, row in enumerate(self._holders(step)):
+            if row[0] in chunks:
+                chunks[row[0]].append(chunk)
+        return [(owner, self.updater.ranges[chunk]) for owner, own in chunks.items() for chunk in own]
 
-    def _places(self, part: Payload) -> list[int]:
+    def _places(self, stretches: list[slice], part: Payload) -> list[int]:
         """Of the stretches among the tensors of a PART: each comes before what else there is of it."""
-        if self.by_chunk is None:
+        if self._is_one(stretches):
             return [0]
         counts = [count for count, *_ in part.facts[1]]
         return [sum(counts[:at]) for at in range(len(counts))]
@@ -219,29 +264,51 @@ class StepTensors:
 
     # -------------------------------------------------------------- the reduce
 
+    def gather(self, task: GatherParts) -> None:
+        """What the workers of this node have of the chunks of an owner, as one part."""
+        into = task.into
+        self._gathered = {
+            p: held for p, held in self._gathered.items() if p._replace(owner=into.owner) == into
+        }
+        stretches, ordered = self._ordered(into, task.routes, task.parts)
+        sums = self.stage.sums
+        whole = [
+            sums.together(where, [one.parts[at] for one in ordered]) for at, where in enumerate(stretches)
+        ]
+        self._gathered[into] = self._as_sent(stretches, PartsOfOne(whole, peaks_of(ordered)))
+
+    def _ordered(
+        self, into: Parcel, routes: Routes, parts: tuple[Parcel, ...]
+    ) -> tuple[list[slice], list[PartsOfOne]]:
+        """The chunks of an owner, and of this worker and of each sender what it adds to them."""
+        stretches = [where for _, where in self._stretches(into.step, routes, (into.owner,))]
+        found = {self.me.replica: self._own(stretches)}
+        for parcel in parts:
+            found[parcel.sender] = self._arrived(parcel, routes, into.owner)
+        return stretches, [found[replica] for replica in sorted(found)]
+
     def sum_chunk(self, task: SumChunk) -> tuple[float, ...]:
         """The chunks that are this worker's. Plain sums are added in the order of the replicas."""
-        if self.by_chunk is not None:
-            squares, self._peaks[task.step] = self.by_chunk.add_up(self.stage, task, self.payloads)
-            return squares
-        assert isinstance(self.updater, Updater)
-        mine = self._stretch(task.members, self.me.replica)
-        chunks = owned(self._chunks, task.members, self.me.replica)
         if self.stage.sums.are_means:  # a new epoch asks once more
-            return self.updater.squares(self._sums[task.step], chunks)
-        parts = {self.me.replica: self.stage.sums.part(mine)}
-        for parcel in task.parts:
-            tensors, (peaks, *told) = self.payloads[parcel]
-            came = self.stage.sums.arrived(mine, self._on_device(tensors), peaks, told)
-            parts[parcel.sender] = came
-        ordered = [parts[replica] for replica in task.members]
-        mean = self._sum(task.step)
-        self.stage.sums.means(mine, chunks, ordered, task.weight * self.stage.scale_at(task.step), mean)
+            assert isinstance(self.updater, Updater)
+            return self.updater.squares(self._sums[task.step], self._owned(task.routes))
+        name = Parcel(ParcelKind.PART, 0, task.step, self.me.stage, owner=self.me.replica)
+        stretches, ordered = self._ordered(name, task.routes, task.parts)
         self._peaks[task.step] = peaks_of(ordered)
+        if self.by_chunk is not None:
+            return self.by_chunk.add_up(self.stage, task, [one.parts for one in ordered])
+        assert isinstance(self.updater, Updater)
+        ((mine,), mean, chunks) = stretches, self._sum(task.step), self._owned(task.routes)
+        weight = task.weight * self.stage.scale_at(task.step)
+        self.stage.sums.means(mine, chunks, [one.parts[0] for one in ordered], weight, mean)
         return self.updater.squares(mean, chunks)
+
+    def _owned(self, routes: Routes) -> Sequence[slice]:
+        return owned(self._chunks, routes.members, self.me.replica)
 
     def assemble(self, task: AssembleSum) -> float | None:
         """The whole sum, from the owners' chunks or from a peer's copy."""
+        self._gathered.clear()
         if self.by_chunk is not None:
             self.by_chunk.assemble(self.stage, task, self.payloads)
             return None
@@ -251,7 +318,7 @@ class StepTensors:
             if chunk.what is ParcelKind.COPY:
                 self._peaks[task.step] = peaks
             is_copy = chunk.what is ParcelKind.COPY
-            where = slice(None) if is_copy else self._stretch(task.members, chunk.sender)
+            where = slice(None) if is_copy else self._stretch(task.routes, chunk.sender)
             mean[where].copy_(total, non_blocking=True)
         if self.stage.tied.has_pair:
             return self._squares(mean)
@@ -264,7 +331,7 @@ class StepTensors:
 
         This stage's own half is kept: a worker of the other stage may ask for it when the sum is gone.
         """
-        self.outgoing(task.other._replace(stage=self.me.stage), ())
+        self._own_half(task.other._replace(stage=self.me.stage))
         (other,) = self._on_device(self.payloads[task.other].tensors)
         mean = self._sums[task.step] = self._buffers.writable(self._sums[task.step])
         own = self.stage.tied.part(mean)
@@ -329,6 +396,7 @@ class StepTensors:
 
     def _begin(self, step: int) -> None:
         self.ahead.clear()
+        self._gathered.clear()
         sums, limits = self.stage.sums, self.stage.limits.at(step)
         sums.begin(step, limits, leave_buffer=self._buffers.is_borrowed(sums.flat))
 
@@ -348,9 +416,9 @@ class StepTensors:
         ).tolist()
         return found
 
-    def _stretch(self, members: tuple[int, ...], owner: int) -> slice:
+    def _stretch(self, routes: Routes, owner: int) -> slice:
         """All chunks of one owner: they lie side by side."""
-        chunks = owned(self._chunks, members, owner)
+        chunks = owned(self._chunks, routes.members, owner)
         return slice(chunks[0].start, chunks[-1].stop)
 
     def _on_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -120,6 +120,10 @@ class WorkItems:
             case work.Contribute():
                 self.signs.maybe_die(task.step, "R", "before")
                 return self._losses(task.step), self._weights(task.step), self._scores(task.step)
+            case work.GatherParts():
+                self.signs.begin(task.step, "R")
+                self.signs.maybe_die(task.step, "R", "gathering")
+                return self.tensors.gather(task)
             case work.SumChunk():
                 return self._sum_chunk(task)
             case work.AssembleSum():
@@ -474,9 +478,9 @@ class SendingAhead:
         is_last = len(state.now.todo) > 1 and state.now.todo[-2].kind is Kind.R
         if task.ghost or not is_last:
             return None
-        members = state.mail.peers(task.step)
+        routes = state.mail.routes(task.step)
         parts = [
-            (parcel, self._tensors.stretches(parcel, members))
+            (parcel, self._tensors.stretches(parcel, routes))
             for parcel in state.reduction.parts_to_come(state.now)
             if (to := self._to(parcel)) is not None and self._plane.sends_beside(to)
         ]

@@ -264,8 +264,7 @@ class WorkerLoop:
         if address is not None and (self.shard == 0 or command.parcel.what not in SMALL):
             parcel = command.parcel
             to = self.work.address(address)
-            members = self.state.mail.peers(parcel.step)
-            envelope, tensors = self.tensors.contents(command, members)
+            envelope, tensors = self.tensors.contents(command, self.state.mail.routes(parcel.step))
             self._post(to, command, envelope, tensors)
             if tensors:
                 sent = sum(tensor.nbytes for tensor in tensors)
