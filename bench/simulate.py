@@ -107,10 +107,11 @@ def _range(seeds: str) -> tuple[int, int]:
 def mutants(args: argparse.Namespace) -> dict[str, Any]:
     """A table: each planted bug, the seeds until one sees it, CPU seconds, and which invariant broke."""
     from harness.agent_mutants import CANCEL_MUTANTS, CLUSTER_MUTANTS, MEMORY_MUTANTS, TIMER_MUTANTS
-    from harness.mutants import GROUP_MUTANTS, MUTANTS, SHARD_MUTANTS, VIRTUAL_MUTANTS
+    from harness.mutants import GROUP_MUTANTS, MUTANTS, NODE_MUTANTS, SHARD_MUTANTS, VIRTUAL_MUTANTS
 
     kinds: dict[str, StormKind] = {
         **dict.fromkeys(MUTANTS, ""),
+        **dict.fromkeys(NODE_MUTANTS, "crowded"),
         **dict.fromkeys(SHARD_MUTANTS, "sharded"),
         **dict.fromkeys(GROUP_MUTANTS, "groups"),
         **dict.fromkeys(VIRTUAL_MUTANTS, "virtual"),

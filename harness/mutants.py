@@ -381,6 +381,33 @@ SHARD_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
         unfilled_holder_owns,
     )
 }
+
+
+def part_of_a_node_counts_for_two_rounds() -> list[Patch]:
+    """What was added up on a node before a death is not added up again."""
+    right = StepState.restart_reduce
+
+    def wrong(self: StepState, round: int) -> None:
+        gathered = dict(self.gathered)
+        right(self, round)
+        self.gathered.update(gathered)
+
+    return [(StepState, "restart_reduce", wrong)]
+
+
+def older_workers_reduce_by_node() -> list[Patch]:
+    """A worker of the version before, which knows nothing of gatherers, is taken for one that does."""
+    right = Places.started
+
+    def wrong(self: Places, worker: Any, incarnation: int, *, by_node: bool) -> None:
+        right(self, worker, incarnation, by_node=True)
+
+    return [(Places, "started", wrong)]
+
+
+NODE_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make for make in (part_of_a_node_counts_for_two_rounds, older_workers_reduce_by_node)
+}
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
@@ -408,7 +435,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 def planted(name: str) -> Iterator[None]:
     """Production code with one bug, until the block ends."""
     of_clusters = CLUSTER_MUTANTS | MEMORY_MUTANTS | TIMER_MUTANTS | CANCEL_MUTANTS
-    all_of_them = MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | VIRTUAL_MUTANTS | of_clusters
+    all_of_them = MUTANTS | NODE_MUTANTS | SHARD_MUTANTS | GROUP_MUTANTS | VIRTUAL_MUTANTS | of_clusters
     patches = all_of_them[name]()
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in patches]
     for owner, attribute, wrong in patches:

@@ -17,6 +17,7 @@ from everstep.engine.worker.step_tensors import Payload, StepTensors
 from everstep.job.job import Job
 from everstep.protocol.ops import Kind, Op, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.routes import Routes
 from everstep.protocol.work import AssembleSum, SumChunk
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.footprint import stash_cap
@@ -102,24 +103,25 @@ class OneWorker:
 
     def reduce(self, step: int) -> float:
         """With peers that contribute what this worker does."""
-        members = tuple(range(self.job.replicas))
-        mine = self.tensors.outgoing(Parcel(ParcelKind.PART, 0, step, self.index, None, 0, 0, 0), members)
+        members = range(self.job.replicas)
+        routes = Routes.direct(0, members)
+        mine = self.tensors.outgoing(Parcel(ParcelKind.PART, 0, step, self.index, None, 0, 1, 0), routes)
         parts = []
         for peer in members[1:]:
             parcel = Parcel(ParcelKind.PART, 0, step, self.index, None, 0, peer, 0)
             self.tensors.payloads[parcel] = Payload(tuple(t.clone() for t in mine.tensors), mine.facts)
             parts.append(parcel)
         weight = float(self.job.microbatches_in_step)
-        squares = sum(self.tensors.sum_chunk(SumChunk(step, members, tuple(parts), weight)))
+        squares = sum(self.tensors.sum_chunk(SumChunk(step, routes, tuple(parts), weight)))
         self.tensors.forget(parts)
         chunks = []
         for peer in members[1:]:
             parcel = Parcel(ParcelKind.SUM, 0, step, self.index, None, 0, peer)
-            size = self.tensors._stretch(members, peer)
+            size = self.tensors._stretch(routes, peer)
             zeros = torch.zeros(size.stop - size.start, device=self.stage.device)
             self.tensors.payloads[parcel] = Payload((zeros,))
             chunks.append(parcel)
-        self.tensors.assemble(AssembleSum(step, members, tuple(chunks)))
+        self.tensors.assemble(AssembleSum(step, routes, tuple(chunks)))
         self.tensors.forget(chunks)
         return squares
 

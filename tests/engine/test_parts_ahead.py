@@ -22,11 +22,12 @@ from everstep.errors import PeerError
 from everstep.net.envelope import MAX_BYTES, Envelope, PartAhead, PartRest, Stretch
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep.protocol.routes import Routes
 from everstep.protocol.work import Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
 SMALL = {"vocab": 32, "width": 16, "heads": 2, "hidden": 24, "depth": 3}
-MEMBERS = (0, 1)
+ROUTES = Routes.direct(1, (0, 1))  # of an owner; a sender finds the same
 Message = tuple[Parcel, Envelope, tuple[Tensor, ...]]
 
 
@@ -82,7 +83,7 @@ def computed(tensors: StepTensors, microbatches: tuple[int, ...], to: int | None
     def begins(slots: set[int]) -> Any:
         assert to is not None
         parcel = part(me, to)
-        stretches = tensors.stretches(parcel, MEMBERS)
+        stretches = tensors.stretches(parcel, ROUTES)
         return tensors.ahead.begin(tensors.stage.sums, [(parcel, stretches)], slots, post)
 
     for microbatch in microbatches:
@@ -96,13 +97,13 @@ def computed(tensors: StepTensors, microbatches: tuple[int, ...], to: int | None
 def closing(tensors: StepTensors, to: int, *, round: int = 0) -> Message:
     """The PART itself."""
     parcel = part(tensors.me.replica, to, round=round)
-    envelope, made = tensors.contents(Send(parcel, to, 0, None), MEMBERS)
+    envelope, made = tensors.contents(Send(parcel, to, 0, None), ROUTES)
     return parcel, envelope, tuple(tensor.clone() for tensor in made)
 
 
 def whole(tensors: StepTensors, to: int) -> tuple[Any, tuple[Tensor, ...]]:
     """What a PART would be without pieces."""
-    payload = tensors.outgoing(part(tensors.me.replica, to), MEMBERS)
+    payload = tensors.outgoing(part(tensors.me.replica, to), ROUTES)
     return payload.facts, payload.tensors
 
 
@@ -141,8 +142,8 @@ def test_a_sum_of_parts_in_pieces_has_the_bits_of_one_of_whole_parts() -> None:
         found = delivered([*sent, closing(peer, 1)])
         assert found is not None
         owner.received(part(0, 1), found[1], found[0].beside)
-        squares = owner.sum_chunk(SumChunk(1, MEMBERS, (part(0, 1),), 4.0))
-        means.append((owner.sum_of(1)[owner._stretch(MEMBERS, 1)].clone(), squares))
+        squares = owner.sum_chunk(SumChunk(1, ROUTES, (part(0, 1),), 4.0))
+        means.append((owner.sum_of(1)[owner._stretch(ROUTES, 1)].clone(), squares))
     assert torch.equal(means[0][0], means[1][0])
     assert means[0][1] == means[1][1]
 
@@ -177,7 +178,7 @@ def test_pieces_and_rest_of_short_sums_give_the_mean_of_whole_ones(
         assert came is not None
         owner.received(part(0, 1), came[1], came[0].beside)
         chunks = (2, 3) if sharded else ()
-        found.append(owner.sum_chunk(SumChunk(1, MEMBERS, (part(0, 1),), 4.0, chunks)))
+        found.append(owner.sum_chunk(SumChunk(1, ROUTES, (part(0, 1),), 4.0, chunks)))
     assert found[0] == found[1]
     assert found[0] == pytest.approx(found[2], rel=1e-3)
 
@@ -210,7 +211,7 @@ def test_what_32_bits_of_pieces_lack_comes_with_the_part_and_no_piece_comes_agai
     assert [tensor.dtype for tensor in last[2]].count(torch.int8) == 1
     found = delivered([*sent, last])
     assert found is not None
-    where = tensors._stretch(MEMBERS, 1)
+    where = tensors._stretch(ROUTES, 1)
     mine, (peaks, *told) = sums.part(where), found[0].beside
     came = sums.arrived(where, found[1], peaks, told)
     assert mine.high is not None

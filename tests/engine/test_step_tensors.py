@@ -33,6 +33,7 @@ from everstep.net.links import Address, LinkEvents, Links
 from everstep.protocol.messages import LOADING, Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, Part, StateTransfer
+from everstep.protocol.routes import Routes
 from everstep.protocol.work import AssembleSum, Restore, Send, SumChunk
 
 DATA = Synthetic(vocab=32, sequence=8, rows=2)
@@ -41,6 +42,7 @@ TOKEN = b"t" * 32
 COUNT = 4  # microbatches in a step
 TRANSFER = StateTransfer(1, 5, 1, 1)
 SAID = Part((), (), 0, ())
+ALONE, BOTH = Routes.direct(0, (0,)), Routes.direct(0, (0, 1))
 
 
 class OnTheHost:
@@ -129,8 +131,8 @@ def parcel(kind: ParcelKind, step: int, *, sender: int = -1, owner: int = -1) ->
 def train_alone(tensors: StepTensors, step: int) -> torch.Tensor:
     """A step of a worker without peers, up to the end of its update. The sum, copied."""
     run_step([tensors.stage], step, COUNT)
-    tensors.sum_chunk(SumChunk(step, (0,), (), COUNT))
-    tensors.assemble(AssembleSum(step, (0,), ()))
+    tensors.sum_chunk(SumChunk(step, ALONE, (), COUNT))
+    tensors.assemble(AssembleSum(step, ALONE, ()))
     mean = tensors.sum_of(step).clone()
     tensors.updater.apply(step, tensors.sum_of(step))
     tensors.updated(step, skipped=False)
@@ -145,7 +147,7 @@ def test_sums_of_a_worker_without_peers_become_its_means(accumulate: str) -> Non
         tensors = worker(accumulate=accumulate, is_alone=is_alone, tied=True)
         for step in (1, 2, 3):
             run_step([tensors.stage], step, COUNT)
-            task = SumChunk(step, (0,), (), COUNT)
+            task = SumChunk(step, ALONE, (), COUNT)
             once, twice = tensors.sum_chunk(task), tensors.sum_chunk(task)
             assert math.fsum(once) == math.fsum(twice)
             is_own = tensors.sum_of(step).data_ptr() == tensors.stage.sums.flat.data_ptr()
@@ -165,7 +167,7 @@ def test_a_feed_queued_behind_a_snapshot_arrives_as_it_was(links: Links, reader:
     for step in range(1, 6):
         sums[step] = train_alone(tensors, step)
         feed = parcel(ParcelKind.FEED, step)
-        links.send(reader.address, feed, Envelope(1.0), *tensors.outgoing(feed, (0,)).tensors)
+        links.send(reader.address, feed, Envelope(1.0), *tensors.outgoing(feed, ALONE).tensors)
         tensors.release_sum(step)
     assert len({float(total.double().sum()) for total in sums.values()}) == len(sums)
     for frame in reader.read(1 + len(sums))[1:]:
@@ -180,7 +182,7 @@ def test_a_part_still_queued_when_its_work_is_discarded_arrives_as_it_was(
     links.send(reader.address, FrameKind.STATE, Envelope(TRANSFER, piece=StateEnd(0)), torch.ones(8_000_000))
     run_step([tensors.stage], 1, COUNT)
     part = parcel(ParcelKind.PART, 1, sender=0, owner=1)
-    sent = tensors.outgoing(part, (0, 1)).tensors
+    sent = tensors.outgoing(part, BOTH).tensors
     before = sent[0].clone()
     links.send(reader.address, part, Envelope(SAID), *sent)
     tensors.discard(1, ())
@@ -216,10 +218,10 @@ def reduced(tied: bool) -> tuple[StepTensors, StepTensors, dict[Parcel, Payload]
     chunks = {}
     for me, other in (pair, pair[::-1]):
         part = parcel(ParcelKind.PART, 1, sender=other.me.replica, owner=me.me.replica)
-        me.payloads[part] = other.outgoing(part, (0, 1))
-        me.sum_chunk(SumChunk(1, (0, 1), (part,), COUNT))
+        me.payloads[part] = other.outgoing(part, BOTH)
+        me.sum_chunk(SumChunk(1, BOTH, (part,), COUNT))
         chunk = parcel(ParcelKind.SUM, 1, sender=me.me.replica)
-        chunks[chunk] = me.outgoing(chunk, (0, 1))
+        chunks[chunk] = me.outgoing(chunk, BOTH)
     return pair[0], pair[1], chunks
 
 
@@ -235,7 +237,7 @@ def test_a_worker_that_follows_by_feeds_has_the_bits_and_limits_of_the_one_that_
             joiner.loaded(step)
         else:
             feed = parcel(ParcelKind.FEED, step)
-            joiner.payloads[feed] = member.outgoing(feed, (0,))
+            joiner.payloads[feed] = member.outgoing(feed, ALONE)
             joiner.updater.apply(step, joiner.fed(step, feed))
             joiner.updated(step, skipped=False)
         member.release_sum(step)
@@ -251,10 +253,10 @@ def test_a_sum_taken_as_a_copy_is_the_givers_also_for_a_tied_pair() -> None:
     giver, taker, chunks = reduced(tied=True)
     theirs = next(chunk for chunk in chunks if chunk.sender == 1)
     giver.payloads[theirs] = chunks[theirs]
-    squares = giver.assemble(AssembleSum(1, (0, 1), (theirs,)))
+    squares = giver.assemble(AssembleSum(1, BOTH, (theirs,)))
     copy = parcel(ParcelKind.COPY, 1)
-    taker.payloads[copy] = giver.outgoing(copy, (0, 1))
-    assert taker.assemble(AssembleSum(1, (0, 1), (copy,))) == squares
+    taker.payloads[copy] = giver.outgoing(copy, BOTH)
+    assert taker.assemble(AssembleSum(1, BOTH, (copy,))) == squares
     for tensors in (giver, taker):
         tensors.updater.apply(1, tensors.sum_of(1), 0.5)
     assert torch.equal(giver.stage.masters, taker.stage.masters)
@@ -267,10 +269,10 @@ def test_a_chunk_sent_again_after_assembly_is_the_chunk_that_was_summed() -> Non
     for tensors, sender in ((first, 1), (second, 0)):
         chunk = next(c for c in chunks if c.sender == sender)
         tensors.payloads[chunk] = before[chunk]
-        tensors.assemble(AssembleSum(1, (0, 1), (chunk,)))
+        tensors.assemble(AssembleSum(1, BOTH, (chunk,)))
     for tensors in (first, second):
         chunk = parcel(ParcelKind.SUM, 1, sender=tensors.me.replica)
-        for payload in (tensors.outgoing(chunk, (0, 1)), chunks[chunk]):
+        for payload in (tensors.outgoing(chunk, BOTH), chunks[chunk]):
             assert torch.equal(payload.tensors[0], before[chunk].tensors[0])
 
 
@@ -341,11 +343,11 @@ def test_a_part_with_more_promoted_sums_than_a_message_holds_is_sent_and_summed(
         pair.append(tensors)
     for me, other in (pair, pair[::-1]):
         part = parcel(ParcelKind.PART, 1, sender=other.me.replica, owner=me.me.replica)
-        arrived = over_the_wire(part, *other.contents(Send(part, me.me.replica, 0, SAID), (0, 1)))
+        arrived = over_the_wire(part, *other.contents(Send(part, me.me.replica, 0, SAID), BOTH))
         me.received(part, arrived.tensors, arrived.envelope.beside)
         owned = tuple(c for c, row in enumerate(holders) if row[0] == me.me.replica)
-        me.sum_chunk(SumChunk(1, (0, 1), (part,), 2.0, owned))
-        means = me.by_chunk.means[1].values() if chunks else [me.sum_of(1)[me.stretches(part, (0, 1))[0]]]
+        me.sum_chunk(SumChunk(1, BOTH, (part,), 2.0, owned))
+        means = me.by_chunk.means[1].values() if chunks else [me.sum_of(1)[me.stretches(part, BOTH)[0]]]
         found = torch.cat([mean.flatten() for mean in means])
         assert set(found[found != 0].tolist()) == {301.5}  # (3 * 100 + 3 * 101) / 2
 

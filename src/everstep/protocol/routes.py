@@ -1,4 +1,5 @@
-"""Which way a stage's gradients go in a reduce: those of several replicas on one node are added up there first.
+"""Which way a stage's gradients go in a reduce: those of several replicas on one node are added up there
+first.
 
 Every worker owns a chunk of the gradient. On each node one worker, the *gatherer* of that chunk, takes the
 parts of its *mates* (the other replicas on its node), adds its own, and sends the owner one part for the

@@ -223,7 +223,7 @@ class Processes:
                 process.answered.add(item.address)
             elif type(item) is LinkBroke:
                 process.answered.discard(item.address)
-            actions = control.handle(item, self.agenda.now_us / 1e6)
+            actions = control.handle(process.understood(item), self.agenda.now_us / 1e6)
             if type(item) in (NotifyWorker, ResumeWorker):
                 self._notified(process, item)
             self._carry_out(process, actions)

@@ -16,13 +16,20 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.core.worker.buffers import Buffers
-from everstep.core.worker.control import WorkerControl
+from everstep.core.worker.control import ControlEvent, WorkerControl
 from everstep.core.worker.joining import FrameUse
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol import work
 from everstep.protocol.events import WorkerStarted
-from everstep.protocol.messages import SAVING, FailedRead, Sender, TaskEvent, WorkerReport
+from everstep.protocol.messages import (
+    SAVING,
+    FailedRead,
+    ResumeWorker,
+    Sender,
+    TaskEvent,
+    WorkerReport,
+)
 from everstep.protocol.ops import Kind
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.protocol.work import PeerAddress
@@ -117,6 +124,16 @@ class VirtualWorker:
         if isinstance(report, TaskEvent) and isinstance(report.event, WorkerStarted) and self.is_older:
             return replace(report, event=replace(report.event, by_node=False))
         return report
+
+    def understood(self, event: ControlEvent) -> ControlEvent:
+        """A version ignores the fields that it does not know."""
+        if not self.is_older or not isinstance(event, ResumeWorker):
+            return event
+        news = event.facts
+        facts = news if isinstance(news, work.EpochFacts) else news.facts
+        facts = replace(facts, members=tuple(replace(row, by_node=frozenset()) for row in facts.members))
+        told = facts if isinstance(news, work.EpochFacts) else replace(news, facts=facts)
+        return replace(event, facts=told)
 
     def _is_borrowed(self, cell: Cell) -> bool:
         return any(item[2] is cell for link in self.links.values() for item in link.queue)

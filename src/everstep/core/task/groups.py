@@ -61,8 +61,8 @@ class Groups:
     ) -> None:
         """Form the groups from the step before `low` on, which may not be sealed everywhere yet.
 
-        `since` has the first step of every member; `by_node`, who can reduce that way. A stage that still owes
-        ops (`restarting`) forms a new group even with the same members: the new plan may give an op to a
+        `since` has the first step of every member; `by_node`, who can reduce that way. A stage that still
+        owes ops (`restarting`) forms a new group even with the same members: the new plan may give an op to a
         worker that has contributed already, and its part must not count without that op.
 
         Sharded: `settled` has of every stage the last step whose sums its workers hold by the map of before;

@@ -9,10 +9,10 @@
 A worker that holds the sum needs its own gradients no more: each owner of a chunk has had its part, and to a
 peer that lacks the sum it can give the whole of it. So there is one buffer for gradients, not two.
 
-As many bytes as a ring moves, in two hops whatever the number of peers, four by nodes, and without forming a
-group: when a peer dies, only what it owned, gathered or had not sent is missing. Any holder can give the whole
-sum to a peer that lacks it. Where no live peer holds it, the parts do not count and the reduce starts over in
-a new round.
+As many bytes as a ring moves, in two hops whatever the number of peers, four by nodes, and without forming
+a group: when a peer dies, only what it owned, gathered or had not sent is missing. Any holder can give the
+whole sum to a peer that lacks it. Where no live peer holds it, the parts do not count and the reduce starts
+over in a new round.
 
 A microbatch has a weight: 1, or what its loss says (how many tokens it counts). Its gradients are those of a
 sum; the owner divides the sum of all by the sum of all weights. The weights travel in the parts, beside the
