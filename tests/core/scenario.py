@@ -2,7 +2,8 @@
 
 A file is prose (`#`), commands (`>`) and, under each command, what came of it. The commands:
 
-    task KEY=VALUE …                  a task at its start: replicas, stages, microbatches, steps, clip, …
+    task KEY=VALUE …                  a task at its start: replicas, stages, microbatches, steps, clip, …;
+                                      per_node: how many replicas of a stage are on a node
     norm of step N is X               the gradient norm of a step, over all stages; 1 if not given
     run until WORKER WHAT in step N   workers take turns, one work item each, until this one is done
     run until step N is recorded
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from everstep.core.task.owed import Owed
@@ -68,6 +70,7 @@ class Scenario:
         self.out: list[str] = []
         self.trace: dict[Worker, list[tuple[int, str]]] = {}
         self.now = 0.0
+        self.per_node = 1
 
     def obey(self, command: str) -> list[str]:
         for pattern, method in _COMMANDS.items():
@@ -83,6 +86,7 @@ class Scenario:
         values = dict(pair.split("=") for pair in given.split())
         rules: dict[str, Any] = {"replicas": 2, "stages": 2, "microbatches": 1, "steps": 2}
         rules |= {k: v if k == "stagger" else float(v) if k == "clip" else int(v) for k, v in values.items()}
+        self.per_node = rules.pop("per_node", 1)
         self.rules = TaskRules(**rules)
         fixed = self.rules
         shape = Shape(fixed.replicas, fixed.stages, fixed.microbatches, fixed.chunks)
@@ -141,7 +145,7 @@ class Scenario:
         worker = parse_worker(name)
         incarnation = self.incarnations[worker] = self.to_start.pop(worker)
         self.workers[worker] = WorkerState(worker, self.rules, incarnation=incarnation)
-        self.happens(ev.WorkerStarted(worker=worker, incarnation=incarnation))
+        self.happens(ev.WorkerStarted(worker=worker, incarnation=incarnation, by_node=True))
 
     def show(self, name: str) -> None:
         worker = self.workers[parse_worker(name)]
@@ -277,8 +281,9 @@ class Scenario:
                     say(f"  epoch {action.epoch}: {action.because}")
                 self.happens(answer(action, self.plans, "decoupled"))
             case act.ResumeWorkers():
+                book = {w: (f"node {w.replica // self.per_node}", 1) for w in self.recovery.shape.workers()}
                 for worker, own in action.orders.items():
-                    order = work.resume(action.facts, own)
+                    order = work.resume(replace(action.facts, book=book), own)
                     say(f"    {worker} {_resumed(order)}")
                     if worker in self.workers:
                         self.workers[worker].resume(order)
