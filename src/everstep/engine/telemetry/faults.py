@@ -16,7 +16,7 @@ from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.protocol.ops import Worker
 
-WHENS = ("before", "after", "during", "sending", "inside")
+WHENS = ("before", "after", "during", "sending", "gathering", "inside")
 LASTING = ("slow", "lag")
 OF_GPU = ("illegal", "oom", "spin")
 FLIPPED = {  # what, and the op in which it is flipped
@@ -47,8 +47,9 @@ _FIELDS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedFault:
     """`op` None: at the first op of the step. `when`: before or after an op, inside a collective of the
-    worker's shards; in R also while sending or summing; in the last W of a step while sending pieces ahead;
-    in U, with optimizer.shard, while sending weights or as a chunk's state arrives (during).
+    worker's shards; in R also while sending, summing (during) or gathering its node's parts; in the last W
+    of a step while sending pieces ahead; in U, with optimizer.shard, while sending weights or as a chunk's
+    state arrives (during).
     """
 
     worker: Worker
