@@ -2,6 +2,7 @@
 
     python bench/reduce.py                          2, 4, 8, 16, 32 and 64 replicas, by tcp
     python bench/reduce.py --replicas 2,8 --json
+    python bench/reduce.py --replicas 16,64 --per-node 8    replicas by eights, each on an address of its own
 
 One stage, one microbatch per replica, a model that hardly computes: an embedding of a million numbers, of
 which all are reduced in every step. Beside it gloo's all-reduce of as many fp32 numbers by as many processes.
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,19 @@ def facts_of(pid: int) -> dict[str, float]:
         "private_mb": private / 1e3,
         "cpu_ms": 1e3 * (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"),
     }
+
+
+def spread_over_addresses(per_node: int) -> None:
+    """So many replicas are on one address of this machine, the next ones on the next."""
+    from everstep.node.worker_processes import WorkerProcesses
+
+    right = WorkerProcesses._spec
+
+    def spec(self: WorkerProcesses, sender: Any, *more: Any) -> Any:
+        node = sender.worker.replica // per_node
+        return replace(right(self, sender, *more), host=f"127.0.{1 + node // 250}.{1 + node % 250}")
+
+    WorkerProcesses._spec = spec  # type: ignore[method-assign]
 
 
 def ours(replicas: int, numbers: int, transport: str, fork_server: Any) -> dict[str, Any]:
@@ -155,8 +170,11 @@ def main() -> int:
     parser.add_argument("--replicas", default="2,4,8,16,32,64", help="several with commas")
     parser.add_argument("--numbers", type=int, default=1 << 20, help="that are reduced")
     parser.add_argument("--transport", default="tcp", help="auto, tcp, shm")
+    parser.add_argument("--per-node", type=int, default=0, help="so many have one address; 0: all")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
+    if given.per_node:
+        spread_over_addresses(given.per_node)
     try:
         numbers_of_replicas = [int(word) for word in given.replicas.split(",")]
     except ValueError:

@@ -38,8 +38,8 @@ def test_every_part_reaches_every_owner_once_and_every_sum_every_member(
         for to in mine.mates or mine.owners:
             if mine.mates:
                 assert k in routes[to].mates
-                assert to in mine.of_chunks(k, to), "a gatherer takes its own chunk, too"
-            for owner in mine.of_chunks(k, to):
+                assert to in mine.of_part(k, to), "a gatherer takes its own chunk, too"
+            for owner in mine.of_part(k, to):
                 if owner == to:
                     arrived[owner][k] += 1
                 else:
@@ -48,16 +48,16 @@ def test_every_part_reaches_every_owner_once_and_every_sum_every_member(
             for owner in mine.owners:
                 assert owner not in home[k]
                 for one in home[k]:
-                    assert one == k or owner in routes[one].of_chunks(one, k)
+                    assert one == k or owner in routes[one].of_part(one, k)
                     arrived[owner][one] += 1
         assert set(mine.senders) == {
             j for j, other in routes.items() if k in (*other.mates, *other.owners)
         }, "who sends to an owner is waited for, and nobody else"
-        for reader in mine.senders:
+        for reader in mine.gatherers if mine.passes_on else mine.senders:
             holds[reader][k] += 1
-            if k in routes[reader].owners:
-                for mate in routes[reader].mates:
-                    holds[mate][k] += 1
+        for mate in mine.mates if mine.passes_on else ():
+            assert set(mine.of_sum(k, k)) == {k, *mine.owners}
+            holds[mate].update(mine.of_sum(k, k))
     assert all(Counter(members) == found for found in arrived.values())
     assert all(Counter(members) == found for found in holds.values())
 

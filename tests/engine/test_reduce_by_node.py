@@ -141,15 +141,18 @@ class Reduce:
             means = {k: dict(tensors.by_chunk.means[1]) for k, tensors in self.workers.items()}
             return {"means": means, "squares": squares, "peaks": self.peaks()}
         for k, routes in self.routes.items():
-            for to in routes.senders:
+            for to in routes.gatherers if routes.passes_on else routes.senders:
                 self.send(name(ParcelKind.SUM, k), k, to)
-        for k, routes in self.routes.items():  # passed on before it is assembled, and again after
-            for owner in routes.owners:
-                for mate in routes.mates:
-                    self.send(name(ParcelKind.SUM, owner), k, mate)
         for k, routes in self.routes.items():
-            others = tuple(name(ParcelKind.SUM, owner) for owner in routes.members if owner != k)
-            self.workers[k].assemble(AssembleSum(1, routes, others))
+            for mate in routes.mates if routes.passes_on else ():
+                self.send(name(ParcelKind.SUM, k, k), k, mate)
+        for k, routes in self.routes.items():
+            here = tuple(
+                name(ParcelKind.SUM, mate, mate if routes.passes_on else -1) for mate in routes.mates
+            )
+            away = tuple(name(ParcelKind.SUM, owner) for owner in routes.owners)
+            self.workers[k].assemble(AssembleSum(1, routes, (*here, *away)))
+            self.workers[k].forget((*here, *away))
         means = {k: {0: tensors.sum_of(1)} for k, tensors in self.workers.items()}
         return {"means": means, "squares": squares, "peaks": self.peaks()}
 
@@ -200,17 +203,18 @@ def test_a_gradient_that_is_not_finite_is_not_lost_on_its_way(kind: str) -> None
     assert found["peaks"] == right["peaks"]
 
 
-def test_a_sum_that_was_passed_on_can_be_sent_again_after_it_was_assembled() -> None:
+def test_sums_that_were_passed_on_can_be_sent_again_after_they_were_assembled() -> None:
     """The connection within the node broke meanwhile."""
     reduce = Reduce(((0, 1), (2, 3)), KINDS["strict"], sharded=False)
     reduce.run()
-    routes = reduce.routes[0]
-    (owner,) = routes.owners
-    chunk = name(ParcelKind.SUM, owner)
-    (before,) = (tensor.clone() for tensor in reduce.workers[0].payloads[chunk].tensors)
-    reduce.workers[0].forget([chunk])
-    (again,) = reduce.workers[0].outgoing(chunk, routes).tensors
-    assert torch.equal(again, before)
+    tensors, routes = reduce.workers[0], reduce.routes[0]
+    again = tensors.outgoing(name(ParcelKind.SUM, 0, 0), routes).tensors
+    owners = routes.of_sum(0, 0)
+    assert owners == (0, 2)
+    mean = reduce.workers[3].sum_of(1)
+    assert all(
+        torch.equal(one, mean[tensors._stretch(routes, k)]) for k, one in zip(owners, again, strict=True)
+    )
 
 
 def test_parts_of_an_earlier_round_are_dropped() -> None:

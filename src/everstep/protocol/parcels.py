@@ -22,7 +22,9 @@ class ParcelKind(StrEnum):
     ACTIVATION = "A"  # into part `stage` of the model, of `microbatch`
     GRADIENT = "G"  # into part `stage` of the model, of `microbatch`
     PART = "P"  # `sender`'s gradients for the chunk that `owner` sums, or gathers (`routes`)
-    SUM = "S"  # the chunk that `sender` has summed; sharded: what `owner` holds of it
+    # The chunk that `sender` has summed; if `owner` is the sender, with those that it passes on to its node;
+    # sharded: what `owner` holds of it.
+    SUM = "S"
     HELD = "H"  # `sender` holds the whole sum
     TIED = "T"  # the sum of the tied tensor at `stage`
     NEWS = "N"  # `stage` has sealed the step; its gradient's sum of squares

@@ -57,6 +57,11 @@ class Routes:
         return Routes(me, map(tuple, nodes.values()))
 
     @property
+    def passes_on(self) -> bool:
+        """There are mates, and other nodes: mates get all sums at once that this worker gathers for."""
+        return bool(self.mates and len(self.members) > 1 + len(self.mates))
+
+    @property
     def senders(self) -> tuple[int, ...]:
         """Whose parts the chunk of this worker is summed from, its own apart; and who gets its sum."""
         return (*self.mates, *self.gatherers)
@@ -66,7 +71,11 @@ class Routes:
         """All that it exchanges gradients with."""
         return frozenset((*self.mates, *self.gatherers, *self.owners))
 
-    def of_chunks(self, sender: int, receiver: int) -> tuple[int, ...]:
+    def of_part(self, sender: int, receiver: int) -> tuple[int, ...]:
         """The owners whose chunks are in a PART: on one node, all those the receiver gathers for."""
         is_here = sender in self._gathered and receiver in self._gathered
         return self._gathered[receiver] if is_here else (receiver,)
+
+    def of_sum(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """The owners whose chunks are in a SUM; `receiver` as in its name."""
+        return self._gathered[sender] if sender == receiver else (sender,)

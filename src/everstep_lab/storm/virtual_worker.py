@@ -412,8 +412,6 @@ class VirtualWorker:
             case ParcelKind.FEED if self.chunks.count:
                 self._agree(parcel.step)
                 return self.state
-            case ParcelKind.SUM if parcel in self.payloads:
-                return self.payloads[parcel]
             case ParcelKind.SUM | ParcelKind.COPY | ParcelKind.FEED:
                 return self.sums[parcel.step]
             case ParcelKind.TIED:

@@ -61,8 +61,6 @@ class Reduction:
             return Wait(str(copy))
         if state.own_part is None:
             return Contribute(state.step)
-        if not self.rules.chunks:
-            self._pass_on(state, routes)
         if state.sum is SumState.CONTRIBUTED:
             here = tuple(self._part(state, sender=k, owner=me) for k in routes.mates)
             if missing := [part for part in here if part not in box]:
@@ -75,20 +73,41 @@ class Reduction:
             state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
             owned = self.chunks.owned(state.step) if self.rules.chunks else ()
             return SumChunk(state.step, routes, parts, math.fsum(state.everyone.weights), owned)
-        others = [k for k in routes.members if k != me]
-        chunks = tuple(self._chunk(state, owner=k, receiver=me) for k in others)
+        self._pass_on(state, routes)
+        chunks = self._chunks_due(state, routes)
         if missing := [chunk for chunk in chunks if chunk not in box]:
             return Wait(str(missing[0]))
         return AssembleSum(state.step, routes, chunks)
 
+    def _chunks_due(self, state: StepState, routes: Routes) -> tuple[Parcel, ...]:
+        """The sums that this worker waits for."""
+        if self.rules.chunks:
+            return tuple(self._chunk(state, k, routes.me) for k in routes.members if k != routes.me)
+        here = tuple(self._chunk(state, k, k if routes.passes_on else -1) for k in routes.mates)
+        return (*here, *(self._chunk(state, k) for k in routes.owners))
+
     def _pass_on(self, state: StepState, routes: Routes) -> None:
-        """The sums of other nodes' chunks that are here, to the other replicas on this node."""
-        for owner in routes.owners if routes.mates else ():
-            chunk = self._chunk(state, owner=owner, receiver=self.me.replica)
-            if owner not in state.passed_on and chunk in self.mail.box:
-                state.passed_on[owner] = squares = self.mail.box[chunk]
-                for mate in routes.mates:
-                    self.mail.send(chunk, Worker(mate, self.me.stage), squares)
+        """To the other replicas on its node: all sums at once that this worker gathers for."""
+        if self.rules.chunks or not routes.passes_on or state.passed_on is not None:
+            return
+        others = [self._chunk(state, k) for k in routes.owners]
+        if all(chunk in self.mail.box for chunk in others):
+            of_chunks = [state.own_chunk_squares or (), *(self.mail.box[chunk] for chunk in others)]
+            state.passed_on = tuple(one for squares in of_chunks for one in squares)
+            for mate in routes.mates:
+                self._send_chunks(state, mate, routes)
+
+    def _send_chunks(self, state: StepState, to: int, routes: Routes) -> None:
+        """What this worker has summed, or passes on, once it has it."""
+        squares, owner = state.own_chunk_squares, to if self.rules.chunks else -1
+        if not self.rules.chunks and routes.passes_on and to in routes.mates:
+            squares, owner = state.passed_on, routes.me
+        if squares is not None:
+            self.mail.send(self._chunk(state, routes.me, owner), Worker(to, self.me.stage), squares)
+
+    def _readers(self, routes: Routes) -> tuple[int, ...]:
+        """To whom this worker sends sums. Sharded: to each what it holds, so nobody passes them on."""
+        return tuple(k for k in routes.members if k != routes.me) if self.rules.chunks else routes.senders
 
     def parts_to_come(self, state: StepState) -> list[Parcel]:
         """What this worker will send of its own once it has run its ops; nothing, if it is to be given the
@@ -135,14 +154,7 @@ class Reduction:
         for part in task.parts:
             self.mail.use(part)
         for k in self._readers(task.routes):
-            chunk = self._chunk(state, owner=self.me.replica, receiver=k)
-            self.mail.send(chunk, Worker(k, self.me.stage), squares)
-
-    def _readers(self, routes: Routes) -> tuple[int, ...]:
-        """To whom this worker sends the sum of its chunk. Sharded: to each what it holds, so nobody passes
-        it on.
-        """
-        return tuple(k for k in routes.members if k != routes.me) if self.rules.chunks else routes.senders
+            self._send_chunks(state, k, task.routes)
 
     def assembled(self, state: StepState, task: AssembleSum, squares: float | None) -> None:
         """`squares`: the shell's answer, where the whole is not the sum of its chunks."""
@@ -189,13 +201,8 @@ class Reduction:
                 self._send_part(state, k, state.own_part)
             elif k in state.gathered:
                 self._send_part(state, k, state.gathered[k])
-        if state.is_sealed:
-            return
-        sums = dict(state.passed_on) if k in routes.mates else {}
-        if state.own_chunk_squares is not None and k in self._readers(routes):
-            sums[self.me.replica] = state.own_chunk_squares
-        for owner, squares in sums.items():
-            self.mail.send(self._chunk(state, owner=owner, receiver=k), peer, squares)
+        if not state.is_sealed and k in self._readers(routes):
+            self._send_chunks(state, k, routes)
 
     def drop_old_rounds(self, state: StepState) -> None:
         """Received for a round that is over: each may be as large as the gradients of a chunk."""
@@ -216,11 +223,12 @@ class Reduction:
             ParcelKind.PART, state.step, self.me.stage, round=state.round, sender=sender, owner=owner
         )
 
-    def _chunk(self, state: StepState, *, owner: int, receiver: int) -> Parcel:
-        """Sharded: each receiver gets the chunks that it holds."""
-        to = receiver if self.rules.chunks else -1
+    def _chunk(self, state: StepState, sender: int, owner: int = -1) -> Parcel:
+        """The sum that `sender` has made, and by nodes, for those on its own (`owner`), all those that it
+        gathers for. Sharded: what the receiver `owner` holds of it.
+        """
         return self.mail.name(
-            ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=owner, owner=to
+            ParcelKind.SUM, state.step, self.me.stage, round=state.round, sender=sender, owner=owner
         )
 
     def _check(self, parts: list[Part], step: int) -> Part:

@@ -99,7 +99,7 @@ class StepState:
     reduced_squares: float | None = None  # of the sum as it was reduced
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
     gathered: dict[int, Part] = field(default_factory=dict)  # owner on another node -> what went there
-    passed_on: dict[int, tuple[float, ...]] = field(default_factory=dict)  # owner -> squares of its chunk
+    passed_on: tuple[float, ...] | None = None  # squares of the chunks that it gathers for: its node has them
     everyone: Part | None = None  # the parts of all peers, added up and checked
     tied_attempt: int = -1  # in which it was combined; in another attempt no peer lacks it
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
@@ -169,7 +169,7 @@ class StepState:
         """The reduce group has changed. Parts of the old round do not count; a sum that is held does."""
         self.round = round
         self.gathered.clear()
-        self.passed_on.clear()
+        self.passed_on = None
         if self.sum in (SumState.CONTRIBUTED, SumState.CHUNK_SUMMED):
             self._move_sum(SumState.COMPUTING)
         if not self.holds_sum:

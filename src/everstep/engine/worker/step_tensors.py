@@ -84,6 +84,7 @@ class StepTensors:
         self.boundaries: dict[Parcel, Boundary | Gradients] = {}  # activations and gradients, in and out
         self.payloads: dict[Parcel, Payload] = {}  # everything else that was received, and tied halves
         self._gathered: dict[Parcel, Payload] = {}
+        self._placed: set[Parcel] = set()  # sums that are in the whole already
         self._chunks = virtual_chunks(stage.size, replicas)
         self._buffers = Buffers(
             borrowed=borrowed,
@@ -125,9 +126,10 @@ class StepTensors:
             return self._outgoing_chunks(parcel, self.by_chunk)
         match parcel.what:
             case ParcelKind.SUM:
-                if parcel in self.payloads:  # of an owner on another node, for those on this one
-                    return self.payloads[parcel]
-                return Payload((self._sums[parcel.step][self._stretch(routes, parcel.sender)],))
+                owners = routes.of_sum(parcel.sender, parcel.owner)
+                self._place([parcel._replace(sender=k, owner=-1) for k in owners], routes)
+                mean = self._sums[parcel.step]
+                return Payload(tuple(mean[self._stretch(routes, owner)] for owner in owners))
             case ParcelKind.COPY | ParcelKind.FEED:
                 return Payload((self._sums[parcel.step],), self._peaks[parcel.step])
             case ParcelKind.TIED:
@@ -181,7 +183,7 @@ class StepTensors:
     def _arrived(self, parcel: Parcel, routes: Routes, owner: int) -> PartsOfOne:
         """What a PART that is here brings of the chunks of one owner."""
         (tensors, facts), sums = self.payloads[parcel], self.stage.sums
-        owners = routes.of_chunks(parcel.sender, parcel.owner)
+        owners = routes.of_part(parcel.sender, parcel.owner)
         stretches = self._stretches(parcel.step, routes, owners)
         if self._is_one([where for _, where in stretches]):
             peaks, *told = facts
@@ -231,7 +233,7 @@ class StepTensors:
 
     def stretches(self, parcel: Parcel, routes: Routes) -> list[slice]:
         """Of the stage's sums, what a PART is of."""
-        owners = routes.of_chunks(parcel.sender, parcel.owner)
+        owners = routes.of_part(parcel.sender, parcel.owner)
         return [where for _, where in self._stretches(parcel.step, routes, owners)]
 
     def _stretches(self, step: int, routes: Routes, owners: tuple[int, ...]) -> list[tuple[int, slice]]:
@@ -313,18 +315,26 @@ class StepTensors:
             self.by_chunk.assemble(self.stage, task, self.payloads)
             return None
         mean = self._sum(task.step)
-        for chunk in task.chunks:
-            (total,), peaks = self.payloads[chunk]
-            if chunk.what is ParcelKind.COPY:
-                self._peaks[task.step] = peaks
-            is_copy = chunk.what is ParcelKind.COPY
-            where = slice(None) if is_copy else self._stretch(task.routes, chunk.sender)
-            mean[where].copy_(total, non_blocking=True)
+        if task.chunks and task.chunks[0].what is ParcelKind.COPY:
+            (total,), self._peaks[task.step] = self.payloads[task.chunks[0]]
+            mean.copy_(total, non_blocking=True)
+        else:
+            self._place(task.chunks, task.routes)
+        self._placed.clear()
         if self.stage.tied.has_pair:
             return self._squares(mean)
         if self.stage.shards is not None:  # no shard reads from a peer any more when the leader says HELD
             self.stage.shards.gather(mean[:1])
         return None
+
+    def _place(self, chunks: Iterable[Parcel], routes: Routes) -> None:
+        """Sums that are here, where they belong in the whole. Those that are passed on are read there."""
+        for chunk in chunks:
+            if chunk in self.payloads and chunk not in self._placed:
+                mean, owners = self._sum(chunk.step), routes.of_sum(chunk.sender, chunk.owner)
+                for owner, total in zip(owners, self.payloads[chunk].tensors, strict=True):
+                    mean[self._stretch(routes, owner)].copy_(total, non_blocking=True)
+                self._placed.add(chunk)
 
     def combine(self, task: CombineTied) -> float:
         """Add the other stage's half of a tied tensor. The sum is sealed, but may still be queued.
@@ -397,6 +407,7 @@ class StepTensors:
     def _begin(self, step: int) -> None:
         self.ahead.clear()
         self._gathered.clear()
+        self._placed.clear()
         sums, limits = self.stage.sums, self.stage.limits.at(step)
         sums.begin(step, limits, leave_buffer=self._buffers.is_borrowed(sums.flat))
 
