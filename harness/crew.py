@@ -49,6 +49,7 @@ class Crew:
         self.compiled: bool | None = False  # the run that wrote it
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.hang_at_start: set[Worker] = set()  # their processes never report
+        self.sums: dict[str, str] = {}  # by node: how its version sums gradients
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         # What a node measures of the network to another one.
         self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
@@ -124,8 +125,11 @@ class Crew:
         self.actors[order.task, order.worker] = Actor(node, order.incarnation)
         if order.worker not in self.hang_at_start:
             address = (self._host or node, _port(node, order.slot))
-            started = ev.WorkerStarted(worker=order.worker, incarnation=order.incarnation, address=address)
-            self.says(order.task, order.worker, started)
+            worker, sums = order.worker, self.sums.get(node, "")
+            started = ev.WorkerStarted(
+                worker=worker, incarnation=order.incarnation, address=address, by_node=True, sums=sums
+            )
+            self.says(order.task, worker, started)
 
     def _interrupt(self, task: str, worker: Worker, epoch: int) -> None:
         actor = self.actors.get((task, worker))

@@ -399,8 +399,8 @@ def older_workers_reduce_by_node() -> list[Patch]:
     """A worker of the version before, which knows nothing of gatherers, is taken for one that does."""
     right = Places.started
 
-    def wrong(self: Places, worker: Any, incarnation: int, *, by_node: bool) -> None:
-        right(self, worker, incarnation, by_node=True)
+    def wrong(self: Places, worker: Any, incarnation: int, *, by_node: bool, sums: str) -> None:
+        right(self, worker, incarnation, by_node=True, sums=sums)
 
     return [(Places, "started", wrong)]
 

@@ -33,6 +33,67 @@ def running(**more: object) -> FakeCluster:
     return cluster
 
 
+@pytest.mark.parametrize(("members", "newcomer"), [("", "40 bits"), ("40 bits", "")], ids=["newer", "older"])
+def test_a_worker_whose_version_sums_otherwise_takes_no_part(members: str, newcomer: str) -> None:
+    """In the middle of an upgrade. The task had trained with wrong gradients, and only a log said so."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.crew.sums = dict.fromkeys("abc", members)
+    cluster.submit()
+    cluster.seal()
+    lost = Worker(1, 1)
+    stays = {
+        worker: actor.incarnation for (_, worker), actor in cluster.crew.actors.items() if worker != lost
+    }
+    cluster.crew.sums = dict.fromkeys("abc", newcomer)
+    cluster.exits(lost, "killed by SIGKILL")
+    for number in range(30):
+        cluster.wait(5)
+        if number % 10 == 0:
+            cluster.seal()
+        assert ("t", lost) not in cluster.crew.actors, "it is ended as soon as it says how it sums"
+    task = cluster.coordinator.tasks["t"]
+    assert task.state is TaskState.RUNNING
+    assert {worker: actor.incarnation for (_, worker), actor in cluster.crew.actors.items()} == stays
+    assert {node.state for node in cluster.coordinator.nodes.values()} == {NodeState.UP}
+    assert not any(node.isolated_slots for node in cluster.coordinator.nodes.values())
+    (told,) = [one for one in cluster.coordinator.log.incidents if "sums gradients of this job" in one.what]
+    assert told.verdict is not None
+    assert told.verdict.kind == "mixed versions"
+    assert not told.closed, "its place is empty"
+
+
+def test_a_worker_of_the_right_version_ends_the_incident_of_one_that_was_not() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit()
+    cluster.seal()
+    cluster.crew.sums = dict.fromkeys("abc", "40 bits")
+    cluster.exits(Worker(1, 1), "killed by SIGKILL")
+    cluster.wait(1)
+    assert ("t", Worker(1, 1)) not in cluster.crew.actors
+    cluster.crew.sums = {}
+    for _ in range(4):
+        cluster.wait(5)
+        cluster.seal()
+    assert ("t", Worker(1, 1)) in cluster.crew.actors
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
+
+
+def test_a_stage_that_lost_all_its_workers_may_begin_again_with_another_version() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.crew.sums = dict.fromkeys("abc", "")
+    cluster.crew.on_disk = 1
+    cluster.submit()
+    cluster.seal()
+    cluster.crew.sums = dict.fromkeys("abc", "40 bits")
+    for worker in (Worker(0, 1), Worker(1, 1)):
+        cluster.exits(worker, "killed by SIGKILL")
+    for _ in range(4):
+        cluster.wait(5)
+    assert {worker for _, worker in cluster.crew.actors} == set(Shape(2, 2, 1).workers())
+    cluster.seal()
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
+
+
 def node_of(cluster: FakeCluster, worker: Worker, task: str = "t") -> str:
     return cluster.coordinator.tasks[task].seats[worker].node
 

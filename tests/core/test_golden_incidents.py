@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.core.faults.severity import TABLE, ErrorKind
+from everstep.core.task.recovery import OTHER_SUMS
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
@@ -30,6 +31,7 @@ RAISED = {  # what a worker raises, by kind
     ErrorKind.DISK_FULL: "OSError: [Errno 28] No space left on device",
     ErrorKind.CONNECTION_REFUSED: "ConnectionRefusedError: [Errno 111] Connection refused",
     ErrorKind.CONNECTION_RESET: "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ErrorKind.MIXED_VERSIONS: f"UserError: {OTHER_SUMS.format(peer=Worker(1, 1))}",
     ErrorKind.USER_CODE: "ValueError: the batch is empty",
 }
 ENDED = {  # how a process ends, by kind

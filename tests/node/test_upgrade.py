@@ -28,14 +28,20 @@ pytestmark = pytest.mark.slow
 COMPARED = 25
 
 
+def altered(folder: Path, path: str, before: str, after: str) -> list[str]:
+    """The command of a copy of this source with one line changed."""
+    shutil.copytree(Path(everstep.__file__).parent, folder / "everstep")
+    file = folder / "everstep" / path
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, after))
+    return ["env", f"PYTHONPATH={folder}", sys.executable, "-m", "everstep.cli.main"]
+
+
 def version(folder: Path, protocol: int) -> list[str]:
     """The command of a copy of this source that speaks this protocol."""
-    shutil.copytree(Path(everstep.__file__).parent, folder / "everstep")
-    table = folder / "everstep" / "protocol" / "table.py"
-    text = table.read_text()
-    assert f"\nPROTOCOL = {PROTOCOL} " in text
-    table.write_text(text.replace(f"\nPROTOCOL = {PROTOCOL} ", f"\nPROTOCOL = {protocol} "))
-    return ["env", f"PYTHONPATH={folder}", sys.executable, "-m", "everstep.cli.main"]
+    line = "\nPROTOCOL = {} "
+    return altered(folder, "protocol/table.py", line.format(PROTOCOL), line.format(protocol))
 
 
 def test_workers_outlive_an_upgrade_of_coordinator_and_agents_across_a_protocol_change(
@@ -92,3 +98,39 @@ def test_workers_outlive_an_upgrade_of_coordinator_and_agents_across_a_protocol_
     assert [row["step"] for row in rows[:COMPARED]] == list(range(1, COMPARED + 1))
     clean = run_job(Job.from_dict(job | {"steps": COMPARED})).by_step()
     assert [row["loss"] for row in rows[:COMPARED]] == [clean[s].loss for s in range(1, COMPARED + 1)]
+
+
+@pytest.mark.parametrize("comes", ["newer", "older"])
+def test_a_replacement_whose_version_sums_otherwise_takes_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    """The workers that train keep training, and their losses are those of a clean run."""
+    before, after = 'NEW_SUMS = {"strict40": "40 bits"}', "NEW_SUMS: dict[str, str] = {}"
+    older = altered(tmp_path / "older", "node/worker.py", before, after)
+    newer = [sys.executable, "-m", "everstep.cli.main"]
+    first, second = (older, newer) if comes == "newer" else (newer, older)
+    monkeypatch.setenv("EVERSTEP_TOKEN", "harness")
+    job = small_job(tmp_path, steps=1_000_000, stages=1, precision="bf16", optimizer={"decay": "constant"})
+    with Cluster(tmp_path) as cluster:
+        address = cluster.start_coordinator()
+        with nodes(tmp_path, address, "a", "b", program=first) as both:
+            client = Client(address=address, token="harness")
+            until(lambda: len(client.get("/v1/status")["nodes"]) == 2, "both nodes are there")
+            client.post("/v1/tasks", {"name": "t", "job": job})
+            cluster.all_members("t")
+            seats = {seat["node"]: seat["worker"] for seat in client.get("/v1/tasks/t")["seats"]}
+            both[1].upgrade(second)
+            until(lambda: len(pids_or_none(client)) == 2, "both agents answer")
+            known = pids(client)
+            os.kill(known[seats["b"]][0], signal.SIGKILL)
+            kinds = lambda: [(one["verdict"] or {}).get("kind") for one in client.get("/v1/incidents")]  # noqa: E731
+            until(lambda: "mixed versions" in kinds(), "it is refused")
+            cluster.step_reached(int(client.get("/v1/tasks/t")["step"]) + 20, "t")
+            task, alive = client.get("/v1/tasks/t"), pids_or_none(client)
+            assert task["state"] == "running"
+            assert alive[seats["a"]] == known[seats["a"]]
+            states = {node["node"]: node["state"] for node in client.get("/v1/status")["nodes"]}
+            assert states == {"a": "up", "b": "up"}
+            rows = task["rows"][: min(int(task["step"]), 200)]
+    clean = run_job(Job.from_dict(job | {"steps": len(rows)})).by_step()
+    assert [row["loss"] for row in rows] == [clean[s].loss for s in range(1, len(rows) + 1)]

@@ -63,6 +63,9 @@ from everstep.protocol.messages import (
 )
 from everstep.store.state_keeper import StateKeeper
 
+# By kind of sums, where the version before sums in another way: a name, a new one with each change. The
+# coordinator lets no two workers of one stage add up sums that have different names.
+NEW_SUMS = {"strict40": "40 bits"}
 ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within this time
 
 
@@ -238,7 +241,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         states.finish(lambda: None)
     else:
         line.listen(plane.inbox)
-        line.say(control.started(plane.links.address).report)
+        line.say(control.started(plane.links.address, NEW_SUMS.get(job.sums, "")).report)
         loop.run()
         line.over = True
         states.finish(loop.show_saving)

@@ -25,6 +25,7 @@ class WorkerStarted(Event):
     incarnation: int
     address: tuple[str, int] | None = None  # where its peers reach it
     by_node: bool = False  # it can add up what its node has before it is sent on (`protocol.routes`)
+    sums: str = ""  # how it sums gradients, where versions differ in it
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")

@@ -634,6 +634,8 @@ class Coordinator:
             case ev.WorkerStarted():
                 task.seats[event.worker].address = event.address
                 task.starts.arrived(event.worker, now.at)
+                if task.managed is not None and (error := task.managed.other_sums(event)) is not None:
+                    return self._failures.unfit(task, event, error, now)
             case ev.StateCopied():
                 actions = self._training.inform(task, event, now)
                 if task.managed is not None and not isinstance(task.managed.places[event.worker], Copying):

@@ -74,6 +74,12 @@ class Failures:
             return []
         return self._training.inform(task, event, now)
 
+    def unfit(self, task: Task, event: ev.WorkerStarted, error: str, now: Moment) -> Actions:
+        """It has started and must not take part: as if it had said so itself, and ended."""
+        worker, incarnation = event.worker, event.incarnation
+        raised = ev.WorkerRaised(worker=worker, incarnation=incarnation, error=error, where="", traceback="")
+        return [*self.raised(task, raised, now), *self._staffing.kill(task, worker, error, now)]
+
     def exited(self, task: Task, event: ev.WorkerExited, now: Moment) -> Actions:
         worker, seat = event.worker, task.seats[event.worker]
         task.failures.overdue.drop(worker)

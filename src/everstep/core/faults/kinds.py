@@ -57,6 +57,7 @@ class ErrorKind(StrEnum):
     DISK_FULL = "disk full"
     TASK_HANG = "task hang"
     DATA = "data error"
+    MIXED_VERSIONS = "mixed versions"
     USER_CODE = "exception in user code"
     KILLED = "killed"
     CRASH = "crash"
@@ -117,6 +118,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.DISK_FULL: KindRow(SEV2, "a disk or a quota is full"),
     E.TASK_HANG: KindRow(SEV2, "an op makes no progress"),
     E.DATA: KindRow(SEV2, "training data cannot be read"),
+    E.MIXED_VERSIONS: KindRow(SEV2, "workers of one task have versions that must not train it together"),
     E.USER_CODE: KindRow(SEV2, "the program raised an exception"),
     E.KILLED: KindRow(SEV2, "the process was killed, possibly by the OOM killer"),
     E.CRASH: KindRow(SEV2, "native code crashed"),
@@ -146,7 +148,7 @@ KINDS: dict[ErrorKind, KindRow] = {
 _MAY_BE = {E.GPU_DRIVER, E.NOT_FINITE, E.LOSS_SPIKE} | {
     kind for kind, row in KINDS.items() if row.severity is SEV2
 }
-NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK_FULL})
+NEVER_OF_THE_INPUT = frozenset(ErrorKind) - (_MAY_BE - {E.RESOURCE_LIMIT, E.DISK_FULL, E.MIXED_VERSIONS})
 
 # What makes a lemon if a node has it more often than its peers: of the machine, as far as one can say.
 DEATHS_OF_NODES = frozenset(

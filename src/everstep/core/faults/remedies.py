@@ -114,9 +114,10 @@ _SLOW_WORKER, _SLOW_LINK = frozenset({ErrorKind.SLOW_WORKER}), frozenset({ErrorK
 _GONE = frozenset({ErrorKind.LOST_CONNECTION})
 _USED_UP = frozenset({ErrorKind.HOST_OUT_OF_MEMORY, ErrorKind.RESOURCE_LIMIT, ErrorKind.DISK_FULL})
 _CODE = frozenset({ErrorKind.NOT_DETERMINISTIC})
+_VERSIONS = frozenset({ErrorKind.MIXED_VERSIONS})
 _OF_SLOT = frozenset({ErrorKind.WRONG_NUMBERS, ErrorKind.ECC, ErrorKind.GPU_LOST})
 _OF_MACHINE = OF_HARDWARE | _USED_UP
-_FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE - _CODE
+_FAULTS = frozenset(ErrorKind) - _SLOW_WORKER - _SLOW_LINK - _GONE - _CODE - _VERSIONS
 
 REMEDIES = (
     RemedyRule(
@@ -151,6 +152,15 @@ REMEDIES = (
         effect=Effect.RESTART,
         refuses=_restart,
         helps="a new process may not meet the fault again",
+    ),
+    RemedyRule(
+        name="restart the worker later",
+        severity=SEV2,
+        kinds=_VERSIONS,
+        effect=Effect.RESTART,
+        refuses=_never,
+        helps="no machine is to blame: its peers may have its version by then",
+        pause_s=5.0,
     ),
     RemedyRule(
         name="restart all workers of the task",

@@ -48,6 +48,7 @@ class Places:
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
     by_node: set[Worker] = field(default_factory=set)  # whose process can reduce that way
+    sums: dict[int, str] = field(default_factory=dict)  # by stage: how its processes sum gradients
     _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
     _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
     _started_again: set[Worker] = field(init=False)  # more than one restart
@@ -105,9 +106,17 @@ class Places:
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
 
-    def started(self, worker: Worker, incarnation: int, *, by_node: bool) -> None:
+    def started(self, worker: Worker, incarnation: int, *, by_node: bool, sums: str) -> None:
         self.to(worker, Started(incarnation))
         (self.by_node.add if by_node else self.by_node.discard)(worker)
+        self.sums[worker.stage] = sums
+
+    def sums_differ(self, worker: Worker, sums: str) -> Worker | None:
+        """A peer that is up and sums gradients in another way: together they would train with wrong ones."""
+        if self.sums.get(worker.stage, "") == sums:
+            return None
+        up = (w for w, place in self.states.items() if not isinstance(place, Absent | Starting))
+        return next((w for w in up if w.stage == worker.stage), None)
 
     def clear_restarts(self, worker: Worker) -> None:
         """It has another machine: what happened on the last one does not count."""

@@ -57,6 +57,11 @@ from everstep.protocol.shape import Shape
 from everstep.protocol.table import TABLE, AnyMessage, Document, Fence, Handlers
 from everstep.protocol.work import Members
 
+OTHER_SUMS = (
+    "worker {peer} runs a version of Everstep that sums gradients of this job differently. Save and stop the "
+    "task, finish the upgrade, and resume the task with one version."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
@@ -278,10 +283,15 @@ class Recovery:
     def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
         if not isinstance(self.places[event.worker], Starting):
             return []
-        self._places.started(event.worker, event.incarnation, by_node=event.by_node)
+        self._places.started(event.worker, event.incarnation, by_node=event.by_node, sums=event.sums)
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()
+
+    def other_sums(self, event: ev.WorkerStarted) -> str | None:
+        """Why this worker must not take part beside those of its stage that do."""
+        peer = self._places.sums_differ(event.worker, event.sums)
+        return None if peer is None else OTHER_SUMS.format(peer=peer)
 
     @on
     def _exited(self, event: ev.WorkerExited, now: float) -> list[Action]:

@@ -201,10 +201,12 @@ class WorkerControl:
         self._waits_for = waits_for
         return True
 
-    def started(self, address: PeerAddress) -> SendReport:
+    def started(self, address: PeerAddress, sums: str = "") -> SendReport:
+        """`sums`: how it sums gradients."""
         _, worker, incarnation = self.sender
-        started = ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, by_node=True)
-        return self._event(started)
+        return self._event(
+            ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, by_node=True, sums=sums)
+        )
 
     def where(self) -> str:
         now = self.state.now

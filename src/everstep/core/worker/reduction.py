@@ -23,7 +23,7 @@ it does not depend on which worker ran which microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from everstep.core.worker.chunks import Chunks
 from everstep.core.worker.mailbox import Mailbox
@@ -62,22 +62,39 @@ class Reduction:
         if state.own_part is None:
             return Contribute(state.step)
         if state.sum is SumState.CONTRIBUTED:
-            here = tuple(self._part(state, sender=k, owner=me) for k in routes.mates)
-            if missing := [part for part in here if part not in box]:
-                return Wait(str(missing[0]))
-            if here and (left := [owner for owner in routes.owners if owner not in state.gathered]):
-                return GatherParts(state.step, routes, here, self._part(state, sender=me, owner=left[0]))
-            parts = (*here, *(self._part(state, sender=k, owner=me) for k in routes.gatherers))
-            if missing := [part for part in parts if part not in box]:
-                return Wait(str(missing[0]))
+            if missing := self._missing(state, "mates", lambda: self._parts(state, routes.mates)):
+                return Wait(str(missing))
+            left = next((owner for owner in routes.owners if owner not in state.gathered), None)
+            if routes.mates and left is not None:
+                here = self._parts(state, routes.mates)
+                return GatherParts(state.step, routes, here, self._part(state, sender=me, owner=left))
+            if missing := self._missing(state, "gatherers", lambda: self._parts(state, routes.gatherers)):
+                return Wait(str(missing))
+            parts = self._parts(state, routes.senders)
             state.everyone = self._check([state.own_part, *(box[part] for part in parts)], state.step)
             owned = self.chunks.owned(state.step) if self.rules.chunks else ()
             return SumChunk(state.step, routes, parts, math.fsum(state.everyone.weights), owned)
         self._pass_on(state, routes)
-        chunks = self._chunks_due(state, routes)
-        if missing := [chunk for chunk in chunks if chunk not in box]:
-            return Wait(str(missing[0]))
-        return AssembleSum(state.step, routes, chunks)
+        if missing := self._missing(state, "sums", lambda: self._chunks_due(state, routes)):
+            return Wait(str(missing))
+        return AssembleSum(state.step, routes, self._chunks_due(state, routes))
+
+    def _missing(
+        self, state: StepState, purpose: str, names: Callable[[], Iterable[Parcel]]
+    ) -> Parcel | None:
+        """The first of these that is not here. There may be thousands, and each that comes is a reason to ask
+        again: what is here already is not looked for.
+        """
+        key = (self.mail.order.epoch, state.round, purpose)
+        if key not in state.awaited:
+            state.awaited[key] = [*names()][::-1]
+        left, box = state.awaited[key], self.mail.box
+        while left and left[-1] in box:
+            left.pop()
+        return left[-1] if left else None
+
+    def _parts(self, state: StepState, senders: Iterable[int]) -> tuple[Parcel, ...]:
+        return tuple(self._part(state, sender=k, owner=self.me.replica) for k in senders)
 
     def _chunks_due(self, state: StepState, routes: Routes) -> tuple[Parcel, ...]:
         """The sums that this worker waits for."""
@@ -90,9 +107,10 @@ class Reduction:
         """To the other replicas on its node: all sums at once that this worker gathers for."""
         if self.rules.chunks or not routes.passes_on or state.passed_on is not None:
             return
-        others = [self._chunk(state, k) for k in routes.owners]
-        if all(chunk in self.mail.box for chunk in others):
-            of_chunks = [state.own_chunk_squares or (), *(self.mail.box[chunk] for chunk in others)]
+        others = (self._chunk(state, k) for k in routes.owners)
+        if self._missing(state, "sums to pass on", lambda: others) is None:
+            of_owners = (self.mail.box[self._chunk(state, k)] for k in routes.owners)
+            of_chunks = [state.own_chunk_squares or (), *of_owners]
             state.passed_on = tuple(one for squares in of_chunks for one in squares)
             for mate in routes.mates:
                 self._send_chunks(state, mate, routes)
@@ -174,9 +192,9 @@ class Reduction:
         self.send_held(state)
 
     def all_hold(self, state: StepState) -> bool:
-        return all(
-            self._held(state.step, peer.replica) in self.mail.box
-            for peer in self.mail.other_peers(state.step)
+        peers = self.mail.other_peers(state.step)
+        return (
+            self._missing(state, "held", lambda: (self._held(state.step, w.replica) for w in peers)) is None
         )
 
     def send_held(self, state: StepState) -> None:

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from everstep.protocol.lifecycle import move
 from everstep.protocol.ops import Kind, Microbatch, Op
-from everstep.protocol.parcels import Part
+from everstep.protocol.parcels import Parcel, Part
 from everstep.protocol.work import Place
 
 
@@ -100,6 +100,8 @@ class StepState:
     sum_of_squares: float | None = None  # of the whole stage; for a tied stage after combining
     gathered: dict[int, Part] = field(default_factory=dict)  # owner on another node -> what went there
     passed_on: tuple[float, ...] | None = None  # squares of the chunks that it gathers for: its node has them
+    # What it waits for, by epoch, round and purpose, less what has come.
+    awaited: dict[tuple[int, int, str], list[Parcel]] = field(default_factory=dict)
     everyone: Part | None = None  # the parts of all peers, added up and checked
     tied_attempt: int = -1  # in which it was combined; in another attempt no peer lacks it
     scale: float | None = None  # what the update multiplied the gradient with; None: it was skipped
