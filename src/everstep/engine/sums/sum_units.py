@@ -17,6 +17,7 @@ from torch import Tensor
 Accumulate = Literal["strict", "strict40", "strict32", "fp64", "fp32"]
 
 CPU_BLOCK = 1 << 16  # elements that several passes go over: they stay in a cache
+SUM_BLOCK = 1 << 15  # elements of a CPU's sums that several contributions are added to at once
 _BLOCK = {"cpu": CPU_BLOCK, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
 _LARGER = 1 + 2.0**-52
 _OFFSET = 1.5 * 2.0**52
