@@ -9,8 +9,7 @@ import pytest
 
 from everstep.node.fork_server import ForkServer
 from harness.cluster import Cluster, paced_job
-
-from .test_cluster import losses_of_one_worker
+from tests.server.test_cluster import losses_of_one_worker
 
 STEPS = 12
 DEATHS = [

@@ -27,8 +27,8 @@ class Routes:
     """Of one worker. `nodes`: the members of its stage, by node."""
 
     def __init__(self, me: int, nodes: Iterable[tuple[int, ...]]) -> None:
-        by_node = tuple(nodes)
-        self.me = me
+        self.me, self._nodes = me, tuple(nodes)
+        by_node = self._nodes
         self.members = tuple(sorted(member for node in by_node for member in node))
         here = next((node for node in by_node if me in node), (me,))
         places = {member: place for node in by_node for place, member in enumerate(node)}
@@ -43,6 +43,15 @@ class Routes:
         self.gatherers = tuple(
             node[places.get(me, 0) % len(node)] for node in by_node if node is not here and me not in node
         )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Routes) and (self.me, self._nodes) == (other.me, other._nodes)
+
+    def __hash__(self) -> int:
+        return hash((self.me, self._nodes))
+
+    def __repr__(self) -> str:
+        return f"Routes({self.me}, {self._nodes})"
 
     @staticmethod
     def direct(me: int, members: Iterable[int]) -> Routes:

@@ -35,7 +35,7 @@ from everstep.log import warn
 from everstep.net import frames, host_memory
 from everstep.net.envelope import Envelope, FrameKind
 from everstep.net.links import Address
-from everstep.net.plane import DataPlane
+from everstep.net.plane import MOST_LANES_AHEAD, DataPlane
 from everstep.net.transfers import ArrivingState
 from everstep.protocol import shard_messages as sh
 from everstep.protocol import work
@@ -296,11 +296,17 @@ class WorkerLoop:
     # -------------------------------------------------------------- peers
 
     def _neighbours(self) -> set[Address]:
-        """Workers that this one exchanges tensors with, or may after a death: its stage and those beside."""
-        book, fold = self.control.book.items(), self.state.rules.fold
+        """Workers that this one exchanges tensors with, or if these are few may after a death: its stage and
+        those beside.
+        """
+        book, fold, mail = self.control.book, self.state.rules.fold, self.state.mail
         near = {part + step for part in fold.parts_of(self.me.stage) for step in (-1, 0, 1)}
         stages = {fold.stage(part) for part in near if 0 <= part < fold.parts}
-        return {self.work.address(at) for worker, at in book if worker.stage in stages}
+        found = {worker: self.work.address(at) for worker, at in book.items() if worker.stage in stages}
+        if len(found) > MOST_LANES_AHEAD:
+            partners = mail.routes(mail.order.step).partners
+            found = {w: at for w, at in found.items() if w.stage != self.me.stage or w.replica in partners}
+        return set(found.values())
 
     def show_saving(self) -> None:
         """It has left its loop, and its last states are being written."""
