@@ -51,9 +51,9 @@ SEEN_AT = {
     "attempts_not_counted": 20,
     "undo_forgotten": 115,
     "commit_forgotten": 0,
-    "gradients_released_when_sent": 7,
+    "gradients_released_when_sent": 25,
     "sum_released_before_its_seal": 60,
-    "mended_link_sends_nothing_again": 7,
+    "mended_link_sends_nothing_again": 25,
     "group_kept_after_a_death": 11,
     "feed_ends_a_step_early": 1,
     "copy_counts_without_a_source": 11,
@@ -73,7 +73,8 @@ SEEN_IN_GROUPS = {
     "state_counts_without_every_slice": 6,
     "end_of_a_shard_is_not_named": 4,
 }
-SEEN_WITH_PARTS = {"own_tensor_lost": 10, "parts_weighed_twice": 0, "one_part_of_the_dead_is_owed": 23}
+SEEN_WITH_PARTS = {"own_tensor_lost": 10, "parts_weighed_twice": 0, "one_part_of_the_dead_is_owed": 51}
+SEEN_ON_CROWDED_NODES = {"part_of_a_node_counts_for_two_rounds": 49, "older_workers_reduce_by_node": 10}
 SEEN_IN_MOVES = {"one_holder_is_asked": 41}
 SEEN_WITH_HANGS = {
     "no_timer_of_silent_node": 0,
@@ -427,18 +428,39 @@ def test_twelve_storms_in_which_an_operator_cancels_leave_nothing_behind() -> No
     assert cancelled >= 6
 
 
-def test_fifteen_storms_beside_other_tasks_break_nothing() -> None:
+def test_storms_beside_other_tasks_break_nothing() -> None:
     """They compete for slots with the task that is simulated in full, and die and are cancelled meanwhile."""
     seen = Counter[str]()
-    for seed in range(15):
+    for seed in range(25):
         report = run_storm(draw_storm(seed, "tasks"), cluster=True, record=True)
         assert report.violation is None, f"everstep sim storm --tasks --seeds {seed}: {report.violation}"
         ended = [line for line in report.transcript if "TaskEnded(task='other-" in line]
         seen.update(state for state in ("finished", "cancelled") for line in ended if state in line)
         seen["died"] += any("the worker of other-" in line for line in report.transcript)
-    assert seen["finished"] >= 15
+    assert seen["finished"] >= 25
     assert seen["cancelled"] >= 2
     assert seen["died"] >= 5
+
+
+def test_fifteen_storms_on_crowded_nodes_break_nothing() -> None:
+    """With several replicas of a stage per node, whose gradients are added up there."""
+    seen = Counter[str]()
+    for seed in range(15):
+        spec = draw_storm(seed, "crowded")
+        report = run_storm(spec, cluster=True, record=True)
+        assert report.violation is None, f"everstep sim storm --crowded --seeds {seed}: {report.violation}"
+        seen["gathered"] += any("GatherParts" in line for line in report.transcript)
+        seen["older"] += bool(spec.older)
+        seen["sharded"] += bool(spec.rules.chunks)
+    assert seen["gathered"] >= 10
+    assert min(seen["older"], seen["sharded"]) >= 2
+
+
+@pytest.mark.parametrize("name", SEEN_ON_CROWDED_NODES)
+def test_a_planted_bug_of_crowded_nodes_is_seen(name: str) -> None:
+    with planted(name):
+        assert violation_of("crowded", SEEN_ON_CROWDED_NODES[name]) is not None
+    assert violation_of("crowded", SEEN_ON_CROWDED_NODES[name]) is None
 
 
 def test_a_lost_node_of_which_only_one_task_hears_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
