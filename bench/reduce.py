@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,19 +80,6 @@ def facts_of(pid: int) -> dict[str, float]:
         "private_mb": private / 1e3,
         "cpu_ms": 1e3 * (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"),
     }
-
-
-def spread_over_addresses(per_node: int) -> None:
-    """So many replicas are on one address of this machine, the next ones on the next."""
-    from everstep.node.worker_processes import WorkerProcesses
-
-    right = WorkerProcesses._spec
-
-    def spec(self: WorkerProcesses, sender: Any, *more: Any) -> Any:
-        node = sender.worker.replica // per_node
-        return replace(right(self, sender, *more), host=f"127.0.{1 + node // 250}.{1 + node % 250}")
-
-    WorkerProcesses._spec = spec  # type: ignore[method-assign]
 
 
 def ours(replicas: int, numbers: int, transport: str, fork_server: Any) -> dict[str, Any]:
@@ -176,13 +162,12 @@ def main() -> int:
     parser.add_argument("--per-node", type=int, default=0, help="so many have one address; 0: all")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
-    if given.per_node:
-        spread_over_addresses(given.per_node)
     try:
         numbers_of_replicas = [int(word) for word in given.replicas.split(",")]
     except ValueError:
         parser.error(f"--replicas has numbers with commas between them, such as 2,8; not {given.replicas!r}")
     from everstep.node.fork_server import ForkServer
+    from harness.addresses import spread_over_addresses
 
     fork_server = ForkServer().start()
     found = []
@@ -192,10 +177,9 @@ def main() -> int:
         )
     try:
         for replicas in numbers_of_replicas:
-            for row in (
-                ours(replicas, given.numbers, given.transport, fork_server),
-                gloo(replicas, given.numbers),
-            ):
+            with spread_over_addresses(given.per_node):
+                own = ours(replicas, given.numbers, given.transport, fork_server)
+            for row in (own, gloo(replicas, given.numbers)):
                 found.append(row)
                 if not given.json:
                     print(

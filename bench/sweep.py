@@ -10,6 +10,7 @@
     python bench/sweep.py --shards 2 --context      80 points; each of two processes has a part of every row
     python bench/sweep.py --virtual 2     every point with workers that run two parts of the model
     python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
+    python bench/sweep.py --crowded       18 other points: two replicas of a stage on each of two nodes
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
 faults. A point whose deaths did not all happen is tried again, and fails in the end: it has shown nothing. A
@@ -30,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Losses, Point, Sweep, ahead, points, sharded
+from harness.sweep import Losses, Point, Sweep, ahead, crowded, points, sharded
 
 Numbered = list[tuple[int, Point]]
 
@@ -89,7 +90,7 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
         *(["--context"] if given.context else []),
         *(["--shard"] if given.shard else []),
     ]
-    command += ["--ahead"] if given.ahead else []
+    command += [flag for flag in ("--ahead", "--crowded") if getattr(given, flag[2:])]
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
         for part in shared_out(chosen, given.side_by_side)
@@ -128,6 +129,7 @@ def main() -> int:
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
     parser.add_argument("--ahead", action="store_true", help="the points of a reduce that begins early")
+    parser.add_argument("--crowded", action="store_true", help="the points of replicas that share nodes")
     parser.add_argument(
         "--in-a-row",
         type=float,
@@ -142,7 +144,7 @@ def main() -> int:
     if given.side_by_side > 1 and given.results is None:
         parser.error("--side-by-side needs --results")
     every = [*points(given.shards), *(sharded(given.shards) if given.shard else ())]
-    every = ahead() if given.ahead else every
+    every = ahead() if given.ahead else crowded() if given.crowded else every
     part, parts = map(int, given.part.split("/"))
     wanted = {int(number) for number in given.points.split(",") if number}
     matching = [
@@ -181,6 +183,7 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         clean=clean_in(given.results),
         virtual=given.virtual,
         virtual_order=given.virtual_order,
+        per_node=2 if given.crowded else 0,
     )
     known = set(sweep.clean)
     results: list[dict[str, Any]] = []

@@ -21,6 +21,7 @@ from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.task import Ending, Task, TaskState
 from everstep.core.cluster.tasks import Tasks
+from everstep.core.cluster.training import Training
 from everstep.core.task.recovery import Recovery
 from everstep.core.worker.control import WorkerControl
 from everstep.core.worker.mending import LinkMending
@@ -317,10 +318,24 @@ CANCEL_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make for make in (cancel_does_not_close, cancel_of_a_task_that_stops_is_lost)
 }
 MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
+
+
+def over_with_the_last_seal() -> list[Patch]:
+    """A task ends when its last step is recorded, whether its last state is saved or not."""
+
+    def wrong(
+        self: Training, task: Task, step: int, state: TaskState, because: str, now: Moment
+    ) -> list[Any]:
+        return self._ends(task, state, because, gently=True)
+
+    return [(Training, "_hold_last", wrong)]
+
+
 CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (
         start_does_not_wait,
+        over_with_the_last_seal,
         broken_link_opened_at_once,
         beacon_written_at_every_wake_up,
         unwanted_start_stays,

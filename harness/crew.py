@@ -45,6 +45,8 @@ class Crew:
         self.commits = True  # off: commits are not answered
         self.looks = True  # off: a look at the folder of a task that runs is not answered
         self.copies = True  # off: joiners get no state
+        self.ledgers = True  # off: interrupts are answered by `answer`
+        self._interrupted: list[tuple[str, Worker, int]] = []
         self.on_disk = 0  # the step of the checkpoint that a search finds
         self.compiled: bool | None = False  # the run that wrote it
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
@@ -64,8 +66,9 @@ class Crew:
                 for start in order.starts:
                     self._start(node, start)
             case msg.InterruptTask():
-                for worker in order.workers:
-                    self._interrupt(order.task, worker, order.epoch)
+                self._interrupted += [(order.task, worker, order.epoch) for worker in order.workers]
+                if self.ledgers:
+                    self.answer()
             case msg.ResumeTask():
                 facts = order.facts if order.news is None else order.news.facts
                 assert facts is not None
@@ -120,6 +123,12 @@ class Crew:
     def lose(self, *nodes: str) -> None:
         """Workers that go with their nodes, and say nothing."""
         self.actors = {key: actor for key, actor in self.actors.items() if actor.node not in nodes}
+
+    def answer(self) -> None:
+        """The interrupts so far."""
+        interrupted, self._interrupted = self._interrupted, []
+        for one in interrupted:
+            self._interrupt(*one)
 
     def _start(self, node: str, order: msg.StartProcess) -> None:
         self.actors[order.task, order.worker] = Actor(node, order.incarnation)

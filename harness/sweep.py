@@ -14,6 +14,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.ops import Worker
+from harness.addresses import spread_over_addresses
 from harness.in_a_row import run_in_a_row
 
 SHORT = DataSpec(kind="synthetic", rows=1, sequence=16)  # where the time of a step does not matter
@@ -188,6 +189,31 @@ def ahead() -> list[Point]:
     ]
 
 
+def crowded() -> list[Point]:
+    """Two replicas of a stage on each of two nodes (`per_node=2`): sums are added up by node."""
+    found = []
+    for stages in (1, 2):
+        for replica, when in (
+            (0, "gathering"),
+            (1, "gathering"),
+            (2, "gathering"),
+            (3, "gathering"),
+            (0, "sending"),
+            (3, "during"),
+            (1, "after"),
+        ):
+            text = f"stage={stages - 1},replica={replica},step=3,op=R,when={when}"
+            found.append(Point(f"crowded {stages} stages {text}", (text,), 4, stages))
+    gathers = [f"stage=0,replica={replica},step=3,op=R,when=gathering" for replica in range(4)]
+    return [
+        *found,
+        Point("crowded both of a node", (gathers[0], gathers[1]), 4, 1),
+        Point("crowded one of each node", (gathers[1], gathers[2]), 4, 1),
+        Point("crowded before the reduce and in it", ("stage=0,replica=2,step=3,op=I0", gathers[0]), 4, 1),
+        Point("crowded and in the update", ("stage=0,replica=0,step=3,op=U", gathers[3]), 4, 1),
+    ]
+
+
 def of_shards(found: list[Point], shards: int) -> list[Point]:
     """Every point kills another shard of its worker: the leader, a follower, …"""
     if shards == 1:
@@ -240,11 +266,14 @@ class Sweep:
         experts: int = 0,
         virtual: int = 1,
         virtual_order: str = "v",
+        per_node: int = 0,
         fork_server: ForkServer | None = None,
     ) -> None:
         """Healed runs take `transport` and `graphs`; clean ones are by tcp and eager, so that two ways of
-        carrying and of launching are compared.
+        carrying and of launching are compared. `per_node`: in healed runs so many replicas are on one address
+        of this machine, the next ones on the next.
         """
+        self.per_node = per_node
         self.transport, self.shard, self.graphs = transport, shard, graphs
         self.sockets = 1  # of each pair of workers, in healed runs
         depth = depth or (3 * virtual if virtual > 1 else None)  # a part of three stages has a layer
@@ -294,7 +323,8 @@ class Sweep:
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()
-            outcome = self.run(job, point.faults, killed=point.killed)
+            with spread_over_addresses(self.per_node):
+                outcome = self.run(job, point.faults, killed=point.killed)
         return {
             "point": point.name,
             "seconds": round(time.monotonic() - started, 2),

@@ -65,14 +65,22 @@ def test_a_commit_that_is_not_answered_costs_a_save_and_not_the_end_of_the_task(
     cluster.crew.commits = False
     write(cluster, 2, W00, W01)
     cluster.seal()
-    assert task_of(cluster).state is TaskState.ENDING
     cluster.wait(599.0)
-    assert task_of(cluster).state is TaskState.ENDING
+    assert task_of(cluster).state is TaskState.RUNNING
     cluster.wait(2.0)
     assert task_of(cluster).state is TaskState.FINISHED
     assert "has not committed step 2 within 600 s" in task_of(cluster).because
     assert incident(cluster).closed
     assert task_of(cluster).checkpoints.commit_asked_at == {}
+
+
+def test_a_last_state_that_is_never_written_is_not_waited_for_without_end() -> None:
+    cluster = trains(steps=2, sealed=2)
+    cluster.wait(599.0)
+    assert task_of(cluster).state is TaskState.RUNNING
+    cluster.wait(2.0)
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert "its last state is not saved (its last part was not written)" in task_of(cluster).because
 
 
 def test_a_commit_that_is_answered_late_counts() -> None:

@@ -98,6 +98,7 @@ SEEN_IN_A_CLUSTER = {
     "unwanted_start_stays": 141,
     "reports_forgotten_when_sent": 131,
     "start_does_not_wait": 4,
+    "over_with_the_last_seal": 6,
     "broken_link_opened_at_once": 25,
     "kill_of_a_starting_process_is_lost": 124,
     "no_escalation": 6,

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.core.cluster.checkpoints import NOT_SAVED
+from everstep.core.cluster.checkpoints import NOT_SAVED, UNSAVED
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local.api import result_of
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
+from everstep.protocol.ops import Worker
 from everstep.store.folder import complete_steps
 
 STEPS = 8
@@ -30,6 +31,7 @@ def trained(
     watch: Callable[[str, Any], None],
     interval: int,
     steps: int = STEPS,
+    tasks: list[LocalTask] | None = None,
 ) -> LocalTask:
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
@@ -41,6 +43,8 @@ def trained(
         microbatches=2,
     )
     task = LocalTask(job, fork_server=fork_server, watch=watch)
+    if tasks is not None:
+        tasks.append(task)
     task.run()
     return task
 
@@ -86,6 +90,32 @@ def test_a_task_whose_last_state_is_not_saved_says_so(fork_server: ForkServer, s
     assert [i.what for i in task.coordinator.log.incidents] == [NOT_SAVED]
     assert complete_steps(small_disk) == [4]
     assert left_over(small_disk) == []
+
+
+def test_a_worker_killed_while_it_writes_the_last_state_costs_no_checkpoint(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Before: the task was over with the last seal, and its newest checkpoint was an old one. A pipe that no
+    process reads holds up the worker's share until it is killed.
+    """
+    root, pipe = tmp_path / "checkpoints", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    tasks: list[LocalTask] = []
+
+    def watch(kind: str, what: Any) -> None:
+        if kind == "step" and what.step == STEPS - 2:
+            folder = root / f"step-{STEPS:08d}.partial"
+            folder.mkdir()
+            os.link(pipe, folder / "stage-1-1-of-2-i1.safetensors")
+        if kind == "step" and what.step == STEPS:
+            tasks[0].kill(Worker(0, 1))
+
+    task = trained(fork_server, root, watch, interval=5, tasks=tasks)
+    known = task.coordinator.tasks["task"]
+    assert (known.state, known.protected, UNSAVED in known.because) == ("finished", STEPS, False)
+    assert complete_steps(root) == [5, STEPS]
+    assert left_over(root) == []
+    assert sorted(task.outcome.by_step()) == list(range(1, STEPS + 1))
 
 
 def test_storage_that_hangs_costs_saves_and_no_step(fork_server: ForkServer, tmp_path: Path) -> None:

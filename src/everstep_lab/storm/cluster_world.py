@@ -14,6 +14,7 @@ from typing import Any
 
 from everstep.core.agent.agent import AgentSaid, LineOpened, OrderHeard, ReportsKept
 from everstep.core.agent.agent_messages import ProcessSpoke
+from everstep.core.cluster.checkpoints import UNSAVED
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeLiveness
 from everstep.core.cluster.snapshot import digest, freeze, thaw
@@ -251,7 +252,13 @@ class ClusterWorld:
                 case msg.NodeChanged():
                     self._node_changed(action)
                 case msg.TaskEnded(state=state, because=because) if state != "paused":
+                    self._check_end(state, because)
                     self.scene.outcome = "finished" if state == "finished" else f"{state}: {because}"
+
+    def _check_end(self, state: str, because: str) -> None:
+        """Whoever dies while the last state is written, others write it: only storage that hangs costs it."""
+        if state == "finished" and UNSAVED in because and not self.scene.num_stuck_disks:
+            raise Violation(f"the last state is kept: the task ended with {because!r}")
 
     def _count_roles(self) -> None:
         """Workers that have moved to another stage, and are members there."""
@@ -420,7 +427,8 @@ class ClusterWorld:
     def saved(self, process: VirtualWorker, task: SaveCheckpoint, state: VirtualState) -> None:
         share = (task.index, task.count)
         self.scene.disk.sync(task.state_step, process.me.stage, state, share, task.chunks)
-        self.report(process, part_written(process, task, share=share))
+        for index in task.chunks or (task.index,):
+            self.report(process, part_written(process, task, share=(index, task.count)))
 
     def shelved(
         self, process: VirtualWorker, task: StoreCopy, state: VirtualState, directions: StateDirections

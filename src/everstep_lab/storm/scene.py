@@ -36,6 +36,7 @@ class Scene:
         self.disk = CheckpointDisk(rules.stages)
         self.memory = VirtualMemory()
         self.stuck_disks: set[int] = set()  # nodes on which nothing that is begun on a disk ends
+        self.num_stuck_disks = 0  # so far
         self.plans = plans_of(
             Shape(
                 rules.replicas,

@@ -156,6 +156,7 @@ class Strikes:
                 world.nodes[number].stuck_starts += 1
             case FaultKind.DISK:
                 self.scene.stuck_disks.add(number)
+                self.scene.num_stuck_disks += 1
                 self.scene.agenda.after(fault.span_us, self.scene.stuck_disks.discard, number)
             case FaultKind.NOTICE:
                 for n in self._rack(number):

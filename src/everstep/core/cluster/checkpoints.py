@@ -23,6 +23,7 @@ from everstep.protocol.moment import Moment
 from everstep.protocol.work import WrittenParts
 
 NOT_SAVED = "its checkpoint cannot be saved"  # what an incident says
+UNSAVED = "its last state is not saved"  # what a task that is over says
 NOT_COPIED = "its state cannot be copied to memory"
 MOST_FAILED_LOADS = 2  # of checkpoints that pass every check
 MOST_BROKEN = 64  # steps whose late parts are still recognised

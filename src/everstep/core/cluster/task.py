@@ -113,6 +113,7 @@ class HeldState:
     because: str  # why they stopped
     since: float
     is_broken: bool = False  # by a new epoch: whoever was to write it may be gone
+    ending: Ending | None = None  # the state is the task's last: what becomes of it. None: of this shape
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from everstep.core.cluster.checkpoints import Checkpoints
+from everstep.core.cluster.checkpoints import UNSAVED, Checkpoints
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.node_states import NodeState
@@ -359,7 +359,7 @@ class Tasks:
         if not task.request.has_checkpoints or task.checkpoints.newest >= last:
             return ""
         why = task.checkpoints.failing or "its last part was not written"
-        return f"; its last state is not saved ({why}), protected up to step {task.checkpoints.newest}"
+        return f"; {UNSAVED} ({why}), protected up to step {task.checkpoints.newest}"
 
     def _ended_if_empty(self, task: Task, now: Moment) -> Actions:
         if task.state is not TaskState.ENDING or task.ending is None or task.seats:
@@ -431,11 +431,11 @@ class Tasks:
         """Its workers have stopped, and hold the state. They go once it is safe; if it cannot be made safe,
         the task keeps running and says why.
         """
-        if task.state is not TaskState.RUNNING or task.managed is None:
-            task.progress.held = None
+        if task.state is not TaskState.RUNNING or task.managed is None or task.managed.recorded < held.step:
+            task.progress.held = None  # if it went back meanwhile, it comes here again
             return []
-        if task.managed.recorded < held.step:
-            return []  # it went back meanwhile, and comes here again
+        if held.ending is not None:
+            return self._end_if_saved(task, held, held.ending, now)
         if self._is_safe(task, held.step):
             task.progress.held = None
             ending = Ending(state=task.after_stop, because=held.because, gently=True)
@@ -448,6 +448,14 @@ class Tasks:
             return self._stop_later(task, held, f"no memory keeps that state ({known.uncopied_because})", now)
         why = self._why_not_safe(task, held, now)
         return self._go_on(task, held, why, now) if why else []
+
+    def _end_if_saved(self, task: Task, held: HeldState, ending: Ending, now: Moment) -> Actions:
+        """It is not waited for without end; workers that are asked to leave still write what they have."""
+        known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
+        if known.newest >= held.step or held.step in known.broken or now.at >= held.since + limit_s:
+            task.progress.held = None
+            self._later.endings.append((task, ending))
+        return []
 
     def _stop_later(self, task: Task, held: HeldState, why: str, now: Moment) -> Actions:
         """Workers leave their state once, after the last step: so there is to be another one, whose state is

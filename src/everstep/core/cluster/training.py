@@ -256,21 +256,33 @@ class Training:
     def _finish(self, task: Task, wish: act.FinishTask, now: Moment) -> Actions:
         failed = self._skips.why_failed(task, now)
         state = TaskState.FAILED if failed else TaskState.FINISHED
-        return self._ends(task, state, failed or wish.because, gently=True)
+        return self._hold_last(task, task.steps, state, failed or wish.because, now)
 
     @on_wish
     def _finish_shape(self, task: Task, wish: act.FinishShape, now: Moment) -> Actions:
         """Its workers go once its state is safe (`Tasks.settle`); they are idle, and have it. Sharded states
         are not waited for: who holds which chunk may change meanwhile, and nobody would leave it.
         """
-        at_once = task.managed is None or task.managed.is_over or task.after_stop is TaskState.FINISHED
-        if at_once or task.shape.chunks:
+        if task.after_stop is TaskState.FINISHED:
+            return self._hold_last(task, wish.step, task.after_stop, wish.because, now)
+        if task.managed is None or task.managed.is_over or task.shape.chunks:
             return self._ends(task, task.after_stop, wish.because, gently=True)
         held = task.progress.held
         if held is not None and held.step == wish.step:
             task.progress.held = replace(held, is_broken=True)
         else:
             task.progress.held = HeldState(wish.step, wish.because, now.at)
+        return []
+
+    def _hold_last(self, task: Task, step: int, state: TaskState, because: str, now: Moment) -> Actions:
+        """The task is over once its last state is a checkpoint: a worker that dies before leaves others who
+        write it.
+        """
+        if task.managed is None or task.managed.is_over or not task.request.has_checkpoints:
+            return self._ends(task, state, because, gently=True)
+        ending = Ending(state=state, because=because, gently=True)
+        task.progress.held = HeldState(step, because, now.at, ending=ending)
+        task.because = f"{because}; its last state is being saved"
         return []
 
     @on_wish

@@ -33,10 +33,11 @@ class Assembly:
     look: CheckpointSearch = CheckpointSearch.DONE  # for a checkpoint that no report told of
     is_doubted: bool = False  # what the workers have may be wrong: once they pause, a kept state is loaded
     trusted: int | None = None  # until then: states of later steps do not count
+    last: int | None = None  # the task's last state, which is to be on disk: nobody would write it again
 
     def nearest(self) -> tuple[int, str]:
         """The newest step whose state is kept, and where."""
-        if self.in_memory is not None and self.in_memory >= self.on_disk:
+        if self.in_memory is not None and self.on_disk <= self.in_memory != self.last:
             return self.in_memory, "the memory of nodes"
         return self.on_disk, "the checkpoint on disk" if self.on_disk else "the seed"
 

@@ -117,6 +117,7 @@ class Recovery:
             Assembly(
                 on_disk=restore if course.checkpoint is None else course.checkpoint,
                 in_memory=None if course.checkpoint is None else restore,
+                last=course.steps - course.closes if policy.looks else None,
             ),
             places=self._places,
             book=self._book,
@@ -348,6 +349,8 @@ class Recovery:
         if not isinstance(place, Copying) or place.transfer != event.transfer:
             return []
         self._places.to(event.worker, Copied(place.incarnation, place.source))
+        if self._book.is_full:
+            return []  # there is no step that it could enter
         return self._phases.interrupt_if_running(f"worker {event.worker} has caught up and joins")
 
     @on
@@ -500,7 +503,7 @@ class Recovery:
                 self._places.promote_entered(self.recorded)
             self._places.forgive(self.recorded)
             actions += self._places.start_due(self.recorded) + self._let_in_late_joiners()
-        if book.is_full and self._ends_here:
+        if book.is_full and self._ends_here and not self.policy.looks:
             self._phases.to(Over("the last step is sealed"))
             actions.append(self._finished())
         elif book.is_full:
@@ -526,12 +529,12 @@ class Recovery:
 
     def _finished_if_full(self, orders: list[Action]) -> list[Action]:
         """The state that all go back to may be that of the last step of this shape: nothing is left to do. If
-        a worker died while the others held that state, they get their orders: it may not be safe yet.
+        a worker died, or joined, while the others held that state, they get their orders: it may not be safe
+        yet.
         """
         if not self._book.is_full or not isinstance(self.phase, Running):
             return orders
-        loads = any(isinstance(o, act.ResumeWorkers) and o.facts.restore is not None for o in orders)
-        if not loads and not self._ends_here:
+        if not any(isinstance(o, act.ResumeWorkers) and o.facts.restore is not None for o in orders):
             return [*orders, self._finished()]
         self._phases.to(Over("the last step is in the state that is kept"))
         return [self._finished()]
@@ -548,7 +551,9 @@ class Recovery:
 
     @property
     def _ends_here(self) -> bool:
-        """The task itself is over, not only its shape: no worker will be asked to go on."""
+        """The task itself is over, not only its shape: no worker will be asked to go on, once its last state
+        is a checkpoint where it has those.
+        """
         return self.recorded >= self.steps or self._book.final
 
     @on

@@ -17,12 +17,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from everstep.core.cluster.checkpoints import UNSAVED
 from everstep.drive.step_rows import StepRow
 from everstep.job.job import Job
 from everstep.launch.local.outcome import Outcome
 from everstep.protocol.incidents import Incident
-
-UNSAVED = "its last state is not saved"  # how the coordinator says it
 
 
 def healthy_step_s(outcome: Outcome) -> float:
