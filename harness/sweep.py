@@ -207,7 +207,7 @@ def crowded() -> list[Point]:
     gathers = [f"stage=0,replica={replica},step=3,op=R,when=gathering" for replica in range(4)]
     return [
         *found,
-        Point("crowded both of a node", (gathers[0], gathers[1]), 4, 1),
+        Point("crowded both of a node", (gathers[0], "stage=0,replica=1,step=3,op=U"), 4, 1),
         Point("crowded one of each node", (gathers[1], gathers[2]), 4, 1),
         Point("crowded before the reduce and in it", ("stage=0,replica=2,step=3,op=I0", gathers[0]), 4, 1),
         Point("crowded and in the update", ("stage=0,replica=0,step=3,op=U", gathers[3]), 4, 1),

@@ -95,13 +95,13 @@ SEEN_WITH_CANCELS = {"cancel_does_not_close": 3, "cancel_of_a_task_that_stops_is
 SEEN_IN_TESTS = {"no_timer_of_network_check"}  # core/test_network_checks.py: storms have no networks to check
 SEEN_IN_A_CLUSTER = {
     "beacon_written_at_every_wake_up": 752,
-    "unwanted_start_stays": 141,
+    "unwanted_start_stays": 966,
     "reports_forgotten_when_sent": 131,
     "start_does_not_wait": 4,
     "over_with_the_last_seal": 6,
     "broken_link_opened_at_once": 25,
-    "kill_of_a_starting_process_is_lost": 124,
-    "no_escalation": 6,
+    "kill_of_a_starting_process_is_lost": 46,
+    "no_escalation": 2,
     "exit_not_reported": 5,
     "deaf_worker_is_patient": 1,
     "order_carried_out_twice": 5,
