@@ -124,6 +124,10 @@ def everstep_run(spec: dict[str, Any], server: ForkServer) -> dict[str, Any]:
             raise RuntimeError(f"{len(rows)} steps in {LIMIT_S:.0f} s")
 
     outcome = LocalTask(job, fork_server=server, watch=watch).run()
+    for incident in outcome.incidents:  # its steps are no measure of speed
+        evidence = "; ".join(f"{one.source}: {one.text}" for one in incident.evidence)
+        about = f"{incident.workers} in step {incident.step}, {incident.what}; {incident.label}; {evidence}"
+        print(f"  incident: {about}\n{incident.traceback}", file=sys.stderr, flush=True)
     if outcome.failure is not None:
         raise RuntimeError(outcome.failure)
     times, losses = [row.seconds for row in rows], [row.loss for row in rows]

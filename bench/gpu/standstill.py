@@ -1,0 +1,129 @@
+"""Starts the same run over NCCL again and again, and shows what every thread does when one stands still.
+
+    python bench/gpu/standstill.py --mps                    8 x 1 of gpt-125m, strict sums, for eight minutes
+    python bench/gpu/standstill.py --mps --env CUDA_MODULE_LOADING=EAGER --runs 10
+    python bench/gpu/standstill.py --mps --job '{"accumulate": "fp32"}' '{"graphs": "never"}'
+    python bench/gpu/standstill.py --mps --env CUDA_DEVICE_MAX_CONNECTIONS=2
+
+Each `--job` is a column, and all take turns. A worker that is in one step for longer than `--late` seconds
+writes the stacks of its threads; they are printed with the incidents of that run. Of the runs after it none
+is a measure of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # where nothing can be installed
+
+
+class Watched:
+    """Data that starts a clock with the first microbatch of every step."""
+
+    def __init__(self, vocab: int, sequence: int, rows: int, late_s: float, folder: str) -> None:
+        from everstep.engine.datasets.data import Synthetic
+
+        self._data = Synthetic(vocab=vocab, sequence=sequence, rows=rows)
+        self._late_s, self._step = late_s, 0
+        self._file = Path(folder, f"{os.getpid()}.txt").open("w")  # noqa: SIM115  open as long as the process
+
+    def batch(self, step: int, microbatch: int) -> Any:
+        if step != self._step:
+            self._step = step
+            print(f"step {step}", file=self._file, flush=True)
+            faulthandler.dump_traceback_later(self._late_s, file=self._file)
+        return self._data.batch(step, microbatch)
+
+
+def texts(**options: Any) -> Watched:
+    """As workers build it."""
+    return Watched(**options)
+
+
+def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> Iterator[str]:
+    from everstep.job.job import Job
+    from everstep.job.presets import shape
+    from everstep.launch.local.run import LocalTask
+
+    replicas, stages = map(int, given.shape.split("x"))
+    form = shape(given.preset)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"vocab": form.vocab, "sequence": form.context, "rows": given.rows}
+        job = {
+            "base": str(Path(__file__).parent),
+            "model": {"preset": given.preset},
+            "data": {
+                "build": "standstill:texts",
+                "options": {**options, "late_s": given.late, "folder": folder},
+            },
+            "steps": given.steps,
+            "replicas": replicas,
+            "stages": stages,
+            "microbatches": given.microbatches // replicas,
+            "optimizer": {"decay": "constant"},
+        }
+        if given.device == "cuda":
+            job |= {"precision": "bf16", "device": "cuda", "transport": "nccl"}
+        times: list[str] = []
+        watch: Callable[[str, Any], None] = lambda kind, what: (  # noqa: E731
+            times.append(f"{what.seconds:.2f}") if kind == "step" else None
+        )
+        outcome = LocalTask(Job.from_dict({**job, **changes}), fork_server=server, watch=watch).run()
+        yield f"{'stood still' if outcome.incidents else 'went on'}, seconds per step: {' '.join(times)}"
+        for incident in outcome.incidents:
+            evidence = "; ".join(f"{one.at:.1f} {one.source}: {one.text[:300]}" for one in incident.evidence)
+            yield f"  incident: {incident.workers} in step {incident.step}; {incident.label}; {evidence}"
+        for file in sorted(Path(folder).iterdir()) if outcome.incidents else ():
+            text = file.read_text()
+            if "Thread" in text:
+                yield f"--- process {file.stem}\n{text}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="gpt-125m")
+    parser.add_argument("--shape", default="8x1")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16, help="of the whole step")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=480.0, help="no run begins after so many")
+    parser.add_argument("--late", type=float, default=8.0, metavar="SECONDS")
+    parser.add_argument("--job", nargs="*", default=["{}"], help="keys of the job, as JSON; several: in turn")
+    parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE, for all workers")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
+    given = parser.parse_args()
+    os.environ.update(one.split("=", 1) for one in given.env)
+
+    from everstep.node.fork_server import ForkServer
+    from harness.mps import mps
+
+    began, still = time.monotonic(), dict.fromkeys(given.job, 0)
+    with mps(given.mps), closing(ForkServer().start()) as server:
+        for number in range(given.runs * len(given.job)):
+            changes = given.job[number % len(given.job)]
+            if time.monotonic() - began > given.seconds:
+                break
+            for line in one_run(given, json.loads(changes), server):
+                still[changes] += line.startswith("stood still")
+                print(f"{changes} {line}", flush=True)
+    print(f"stood still: {still}")
+    return 1 if any(still.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
