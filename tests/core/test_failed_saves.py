@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED
+from everstep.core.cluster.checkpoints import NOT_COPIED, NOT_SAVED, UNSAVED
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import Task, TaskState
@@ -145,6 +145,23 @@ def test_workers_that_are_interrupted_after_the_last_step_go_on_and_write_it() -
     write(cluster, 2, Worker(1, 0), W01)
     assert task_of(cluster).state is TaskState.FINISHED
     assert task_of(cluster).protected == 2
+
+
+def test_a_last_state_is_not_given_up_while_workers_heal() -> None:
+    """A state that may be wrong counts as broken, and is computed again."""
+    cluster = trains(steps=2, sealed=2)
+    cluster.crew.ledgers = False
+    cluster.exits(W00, "killed by SIGKILL")
+    fails(cluster, 2, W01)
+    assert task_of(cluster).state is TaskState.RUNNING
+    for _ in range(3):
+        cluster.wait(601.0)
+        due_at = cluster.coordinator.due_at()
+        assert due_at is None or due_at > cluster.now, "the clock does not strike again and again"
+    assert task_of(cluster).state is TaskState.RUNNING
+    cluster.crew.answer()
+    assert task_of(cluster).state is TaskState.FINISHED
+    assert UNSAVED in task_of(cluster).because
 
 
 def test_a_last_state_that_is_lost_is_trained_again() -> None:

@@ -26,7 +26,7 @@ from everstep.core.cluster.training import Training
 from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.core.faults.severity import ErrorKind, known
-from everstep.core.task.states import Member
+from everstep.core.task.states import Member, Running
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -450,11 +450,17 @@ class Tasks:
         return self._go_on(task, held, why, now) if why else []
 
     def _end_if_saved(self, task: Task, held: HeldState, ending: Ending, now: Moment) -> Actions:
-        """It is not waited for without end; workers that are asked to leave still write what they have."""
-        known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
-        if known.newest >= held.step or held.step in known.broken or now.at >= held.since + limit_s:
+        """It is not waited for without end; workers that are asked to leave still write what they have. While
+        they heal it is not given up: what could not be written may be, or the state is not the last one.
+        """
+        assert task.managed is not None
+        known, is_late = task.checkpoints, now.at >= held.since + self._policy.patience.disk_answer_s
+        is_lost = isinstance(task.managed.phase, Running) and (is_late or held.step in known.broken)
+        if known.newest >= held.step or is_lost:
             task.progress.held = None
             self._later.endings.append((task, ending))
+        elif is_late:
+            task.progress.held = replace(held, since=now.at)
         return []
 
     def _stop_later(self, task: Task, held: HeldState, why: str, now: Moment) -> Actions:
