@@ -5,9 +5,10 @@
     python bench/gpu/standstill.py --mps --job '{"accumulate": "fp32"}' '{"graphs": "never"}'
     python bench/gpu/standstill.py --mps --env CUDA_DEVICE_MAX_CONNECTIONS=2
 
-Each `--job` is a column, and all take turns. A worker that is in one step for longer than `--late` seconds
-writes the stacks of its threads; they are printed with the incidents of that run. Of the runs after it none
-is a measure of speed.
+Each `--job` is a column, and all take turns. A worker that is in one step (neither first nor last) for longer
+than `--late` seconds writes the stacks of its threads; they are printed with what was said of that run. A
+lane's transfer is interrupted after three seconds (`net/lanes.py`), without an incident: such a run is told by
+its stacks.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # where nothing can be installed
 
 
 class Watched:
-    """Data that starts a clock with the first microbatch of every step."""
+    """Data that starts a clock with the first microbatch of a step."""
 
-    def __init__(self, vocab: int, sequence: int, rows: int, late_s: float, folder: str) -> None:
+    def __init__(
+        self, vocab: int, sequence: int, rows: int, late_s: float, last_step: int, folder: str
+    ) -> None:
         from everstep.engine.datasets.data import Synthetic
 
         self._data = Synthetic(vocab=vocab, sequence=sequence, rows=rows)
-        self._late_s, self._step = late_s, 0
+        self._late_s, self._last_step, self._step = late_s, last_step, 0
         self._file = Path(folder, f"{os.getpid()}.txt").open("w")  # noqa: SIM115  open as long as the process
 
     def batch(self, step: int, microbatch: int) -> Any:
         if step != self._step:
             self._step = step
             print(f"step {step}", file=self._file, flush=True)
-            faulthandler.dump_traceback_later(self._late_s, file=self._file)
+            faulthandler.cancel_dump_traceback_later()
+            if 1 < step < self._last_step:
+                faulthandler.dump_traceback_later(self._late_s, file=self._file)
         return self._data.batch(step, microbatch)
 
 
@@ -65,7 +70,12 @@ def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> 
             "model": {"preset": given.preset},
             "data": {
                 "build": "standstill:texts",
-                "options": {**options, "late_s": given.late, "folder": folder},
+                "options": {
+                    **options,
+                    "late_s": given.late,
+                    "last_step": given.steps,
+                    "folder": folder,
+                },
             },
             "steps": given.steps,
             "replicas": replicas,
@@ -80,14 +90,15 @@ def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> 
             times.append(f"{what.seconds:.2f}") if kind == "step" else None
         )
         outcome = LocalTask(Job.from_dict({**job, **changes}), fork_server=server, watch=watch).run()
-        yield f"{'stood still' if outcome.incidents else 'went on'}, seconds per step: {' '.join(times)}"
+        stacks = {file.stem: file.read_text() for file in sorted(Path(folder).iterdir())}
+        late = [process for process, text in stacks.items() if "Thread" in text]
+        stood = bool(outcome.incidents or late)
+        yield f"{'stood still' if stood else 'went on'}, seconds per step: {' '.join(times)}"
         for incident in outcome.incidents:
             evidence = "; ".join(f"{one.at:.1f} {one.source}: {one.text[:300]}" for one in incident.evidence)
             yield f"  incident: {incident.workers} in step {incident.step}; {incident.label}; {evidence}"
-        for file in sorted(Path(folder).iterdir()) if outcome.incidents else ():
-            text = file.read_text()
-            if "Thread" in text:
-                yield f"--- process {file.stem}\n{text}"
+        for process in late:
+            yield f"--- process {process}\n{stacks[process]}"
 
 
 def main() -> int:
@@ -101,7 +112,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=480.0, help="no run begins after so many")
-    parser.add_argument("--late", type=float, default=8.0, metavar="SECONDS")
+    parser.add_argument("--late", type=float, default=2.5, metavar="SECONDS")
     parser.add_argument("--job", nargs="*", default=["{}"], help="keys of the job, as JSON; several: in turn")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE, for all workers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -16,7 +16,7 @@ from torch import Tensor
 from everstep.engine.layers.software import computes_with
 from everstep.errors import PeerError, UserError
 from everstep.job.job import Job, NetSpec
-from everstep.net import frames, seal
+from everstep.net import frames, lanes, seal
 from everstep.net.bundle import BundleWire
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
 from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState
@@ -105,6 +105,27 @@ class Slow(PipeWire):
         done = super().is_done()
         self._first = self._first and not done
         return done
+
+
+class Waiting(PipeWire):
+    """As a call to a GPU that waits, because another call does, for a transfer whose other end does not come.
+    A kernel that is told to stop is over then: without an error, and with whatever it has written.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        super().__init__()
+        self._is_first, self._waits, self._told = True, waits, threading.Event()
+
+    def is_done(self) -> bool:
+        if self._is_first or not self._waits:
+            done = super().is_done()
+            self._is_first = self._is_first and not done
+            return done
+        assert self._told.wait(20)
+        return True
+
+    def interrupt(self) -> None:
+        self._told.set()
 
 
 class LateName(PipeWire):
@@ -357,6 +378,63 @@ def test_one_thread_moves_all_open_lanes_and_one_that_stands_still_holds_up_no_o
     assert names().count("lanes") == 1 + len(peers), "one in every worker"
     gate.set()
     assert peers[0].got.get(timeout=20).envelope.beside == 0
+
+
+@pytest.mark.parametrize("at_sender", [True, False])
+def test_a_transfer_for_which_even_the_thread_of_the_lanes_waits_is_interrupted(
+    ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch, at_sender: bool
+) -> None:
+    """Eight workers of one GPU waited for each other in a circle, until the coordinator ended them."""
+    monkeypatch.setattr(lanes, "LATE_S", 0.3)
+    waits = iter([True])
+    waiting = lambda: Waiting(waits=next(waits, False))  # noqa: E731
+    a, b, c = ends(waiting if at_sender else PipeWire), ends(PipeWire if at_sender else waiting), ends()
+    a.send(b, 1, sent := torch.ones(50_000))
+    first = a.lane(b)
+    until(lambda: first.state is not LaneState.OPENING)
+    for end in (a, b):
+        end.send(c, 2, torch.full((2,), 2.0))
+    assert a.broken.get(timeout=20) == b.links.address, "what it had is sent again by who owes it"
+    assert {tuple(c.got.get(timeout=20).tensors[0].tolist()) for _ in range(2)} == {(2.0, 2.0)}
+    said = [line for end in (a, b) for line in end.said if "a transfer was not over after 0." in line]
+    assert said
+    until(lambda: not a.lanes.borrows(sent))
+    a.send(b, 3, torch.full((3,), 3.0))
+    assert a.lane(b) is not first
+    frame = b.got.get(timeout=20)
+    assert frame.envelope.beside == 3
+    assert torch.equal(frame.tensors[0], torch.full((3,), 3.0))
+    assert b.got.empty()
+
+
+def test_a_transfer_that_comes_on_is_not_late(
+    ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LATE_S", 0.1)
+    monkeypatch.setattr(lanes, "LEAST_RATE", 1e6)
+    gate = threading.Event()
+    a, b = ends(lambda: Slow(gate)), ends()
+    a.send(b, 1, torch.zeros(250_000))  # 1 MB: 1.1 s
+    until(lambda: a.lane(b).moving is not None)
+    time.sleep(0.6)
+    gate.set()
+    assert b.got.get(timeout=20).envelope.beside == 1
+    assert a.lane(b).state is LaneState.READY
+    assert a.broken.empty()
+
+
+def test_attempts_to_open_a_lane_are_forgiven_after_a_time(
+    ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = ends(), ends()
+    for _ in range(3):
+        a.send(b, 1, torch.ones(1))
+        b.got.get(timeout=20)
+        a.lanes._broke(a.lane(b), "a test")
+        a.broken.get(timeout=20)
+    assert a.lanes.lane(b.links.address) is None
+    monkeypatch.setattr(lanes, "LATELY_S", 0.0)
+    assert a.lanes.lane(b.links.address) is not None
 
 
 def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(

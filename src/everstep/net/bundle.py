@@ -206,6 +206,12 @@ class BundleWire:
             raise PeerError("a piece of a transfer that cannot be")
         return True
 
+    def waits_since(self) -> float | None:
+        return None  # the kernel closes a connection on which nothing comes on (`watch_path`)
+
+    def interrupt(self) -> None:
+        """`is_done` never waits."""
+
     def leave(self) -> None:
         for sending in self._sending:
             sending.socket.close()

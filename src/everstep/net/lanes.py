@@ -16,6 +16,10 @@ Ownership. A posted tensor is borrowed from `reserve` on, until the wire has let
 and `step_tensors` gives the buffer away instead of writing to it. What is received belongs to the receiver.
 A broken lane lets go of its tensors once the device has: a thread leaves the wire, and no one waits for it.
 
+A transfer on the device waits there for the other end, and what waits for the device waits with it: workers
+can wait for each other in a circle. So a thread that does nothing else interrupts a transfer that has been on
+its wire for too long (`_guard`), and its lane breaks.
+
 When something breaks, the lane is dropped at both ends and the link to that peer counts as broken, so that
 what was under way is sent again, by tcp until a new lane is open. The death of a peer breaks the lanes that
 lead to it and from it, and no others.
@@ -43,14 +47,17 @@ from everstep.net.sockets import FlowProgress
 from everstep.protocol.parcels import Parcel
 
 OPEN_WITHIN_S = 60.0
-MOST_ATTEMPTS = 3  # to open a lane to one address; after that tcp has to do
+MOST_ATTEMPTS = 3  # to open a lane to one address, of late; after that tcp has to do
+LATELY_S = 600.0
+LATE_S, LEAST_RATE = 3.0, 10e6  # a transfer has so long on the wire, and longer by its bytes at this rate
+LOOK_EVERY_S = 0.25  # for one that is late
 MAX_NAME = 128
 LEAST_PAUSE_S, MOST_PAUSE_S = 20e-6, 200e-6  # until transfers are asked about again
 
 
 class Wire(Protocol):
-    """What moves the bytes of one lane. Used by one thread at a time. Every call may raise PeerError: it is
-    broken. `begin` and `is_done` return at once.
+    """What moves the bytes of one lane. Used by one thread at a time, `waits_since` and `interrupt` apart.
+    Every call may raise PeerError: it is broken. `begin` and `is_done` return at once.
     """
 
     def name(self) -> bytes:
@@ -71,6 +78,18 @@ class Wire(Protocol):
 
     def is_done(self) -> bool:
         """Is what was begun over?"""
+        ...
+
+    def waits_since(self) -> float | None:
+        """Since when (monotonic) the device does nothing about what was begun but wait for the other end or
+        move bytes. None: it does not, or this wire notices by itself when the other end is gone.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """In any thread, whatever another one does with it: let the device end what it waits for, unfinished.
+        All that may follow is `leave`.
+        """
         ...
 
     def leave(self) -> None:
@@ -132,6 +151,7 @@ class Lane:
     wire: Wire
     state: LaneState = LaneState.OPENING
     because: str = ""  # it is broken
+    is_interrupted: bool = False  # a thread does it
     order: LaneOrder = field(default_factory=LaneOrder)
     held: dict[int, LaneTransfer] = field(default_factory=dict)  # by id: borrowed, at the sender
     work: queue.SimpleQueue[LaneTransfer] = field(default_factory=queue.SimpleQueue)
@@ -142,9 +162,13 @@ class Lane:
     opened_s: float = 0.0  # how long opening took
     left_s: float = 0.0  # how long it took to get out of the broken wire
 
+    @property
+    def is_broken(self) -> bool:
+        return self.state is LaneState.BROKEN
+
     def give_up(self, because: str) -> bool:
         """Break it, from any thread. False: it is broken already."""
-        if self.state is LaneState.BROKEN:
+        if self.is_broken:
             return False
         self.state, self.because = LaneState.BROKEN, because
         return True
@@ -165,14 +189,14 @@ class Lanes:
         self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
         self._to: dict[Address, Lane] = {}
         self._from: dict[str, Lane] = {}
-        self._attempts: dict[Address, int] = {}
+        self._attempts: dict[Address, list[float]] = {}  # when each was made
         self._opened = 0
-        self._leaving: list[Lane] = []
+        self._wired: list[Lane] = []  # all whose wire is not left yet
         self._open: list[Lane] = []  # what the one thread moves
         self._more = threading.Event()  # there is something to do for it
-        self._mover: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # which serve all lanes, once there is one
         self._lock = threading.Lock()
-        self._stopped = False
+        self._stopped = threading.Event()
 
     # -------------------------------------------------------------- sending (the worker's own thread)
 
@@ -180,15 +204,17 @@ class Lanes:
         """The lane to this peer, opened if it can be; None: use tcp."""
         lane = self._to.get(to)
         if lane is not None:
-            return None if lane.state is LaneState.BROKEN else lane
-        if self._stopped or self._attempts.get(to, 0) >= MOST_ATTEMPTS:
+            return None if lane.is_broken else lane
+        now = time.monotonic()
+        attempts = [at for at in self._attempts.get(to, ()) if now - at < LATELY_S]
+        if self._stopped.is_set() or len(attempts) >= MOST_ATTEMPTS:
             return None
-        self._attempts[to] = self._attempts.get(to, 0) + 1
+        self._attempts[to] = [*attempts, now]
         self._opened += 1
         host, port = self._links.address
         lane = Lane(f"{host}:{port}/{self._opened}", to, sends=True, wire=self._wire())
         self._to[to] = lane
-        self._start(self._prepare, lane, None)
+        self._wire_up(lane, None)
         return lane
 
     def reserve(self, lane: Lane, tensors: tuple[Tensor, ...]) -> LaneTransfer:
@@ -212,7 +238,7 @@ class Lanes:
         memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         return any(
             part.data_ptr() in memory
-            for lane in [*self._to.values(), *self._leaving]
+            for lane in list(self._wired)
             for transfer in list(lane.held.values())
             for part in transfer.tensors
             if part.numel()
@@ -229,7 +255,7 @@ class Lanes:
         if not isinstance(announced, OnLane):
             return False
         lane = self._from.get(announced.lane)
-        if lane is None or lane.state is LaneState.BROKEN:
+        if lane is None or lane.is_broken:
             return True  # the sender hears of it, or has heard
         frame.envelope = frame.envelope._replace(where=None)
         try:
@@ -259,14 +285,14 @@ class Lanes:
         self._more.set()
         lane = Lane(said.lane, peer, sends=False, wire=self._wire())
         self._from[lane.name] = lane
-        self._start(self._prepare, lane, meet)
+        self._wire_up(lane, meet)
 
     # -------------------------------------------------------------- ends
 
     def forget(self, keep: set[Address]) -> None:
         """Only these are peers now. The lanes of others are left in the background."""
         self._drop(lambda peer: peer not in keep, "its peer is gone")
-        self._attempts = {to: count for to, count in self._attempts.items() if to in keep}
+        self._attempts = {to: made for to, made in self._attempts.items() if to in keep}
 
     def link_broke(self, peer: Address) -> None:
         """The link to a peer broke: announcements may be lost."""
@@ -274,7 +300,7 @@ class Lanes:
 
     def stop(self) -> None:
         """The process ends: wires go with it."""
-        self._stopped = True
+        self._stopped.set()
         self._more.set()
 
     def ready(self) -> dict[Address, Lane]:
@@ -291,7 +317,6 @@ class Lanes:
         for to, lane in list(self._to.items()):
             if gone(to):
                 lane.give_up(because)
-                self._leaving.append(lane)
                 self._to.pop(to, None)
         for name, lane in list(self._from.items()):
             if not to_only and gone(lane.peer):
@@ -304,13 +329,12 @@ class Lanes:
         was open and has nothing queued has lost nothing: its link stays.
         """
         unused = lane.state is LaneState.OPENING and not lane.held
-        if self._stopped or not lane.give_up(because):
+        if self._stopped.is_set() or not lane.give_up(because):
             return
         self._more.set()
         self._log(f"the {self.kind} lane {lane.name} broke: {because}")
         if lane.sends:
             if self._to.get(lane.peer) is lane:
-                self._leaving.append(lane)
                 del self._to[lane.peer]
             if not unused:
                 self._links.move(lane.peer)
@@ -324,6 +348,15 @@ class Lanes:
         name = f"lane {lane.name}"
         threading.Thread(target=what, args=(lane, *rest), name=name, daemon=True).start()
 
+    def _wire_up(self, lane: Lane, meet: bytes | None) -> None:
+        self._wired.append(lane)
+        with self._lock:
+            if not self._threads:
+                for what, name in ((self._move, "lanes"), (self._guard, "late lanes")):
+                    self._threads.append(threading.Thread(target=what, name=name, daemon=True))
+                    self._threads[-1].start()
+        self._start(self._prepare, lane, meet)
+
     def _prepare(self, lane: Lane, meet: bytes | None) -> None:
         try:
             self._connect(lane, meet)
@@ -331,14 +364,11 @@ class Lanes:
             pass
         except (PeerError, RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
             self._broke(lane, str(error))
-        if lane.state is LaneState.BROKEN:
+        if lane.is_broken:
             self._leave(lane)
             return
         with self._lock:
             self._open.append(lane)
-            if self._mover is None:
-                self._mover = threading.Thread(target=self._move, name="lanes", daemon=True)
-                self._mover.start()
         self._more.set()
 
     def _connect(self, lane: Lane, meet: bytes | None) -> None:
@@ -359,7 +389,7 @@ class Lanes:
                 self._log(f"{self.kind}: opened lane {lane.name} in {lane.opened_s * 1e3:.0f} ms")
 
     def _leave(self, lane: Lane) -> None:
-        if self._stopped:
+        if self._stopped.is_set():
             return
         began = time.monotonic()
         try:
@@ -370,8 +400,7 @@ class Lanes:
         lane.left_s = time.monotonic() - began
         lane.moving = None
         lane.held.clear()
-        if lane in self._leaving:
-            self._leaving.remove(lane)
+        self._wired.remove(lane)
         self._log(f"{self.kind}: left lane {lane.name} in {lane.left_s * 1e3:.0f} ms ({lane.because})")
         lane.wire.close()
 
@@ -379,7 +408,7 @@ class Lanes:
 
     def _move(self) -> None:
         pause_s = LEAST_PAUSE_S
-        while not self._stopped:
+        while not self._stopped.is_set():
             self._more.clear()
             found = [self._advance(lane) for lane in list(self._open)]
             if _Progress.SOME in found:
@@ -393,7 +422,7 @@ class Lanes:
 
     def _advance(self, lane: Lane) -> _Progress:
         try:
-            if lane.state is not LaneState.BROKEN:
+            if not lane.is_broken:
                 if lane.moving is None:
                     try:
                         self._begin(lane, lane.work.get_nowait())
@@ -401,10 +430,11 @@ class Lanes:
                         return _Progress.IDLE
                 if not lane.wire.is_done():
                     return _Progress.NONE
-                self._finish(lane)
+                if not lane.is_broken:  # else it was interrupted
+                    self._finish(lane)
         except (PeerError, RuntimeError, OSError) as error:
             self._broke(lane, str(error))
-        if lane.state is LaneState.BROKEN:
+        if lane.is_broken:
             self._open.remove(lane)
             self._start(self._leave, lane)
         return _Progress.SOME
@@ -430,17 +460,44 @@ class Lanes:
             transfer.frame.tensors = transfer.tensors
             self._deliver(transfer.frame)
 
+    # -------------------------------------------------------------- the thread that looks for late transfers
+
+    def _guard(self) -> None:
+        """The others may be inside a call that waits for the device."""
+        while not self._stopped.wait(LOOK_EVERY_S):
+            for lane in list(self._wired):
+                if (lasts := _is_late(lane, time.monotonic())) is not None:
+                    self._broke(lane, f"a transfer was not over after {lasts:.1f} s on the wire")
+                if lane.is_broken and not lane.is_interrupted and lane.wire.waits_since() is not None:
+                    lane.is_interrupted = True
+                    self._start(self._interrupt, lane)
+
+    def _interrupt(self, lane: Lane) -> None:
+        try:
+            lane.wire.interrupt()
+        except RuntimeError as error:
+            self._log(f"{self.kind}: lane {lane.name} cannot be interrupted: {error}")
+
     @staticmethod
     def _until(lane: Lane, over: Callable[[], bool], deadline: float) -> None:
         """Asked again and again, so that a lane that is given up gets out at once."""
         pause_s = LEAST_PAUSE_S
         while not over():
-            if lane.state is LaneState.BROKEN:
+            if lane.is_broken:
                 raise _Left
             if time.monotonic() > deadline:
                 raise PeerError(f"it was not open within {OPEN_WITHIN_S:.0f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)
+
+
+def _is_late(lane: Lane, now: float) -> float | None:
+    """How long what is on its wire has been there, if that is too long."""
+    moving, since = lane.moving, lane.wire.waits_since()
+    nbytes = 0 if moving is None else sum(tensor.nbytes for tensor in moving.tensors)
+    if since is None or now - since <= LATE_S + nbytes / LEAST_RATE:
+        return None
+    return now - since
 
 
 class _Left(Exception):

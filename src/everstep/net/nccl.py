@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ class NcclWire:
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         self._launching = False
+        self._since: float | None = None  # the launch was over: the device is in it
         self._looked_at = 0.0
+        self._launch = threading.Lock()  # held while something is begun, and while what is there is stopped
+        self._is_stopped = False
 
     def name(self) -> bytes:
         torch.cuda.set_device(self._device)
@@ -159,12 +163,17 @@ class NcclWire:
         torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
         stream, other = ctypes.c_void_p(self._stream.cuda_stream), 1 if self._sends else 0
-        self._check(self._nccl.ncclGroupStart())
-        codes = [
-            call(ctypes.c_void_p(t.data_ptr()), ctypes.c_size_t(t.nbytes), BYTES, other, self._comm, stream)
-            for t in tensors
-        ]
-        codes.append(self._nccl.ncclGroupEnd())
+        with self._launch:
+            if self._is_stopped:
+                raise PeerError("a transfer was interrupted")
+            self._check(self._nccl.ncclGroupStart())
+            codes = [
+                call(
+                    ctypes.c_void_p(t.data_ptr()), ctypes.c_size_t(t.nbytes), BYTES, other, self._comm, stream
+                )
+                for t in tensors
+            ]
+            codes.append(self._nccl.ncclGroupEnd())
         for code in codes:
             self._check(code)
         self._launching, self._event = True, None
@@ -174,35 +183,46 @@ class NcclWire:
         if self._launching:
             if self._state() == IN_PROGRESS:
                 return False
-            self._launching = False
+            self._launching, self._since = False, time.monotonic()
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
         assert self._event is not None
         if self._event.query():  # type: ignore[no-untyped-call]
-            self._event = None
+            self._event = self._since = None
             return True
         if time.monotonic() - self._looked_at > LOOK_AT_ERRORS_EVERY_S:
             self._looked_at = time.monotonic()
             self._state()
         return False
 
+    def waits_since(self) -> float | None:
+        return self._since
+
+    def interrupt(self) -> None:
+        """Without a call to CUDA before its kernel is told to stop: another thread's may wait for that."""
+        if self._launch.acquire(blocking=False):  # else something is being begun: nothing is on the device
+            try:
+                self._stop()
+            finally:
+                self._launch.release()
+
     def leave(self) -> None:
-        """By shrinking, where a transfer is on the device: the quickest way to stop its kernel. A library
-        without it, or a communicator that never was open, is left by an abort.
-        """
+        """A library that cannot stop a kernel, or a communicator that never was open, is left by an abort."""
         if not self._comm:
             return
         torch.cuda.set_device(self._device)
-        busy = self._opened and not self._launching and self._event is not None
-        if not (busy and self._shrink() and self._stream_ends()):
+        with self._launch:
+            self._stop()
+        if not (self._is_stopped and self._stream_ends()):
             self.close()
 
-    def _shrink(self) -> bool:
-        if not hasattr(self._nccl, "ncclCommShrink"):
-            return False
+    def _stop(self) -> None:
+        """By shrinking, where a transfer is on the device: the quickest way to stop its kernel."""
+        if self._is_stopped or self._since is None or not hasattr(self._nccl, "ncclCommShrink"):
+            return
+        self._is_stopped = True
         other = (ctypes.c_int * 1)(1 if self._sends else 0)
         self._nccl.ncclCommShrink(self._comm, other, 1, ctypes.byref(self._shrunk), None, SHRINK_ABORT)
-        return True
 
     def close(self) -> None:
         for comm in (self._shrunk, self._comm):

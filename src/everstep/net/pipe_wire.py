@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ class PipeWire:
         self._name = b""
         self._sends = False
         self._parts: list[memoryview] = []
+        self._began: float | None = None
 
     def name(self) -> bytes:
         return b"everstep-" + secrets.token_hex(16).encode()
@@ -54,7 +57,7 @@ class PipeWire:
         return torch.zeros(shape, dtype=dtype)
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
-        self._parts = [frames.raw(tensor) for tensor in tensors]
+        self._parts, self._began = [frames.raw(tensor) for tensor in tensors], time.monotonic()
 
     def is_done(self) -> bool:
         assert self._socket is not None
@@ -71,13 +74,22 @@ class PipeWire:
             return False
         except OSError as error:
             raise PeerError(str(error)) from None
+        self._began = None
         return True
+
+    def waits_since(self) -> float | None:
+        return self._began
+
+    def interrupt(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it is closed, or the other end was first
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         for sock in (self._listener, self._socket):
             if sock is not None:
                 sock.close()
-        self._parts = []
+        self._parts, self._began = [], None
 
     def close(self) -> None:
         """Nothing is left."""

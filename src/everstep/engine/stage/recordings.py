@@ -285,7 +285,13 @@ class CudaRecorder:
 
 def has_room(device: torch.device, limit: float | None, nbytes: int) -> bool:
     """Is so much memory free, beside what this process keeps for later? `limit`: bytes it may use."""
-    torch.cuda.empty_cache()
+    if _is_free(device, limit, nbytes):
+        return True
+    torch.cuda.empty_cache()  # waits for the whole device, and so for messages of other workers
+    return _is_free(device, limit, nbytes)
+
+
+def _is_free(device: torch.device, limit: float | None, nbytes: int) -> bool:
     free, total = torch.cuda.mem_get_info(device)
     left = free if limit is None else min(free, limit - torch.cuda.memory_reserved(device))
     return left - _SPARE * (total if limit is None else limit) > nbytes
