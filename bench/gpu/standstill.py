@@ -5,10 +5,10 @@
     python bench/gpu/standstill.py --mps --job '{"accumulate": "fp32"}' '{"graphs": "never"}'
     python bench/gpu/standstill.py --mps --env CUDA_DEVICE_MAX_CONNECTIONS=2
 
-Each `--job` is a column, and all take turns. A worker that is in one step (neither first nor last) for longer
-than `--late` seconds writes the stacks of its threads; they are printed with what was said of that run. A
-lane's transfer is interrupted after three seconds (`net/lanes.py`), without an incident: such a run is told by
-its stacks.
+Each `--job` is a column, and all take turns. A worker that is in one step (neither first nor last) for
+longer than `--late` seconds writes the stacks of its threads; they are printed with what was said of that
+run. A lane's transfer is interrupted after three seconds (`net/lanes.py`), without an incident: such a run is
+told by its stacks.
 """
 
 from __future__ import annotations
