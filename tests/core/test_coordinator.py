@@ -470,8 +470,10 @@ def test_if_all_workers_wait_again_and_again_they_are_all_restarted_from_the_new
 
 def test_a_mended_link_is_retried_in_place_until_it_breaks_too_often() -> None:
     cluster = running()
-    for _ in range(2):
-        cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))
+    for error in ("", "a lane stood still"):
+        cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01, error=error))
+    link = "connection reset between 0:0 and 0:1"
+    assert [i.what for i in cluster.coordinator.log.incidents] == [link, f"{link}: a lane stood still"]
     assert cluster.coordinator.tasks["t"].seats[W00].incarnation == 1
     assert [i.verdict.severity for i in cluster.coordinator.log.incidents if i.verdict] == [3, 3]
     cluster.report("t", W00, msg.LinkMended(task="t", worker=W00, peer=W01))

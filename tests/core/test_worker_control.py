@@ -181,14 +181,15 @@ def test_a_broken_link_is_mended_after_a_wait_and_said_only_once_it_has_held() -
     worker = control()
     worker.handle(resume(1, restore=0), 0.0)
     worker.take_actions()
-    worker.handle(LinkBroke(THERE), 10.0)
+    worker.handle(LinkBroke(THERE, "a lane stood still"), 10.0)
+    worker.handle(LinkBroke(THERE, "closed"), 10.0)  # the second of its two directions
     assert worker.due_at() == 11.0
     assert worker.handle(msg.TimePassed(), 11.0) == []
     assert worker.due_at() is None, "silence proves nothing: the peer's machine may have no power"
     worker.handle(LinkOpened(THERE), 11.5)
     assert worker.due_at() == 12.5
     (said,) = worker.handle(msg.TimePassed(), 12.5)
-    assert said == SendReport(msg.LinkMended(task="t", worker=ME, peer=PEER))
+    assert said == SendReport(msg.LinkMended(task="t", worker=ME, peer=PEER, error="a lane stood still"))
     assert worker.due_at() is None
 
 
@@ -196,9 +197,9 @@ def test_a_link_that_another_message_opened_is_mended_too() -> None:
     links = LinkMending(MendLimits(after_s=1.0, most_s=4.0))
     links.broke(THERE, 10.0)
     links.opened(THERE, 10.2)
-    assert links.due(11.0) == ([THERE], []), "what was lost is sent again all the same"
+    assert links.due(11.0) == ([THERE], {}), "what was lost is sent again all the same"
     assert links.due_at() == 12.0
-    assert links.due(12.0) == ([], [THERE])
+    assert links.due(12.0) == ([], {THERE: ""})
 
 
 def test_each_break_waits_longer_and_nothing_is_said_while_it_breaks_again() -> None:
@@ -210,11 +211,11 @@ def test_each_break_waits_longer_and_nothing_is_said_while_it_breaks_again() -> 
         due = links.due_at()
         assert due is not None
         waits.append(due - now)
-        assert links.due(due) == ([THERE], [])
+        assert links.due(due) == ([THERE], {})
         links.opened(THERE, due)
         now = due + 0.5
     assert waits == [1.0, 4.0, 4.0, 4.0, 4.0]
-    assert links.due(now + 1.0) == ([], [THERE])
+    assert links.due(now + 1.0) == ([], {THERE: ""})
 
 
 def test_a_peer_that_cannot_be_reached_again_is_reported_once() -> None:

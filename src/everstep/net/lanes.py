@@ -270,7 +270,7 @@ class Lanes:
     def _control(self, said: OpenLane | LaneBroke) -> None:
         if isinstance(said, LaneBroke):
             for lane in [lane for lane in self._to.values() if lane.name == said.lane]:
-                self._broke(lane, "the receiver says so")
+                self._broke(lane, "the receiver has given it up")
             return
         try:
             meet = bytes.fromhex(said.meet)
@@ -337,7 +337,7 @@ class Lanes:
             if self._to.get(lane.peer) is lane:
                 del self._to[lane.peer]
             if not unused:
-                self._links.move(lane.peer)
+                self._links.move(lane.peer, f"{self.kind} lane: {because}")
         else:
             self._from.pop(lane.name, None)
             self._links.send(lane.peer, FrameKind.LANE, Envelope(LaneBroke(lane.name)))

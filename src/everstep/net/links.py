@@ -204,7 +204,7 @@ class Links:
                 self._ask.append(link)
         self._wake()
 
-    def move(self, to: Address) -> None:
+    def move(self, to: Address, because: str = "") -> None:
         """Close the connection to a peer that lives; the next one may take another path.
 
         To the rest of the worker it is a link that broke: what was under way is sent again.
@@ -213,7 +213,7 @@ class Links:
         if link is not None:
             with contextlib.suppress(OSError):
                 link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
-            link.broken = True
+            link.broken, link.error = True, because
             self._ask.append(link)
             self._wake()
 

@@ -279,6 +279,7 @@ class LinkMended(TaskReport, WorkerReport):
     task: str
     worker: Worker
     peer: Worker
+    error: str = ""  # by which it broke, as far as that is known
 
 
 @message(by=WORKER, says="worker {worker} of {task} cannot reach {peer} since {down_s:.1f} s")

@@ -24,7 +24,7 @@ from everstep.core.faults.symptoms import BUSY
 from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Replay, VoteEnd, VoteVerdict, judge_replay, judge_votes
 from everstep.core.task.states import Copying, Entering, Member
-from everstep.errors import InternalError
+from everstep.errors import InternalError, clipped
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -685,7 +685,8 @@ class Failures:
         bad = task.failures.links
         bad.links = [one for one in bad.links if (one.worker, one.peer) != (event.worker, event.peer)]
         retries = self._count_retry(task, link, now)
-        text = f"connection reset between {event.worker} and {event.peer}"
+        why = f": {clipped(event.error)}" if event.error else ""
+        text = f"connection reset between {event.worker} and {event.peer}{why}"
         incident = self._incidents.suspect(task, event.worker, "link", text, now)
         judgement = known(ErrorKind.CONNECTION_RESET, text)
         self._incidents.judge(incident, judgement, now)

@@ -137,7 +137,7 @@ class WorkerControl:
 
     def _link_broke(self, address: PeerAddress, error: str, now: float) -> list[WorkerAction]:
         """If it could not be opened again, the coordinator compares with what others say."""
-        down_s = self.mending.broke(address, now)
+        down_s = self.mending.broke(address, now, error)
         if down_s is None:
             return []
         task, worker, _ = self.sender
@@ -156,7 +156,7 @@ class WorkerControl:
                 self.state.link_reopened(peer)
         task, worker, _ = self.sender
         return [
-            SendReport(LinkMended(task=task, worker=worker, peer=peer))
+            SendReport(LinkMended(task=task, worker=worker, peer=peer, error=held[address]))
             for peer, address in self.book.items()
             if address in held
         ]

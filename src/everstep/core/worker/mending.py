@@ -31,6 +31,7 @@ class _Broken:
     is_open: bool = False  # the peer has answered on a new connection
     held_at: float | None = None  # when that will have held long enough
     is_told: bool = False  # that it could not be opened again
+    error: str = ""  # with which it broke first
 
 
 class LinkMending:
@@ -38,9 +39,9 @@ class LinkMending:
         self.limits = limits or MendLimits()
         self._broken: dict[PeerAddress, _Broken] = {}
 
-    def broke(self, address: PeerAddress, now: float) -> float | None:
+    def broke(self, address: PeerAddress, now: float, error: str = "") -> float | None:
         """Seconds for which the peer was out of reach, once, if an attempt to open it again has failed."""
-        found = self._broken.setdefault(address, _Broken(now, 0, None))
+        found = self._broken.setdefault(address, _Broken(now, 0, None, error=error))
         is_news = found.breaks > 0 and found.send_at is None and not (found.is_open or found.is_told)
         found.is_told = found.is_told or is_news
         found.breaks += 1
@@ -63,13 +64,15 @@ class LinkMending:
         times = (b.held_at if b.send_at is None else b.send_at for b in self._broken.values())
         return min((time for time in times if time is not None), default=None)
 
-    def due(self, now: float) -> tuple[list[PeerAddress], list[PeerAddress]]:
-        """The addresses to send to again now, and those whose connections have held since."""
-        send, held = [], []
+    def due(self, now: float) -> tuple[list[PeerAddress], dict[PeerAddress, str]]:
+        """The addresses to send to again now, and those whose connections have held since, with the error by
+        which they broke.
+        """
+        send, held = [], dict[PeerAddress, str]()
         for address, found in list(self._broken.items()):
             if found.held_at is not None and found.held_at <= now:
                 del self._broken[address]
-                held.append(address)
+                held[address] = found.error
             elif found.send_at is not None and found.send_at <= now:
                 found.send_at = None
                 if found.is_open:  # some other message has opened it meanwhile
