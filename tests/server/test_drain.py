@@ -123,11 +123,14 @@ def test_a_second_sigterm_ends_an_agent_at_once(tmp_path: Path) -> None:
         cluster.submit(small_job(tmp_path, steps=100_000, replicas=1, stages=1, microbatches=64))
         cluster.step_reached(1)
         agent = cluster.agents["a"]
-        cluster.kill_coordinator()  # nobody lets its worker go
-        cluster.start_coordinator()
-        agent.terminate()
-        log = tmp_path / "agent-a.log"
-        cluster.until(lambda: "node a leaves" in log.read_text(), "it says so")
-        time.sleep(SAME_SIGNAL_S)  # two within this time are one
-        agent.terminate()
-        assert agent.wait(60) == 143
+        coordinator = cluster.coordinators["first"]
+        coordinator.send_signal(signal.SIGSTOP)  # nobody lets its worker go
+        try:
+            agent.terminate()
+            log = tmp_path / "agent-a.log"
+            cluster.until(lambda: "node a leaves" in log.read_text(), "it says so")
+            time.sleep(SAME_SIGNAL_S)  # two within this time are one
+            agent.terminate()
+            assert agent.wait(60) == 143
+        finally:
+            coordinator.send_signal(signal.SIGCONT)
