@@ -18,7 +18,7 @@ from harness.addresses import spread_over_addresses
 from harness.in_a_row import run_in_a_row
 
 SHORT = DataSpec(kind="synthetic", rows=1, sequence=16)  # where the time of a step does not matter
-TRIES = 3  # of a point in which not all deaths happened
+TRIES = 8  # of a point in which not all deaths happened
 TOLERANCE = 1e-6  # relative, for sums in fp32; all other sums have the same bits in any order
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from everstep.core.task.recovery import Recovery
+from everstep.core.task.states import Running
 from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.worker_state import WorkerState
 from everstep.protocol.actions import RecordStep
@@ -145,7 +146,9 @@ class Checkers:
             self.was_alone |= any(len(row.live[self.bad.worker.stage]) < 2 for row in recovery.members)
 
     def chunks_held(self, recovery: Recovery, workers: Mapping[Worker, WorkerState]) -> None:
-        """At a recorded step. Letting a third holder go takes a report and a new epoch."""
+        """At a recorded step. Letting a third holder go takes a report and a new epoch; while one begins, the
+        workers go on, for as many steps as messages take.
+        """
         for stage, rows in enumerate(recovery.members[-1].holders if recovery.members else ()):
             for chunk, row in enumerate(rows):
                 if len(row) > 3:
@@ -153,7 +156,8 @@ class Checkers:
                 here = [workers.get(Worker(replica, stage)) for replica in row]
                 filled = len(row) == 3 and all(w is not None and chunk in w.chunks.kept for w in here)
                 place = (recovery.epoch, stage, chunk)
-                self._third_holders[place] = self._third_holders.get(place, 0) + 1 if filled else 0
+                stays = filled and isinstance(recovery.phase, Running)
+                self._third_holders[place] = self._third_holders.get(place, 0) + 1 if stays else 0
                 if self._third_holders[place] > MOST_STEPS_OF_THREE:
                     raise Violation(f"no leak: chunk {chunk} of stage {stage} keeps its three holders {row}")
 
