@@ -16,7 +16,7 @@ from torch import Tensor
 from everstep.engine.layers.software import computes_with
 from everstep.errors import PeerError, UserError
 from everstep.job.job import Job, NetSpec
-from everstep.net import frames, lanes, seal
+from everstep.net import frames, lanes, nccl, seal
 from everstep.net.bundle import BundleWire
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
 from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState
@@ -137,7 +137,7 @@ class LateName(PipeWire):
 
 
 class End:
-    def __init__(self, wire: Callable[[], PipeWire] = PipeWire) -> None:
+    def __init__(self, wire: Callable[[], PipeWire] = PipeWire, *, most_sends: int = 1000) -> None:
         self.got: queue.Queue[frames.Incoming] = queue.Queue()
         self.broken: queue.Queue[Address] = queue.Queue()
         self.said: list[str] = []
@@ -147,7 +147,14 @@ class End:
             host="127.0.0.1",
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
-        self.lanes = Lanes(self.links, wire, deliver=self.got.put, kind="pipe", log=self.said.append)
+        self.lanes = Lanes(
+            self.links,
+            wire,
+            deliver=self.got.put,
+            kind="pipe",
+            most_sends=most_sends,
+            log=self.said.append,
+        )
         self.links.start()
 
     def _arrived(self, frame: frames.Incoming) -> None:
@@ -173,8 +180,8 @@ class End:
 def ends() -> Iterator[Callable[..., End]]:
     made: list[End] = []
 
-    def make(wire: Callable[[], PipeWire] = PipeWire) -> End:
-        made.append(End(wire))
+    def make(wire: Callable[[], PipeWire] = PipeWire, *, most_sends: int = 1000) -> End:
+        made.append(End(wire, most_sends=most_sends))
         return made[-1]
 
     yield make
@@ -435,6 +442,49 @@ def test_attempts_to_open_a_lane_are_forgiven_after_a_time(
     assert a.lanes.lane(b.links.address) is None
     monkeypatch.setattr(lanes, "LATELY_S", 0.0)
     assert a.lanes.lane(b.links.address) is not None
+
+
+def test_so_many_lanes_send_at_once_and_the_others_have_their_turn(ends: Callable[..., End]) -> None:
+    """Each waits on the device for its receiver, and more of them than a device has queues stood still."""
+    most = [0]
+
+    class Counted(SlowWire):
+        def begin(self, tensors: tuple[Tensor, ...]) -> None:
+            if a.lanes._open:  # it is no opening
+                sending = [lane for lane in a.lanes._wired if lane.sends and lane.moving is not None]
+                most[0] = max(most[0], len(sending))
+            super().begin(tensors)
+
+        def is_done(self) -> bool:
+            return self._began is not None and time.monotonic() > self._began + 0.02 and super().is_done()
+
+    a, peers = ends(Counted, most_sends=2), [ends() for _ in range(5)]
+    for peer in peers:
+        a.lane(peer)
+    until(lambda: len(a.lanes._open) == len(peers))
+    order: list[int] = []
+    for number, peer in enumerate(peers):
+        deliver = lambda frame, number=number: order.append(number)  # noqa: E731
+        peer.lanes._deliver = deliver
+    for number in range(6):
+        a.send(peers[0], number, torch.ones(4))
+    for peer in peers[1:]:
+        a.send(peer, 0, torch.ones(4))
+    until(lambda: len(order) == 10)
+    assert most[0] == 2
+    assert set(order[:5]) == set(range(5)), "one that has much to send keeps no other from its turn"
+
+
+def test_sends_have_a_stream_of_their_own_and_receives_share() -> None:
+    made = iter(range(100))
+    lines = nccl.Lines(lambda: next(made))
+    receiving = [lines.take(sends=False) for _ in range(3 * nccl.RECEIVING)]
+    assert all(line.users == 3 for line in receiving)
+    sending = [lines.take(sends=True) for _ in range(nccl.MOST_SENDS)]
+    streams = [line.stream for line in [*lines.opening.values(), *sending, *receiving]]
+    assert len(set(streams)) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < 8
+    lines.give_back(sending[-1])
+    assert lines.take(sends=True) is sending[-1]
 
 
 def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(

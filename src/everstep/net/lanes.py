@@ -49,6 +49,7 @@ from everstep.protocol.parcels import Parcel
 OPEN_WITHIN_S = 60.0
 MOST_ATTEMPTS = 3  # to open a lane to one address, of late; after that tcp has to do
 LATELY_S = 600.0
+MOST_LANES = 1 << 16
 LATE_S, LEAST_RATE = 3.0, 10e6  # a transfer has so long on the wire, and longer by its bytes at this rate
 LOOK_EVERY_S = 0.25  # for one that is late
 MAX_NAME = 128
@@ -184,15 +185,19 @@ class Lanes:
         *,
         deliver: Callable[[frames.Incoming], None],
         kind: str,
+        most_sends: int = MOST_LANES,
         log: Callable[[str], None] = say,
     ) -> None:
+        """`most_sends`: so many lanes send at once, the others wait for their turn."""
         self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
+        self._most_sends = most_sends
         self._to: dict[Address, Lane] = {}
         self._from: dict[str, Lane] = {}
         self._attempts: dict[Address, list[float]] = {}  # when each was made
         self._opened = 0
         self._wired: list[Lane] = []  # all whose wire is not left yet
-        self._open: list[Lane] = []  # what the one thread moves
+        self._open: list[Lane] = []  # what the one thread moves, in turn
+        self._sending: set[Lane] = set()  # of these
         self._more = threading.Event()  # there is something to do for it
         self._threads: list[threading.Thread] = []  # which serve all lanes, once there is one
         self._lock = threading.Lock()
@@ -424,6 +429,8 @@ class Lanes:
         try:
             if not lane.is_broken:
                 if lane.moving is None:
+                    if lane.sends and len(self._sending) >= self._most_sends:
+                        return _Progress.IDLE  # another one's progress is waited for
                     try:
                         self._begin(lane, lane.work.get_nowait())
                     except queue.Empty:
@@ -436,6 +443,7 @@ class Lanes:
             self._broke(lane, str(error))
         if lane.is_broken:
             self._open.remove(lane)
+            self._sending.discard(lane)
             self._start(self._leave, lane)
         return _Progress.SOME
 
@@ -446,6 +454,7 @@ class Lanes:
             parcel, envelope = transfer.message
             announced = OnLane(lane.name, lane.order.take(), transfer.forms)
             self._links.send(lane.peer, parcel, envelope._replace(where=announced))
+            self._sending.add(lane)
         lane.moving, lane.began = transfer, time.monotonic()
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
 
@@ -455,6 +464,7 @@ class Lanes:
         if lane.sends:
             lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
             lane.busy_s += time.monotonic() - lane.began
+            self._sending.discard(lane)
         lane.held.pop(id(transfer), None)
         if transfer.frame is not None:
             transfer.frame.tensors = transfer.tensors

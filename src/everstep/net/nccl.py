@@ -7,6 +7,14 @@ non-blocking: every call returns at once and is asked about later, so a lane's t
 Two ranks and one direction, because operations of one communicator run one after the other: with both
 directions on it, two workers that send at the same time would wait for each other's receive.
 
+A transfer waits on the device until the other end's comes there too. A device works through few queues
+(`CUDA_DEVICE_MAX_CONNECTIONS`), which streams share, and what is behind such a transfer in its queue waits as
+well. So all lanes of a GPU have a few streams together, and no circle of such waits can close:
+
+    sends      each alone on a stream, so it runs as soon as it is announced; the others wait for their turn
+    receives   begun when they are announced; several on a stream, for each of them ends
+    opening    streams of their own: a first byte is sent without anyone to receive it
+
 The ways out of a communicator whose other rank is dead, and what each takes, are in `docs/data-plane.md`. The
 fastest is `ncclCommShrink` with NCCL_SHRINK_ABORT: it tells the kernels on the device to stop. What it leaves
 is aborted afterwards, when no one waits.
@@ -19,6 +27,8 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +44,7 @@ BYTES = 1  # ncclUint8
 SHRINK_ABORT = 1
 NAME_BYTES = 128
 MAX_CTAS = 4  # a transfer needs few of the device's multiprocessors
+MOST_SENDS, RECEIVING = 2, 2  # streams: with those of openings and the computation's less than eight
 LOOK_AT_ERRORS_EVERY_S = 0.02
 LEAVE_WITHIN_S = 5.0
 _DEFAULT = -(2**31)  # NCCL's word for "not given"
@@ -111,6 +122,42 @@ def prepare(host: str, *, alone: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
+@dataclass(slots=True, eq=False)
+class Line:
+    """A stream: what is on it runs one after the other."""
+
+    stream: Any
+    users: int = 0  # sends that are on it, or lanes that receive on it
+    came_on: float = 0.0  # when something on it was over last
+
+
+class Lines:
+    """The streams of all lanes of one GPU."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.opening = {sends: Line(make()) for sends in (True, False)}
+        self._of = {
+            True: [Line(make()) for _ in range(MOST_SENDS)],
+            False: [Line(make()) for _ in range(RECEIVING)],
+        }
+        self._lock = threading.Lock()
+
+    def take(self, *, sends: bool) -> Line:
+        with self._lock:
+            line = min(self._of[sends], key=lambda line: line.users)
+            line.users += 1
+            return line
+
+    def give_back(self, line: Line) -> None:
+        with self._lock:
+            line.users -= 1
+
+
+@functools.cache
+def lines_of(device: torch.device) -> Lines:
+    return Lines(lambda: _own_stream(device))
+
+
 class NcclWire:
     """One end of a lane between two GPUs."""
 
@@ -119,7 +166,7 @@ class NcclWire:
         self._nccl = library()
         self._comm, self._shrunk = ctypes.c_void_p(), ctypes.c_void_p()
         self._sends = self._opened = False
-        self._stream: torch.cuda.Stream | None = None
+        self._line: Line | None = None  # where its transfers are; a sender has one only while it sends
         self._event: torch.cuda.Event | None = None
         self._launching = False
         self._since: float | None = None  # the launch was over: the device is in it
@@ -137,8 +184,7 @@ class NcclWire:
         if len(name) != NAME_BYTES:
             raise PeerError("a peer named a communicator by something that is not a name of NCCL's")
         torch.cuda.set_device(self._device)
-        self._sends = sends
-        self._stream = _own_stream(self._device)
+        self._sends, self._line = sends, lines_of(self._device).opening[sends]
         given, config = _Name(), _config()
         ctypes.memmove(ctypes.byref(given), name, NAME_BYTES)
         self._check(
@@ -152,17 +198,19 @@ class NcclWire:
         return self._opened
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with torch.cuda.stream(self._stream):
+        assert self._line is not None
+        with torch.cuda.stream(self._line.stream):
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
         tensor.record_stream(torch.cuda.default_stream(self._device))  # where it is read
         return tensor
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
-        assert self._stream is not None
         torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
+        if self._line is None:
+            self._line = lines_of(self._device).take(sends=self._sends)
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
-        stream, other = ctypes.c_void_p(self._stream.cuda_stream), 1 if self._sends else 0
+        stream, other = ctypes.c_void_p(self._line.stream.cuda_stream), 1 if self._sends else 0
         with self._launch:
             if self._is_stopped:
                 raise PeerError("a transfer was interrupted")
@@ -179,16 +227,21 @@ class NcclWire:
         self._launching, self._event = True, None
 
     def is_done(self) -> bool:
-        assert self._stream is not None
+        assert self._line is not None
         if self._launching:
             if self._state() == IN_PROGRESS:
                 return False
             self._launching, self._since = False, time.monotonic()
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._stream)
+            self._event.record(self._line.stream)
         assert self._event is not None
         if self._event.query():  # type: ignore[no-untyped-call]
             self._event = self._since = None
+            self._line.came_on = time.monotonic()
+            if self._sends:
+                self._give_back_line()
+            elif self._line in lines_of(self._device).opening.values():
+                self._line = lines_of(self._device).take(sends=False)
             return True
         if time.monotonic() - self._looked_at > LOOK_AT_ERRORS_EVERY_S:
             self._looked_at = time.monotonic()
@@ -196,7 +249,8 @@ class NcclWire:
         return False
 
     def waits_since(self) -> float | None:
-        return self._since
+        since, line = self._since, self._line
+        return None if since is None or line is None else max(since, line.came_on)
 
     def interrupt(self) -> None:
         """Without a call to CUDA before its kernel is told to stop: another thread's may wait for that."""
@@ -213,8 +267,10 @@ class NcclWire:
         torch.cuda.set_device(self._device)
         with self._launch:
             self._stop()
-        if not (self._is_stopped and self._stream_ends()):
+        if not (self._is_stopped and self._ends()):
             self.close()
+        if self._ends():
+            self._give_back_line()
 
     def _stop(self) -> None:
         """By shrinking, where a transfer is on the device: the quickest way to stop its kernel."""
@@ -229,18 +285,25 @@ class NcclWire:
             if comm:
                 self._nccl.ncclCommAbort(comm)
         self._shrunk, self._comm = ctypes.c_void_p(), ctypes.c_void_p()
-        self._stream_ends()
+        self._ends()
 
-    def _stream_ends(self) -> bool:
-        """False: the device is still in it after a time."""
-        if self._stream is None:
+    def _ends(self) -> bool:
+        """False: the device is still in a transfer after a time."""
+        if self._line is None or not (self._launching or self._since is not None):
             return True
+        over = self._line.stream if self._event is None else self._event
         until = time.monotonic() + LEAVE_WITHIN_S
-        while not self._stream.query():
+        while not over.query():
             if time.monotonic() > until:
                 return False
             time.sleep(5e-4)
         return True
+
+    def _give_back_line(self) -> None:
+        lines = lines_of(self._device)
+        if self._line is not None and self._line not in lines.opening.values():
+            lines.give_back(self._line)
+        self._line = None
 
     def _state(self) -> int:
         state = ctypes.c_int(IN_PROGRESS)
@@ -256,7 +319,7 @@ class NcclWire:
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Not from torch's pool: two lanes that shared a stream would wait for each other."""
+    """Not from torch's pool, which gives one and the same to several."""
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         non_blocking, high = ctypes.c_uint(1), ctypes.c_int(-1)

@@ -54,7 +54,7 @@ from everstep.net.envelope import (
     PlaceInMemory,
     Unmappable,
 )
-from everstep.net.lanes import Lane, Lanes, LaneState, Wire
+from everstep.net.lanes import MOST_LANES, Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
@@ -183,6 +183,7 @@ WIRES: dict[str, Callable[[PlaneSettings], Wire]] = {
         bind=settings.bind,
     ),
 }
+MOST_SENDS = {"nccl": nccl.MOST_SENDS, "pipe": 2}  # at once, of a worker, where there is a limit
 
 
 class DataPlane:
@@ -229,7 +230,13 @@ class DataPlane:
         self._lanes: Lanes | None = None
         if self.identity.lanes:
             kind = self.identity.lanes.partition(" ")[0]
-            self._lanes = Lanes(self.links, partial(WIRES[kind], settings), deliver=self._deliver, kind=kind)
+            self._lanes = Lanes(
+                self.links,
+                partial(WIRES[kind], settings),
+                deliver=self._deliver,
+                kind=kind,
+                most_sends=MOST_SENDS.get(kind, MOST_LANES),
+            )
         self._fills = ArrivingFills(device, self._deliver)
         self.reads = SharedReads(self.links.send)
         self.carriers: dict[Address, str] = {}  # what carried tensors to it last
