@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -482,9 +483,32 @@ def test_sends_have_a_stream_of_their_own_and_receives_share() -> None:
     assert all(line.users == 3 for line in receiving)
     sending = [lines.take(sends=True) for _ in range(nccl.MOST_SENDS)]
     streams = [line.stream for line in [*lines.opening.values(), *sending, *receiving]]
-    assert len(set(streams)) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < 8
+    assert len(set(streams)) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < nccl.QUEUES
     lines.give_back(sending[-1])
     assert lines.take(sends=True) is sending[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to", "is_told"),
+    [("", "8", False), ("1", "8", True), ("8", "8", False), ("32", "32", False), ("many", "8", True)],
+)
+def test_a_gpu_has_a_queue_for_each_stream_of_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    set_to: str,
+    is_told: bool,
+) -> None:
+    """Scripts of Megatron are started with a single one: a worker's sends would wait behind its receives."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    else:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    nccl.prepare("127.0.0.1", alone=False)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == set_to
+    said = capsys.readouterr()
+    assert (f"CUDA_DEVICE_MAX_CONNECTIONS is {given} here" in said.out + said.err) == is_told
 
 
 def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(

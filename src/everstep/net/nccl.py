@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from everstep.errors import PeerError
+from everstep.log import say
 from everstep.net.arena import cuda_runtime
 
 SUCCESS, IN_PROGRESS = 0, 7
@@ -44,7 +45,8 @@ BYTES = 1  # ncclUint8
 SHRINK_ABORT = 1
 NAME_BYTES = 128
 MAX_CTAS = 4  # a transfer needs few of the device's multiprocessors
-MOST_SENDS, RECEIVING = 2, 2  # streams: with those of openings and the computation's less than eight
+QUEUES = 8
+MOST_SENDS, RECEIVING = 2, 2  # streams: with those of openings and the computation's fewer than queues
 LOOK_AT_ERRORS_EVERY_S = 0.02
 LEAVE_WITHIN_S = 5.0
 _DEFAULT = -(2**31)  # NCCL's word for "not given"
@@ -105,14 +107,21 @@ def version() -> int:
 
 
 def prepare(host: str, *, alone: bool) -> None:
-    """Settings of this process, before CUDA and NCCL are first used. What the user has set stays.
+    """Settings of this process, before CUDA and NCCL are first used. What the user has set stays, too few
+    queues apart: some other programs want a single one.
 
     `alone`: as if on a node of its own. NCCL refuses two ranks on one GPU, or on two MIG instances of one,
     unless it takes them for different machines.
     """
     # Queues to the device: under MPS a process has 2 by default, and lanes would wait behind the computation.
     # With 32 each, the fourth process that shares a GPU under MPS finds no memory for its context (measured).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if not given.isdecimal() or int(given) < QUEUES:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(QUEUES)
+    if given not in ("", os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]):
+        say(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {given} here: {QUEUES} is set, or workers could wait for each other"
+        )
     if alone:
         os.environ.setdefault("NCCL_HOSTID", f"everstep-{os.getpid()}-{time.monotonic_ns()}")
     interface = next(
