@@ -501,14 +501,13 @@ def test_a_gpu_has_a_queue_for_each_stream_of_lanes(
 ) -> None:
     """Scripts of Megatron are started with a single one: a worker's sends would wait behind its receives."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
-    if given:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-    else:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    if not given:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     nccl.prepare("127.0.0.1", alone=False)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == set_to
     said = capsys.readouterr()
-    assert (f"CUDA_DEVICE_MAX_CONNECTIONS is {given} here" in said.out + said.err) == is_told
+    assert (f"CUDA_DEVICE_MAX_CONNECTIONS={given} is taken for 8" in said.out + said.err) == is_told
 
 
 def test_a_tensor_is_borrowed_from_its_reservation_until_the_wire_has_let_go(
