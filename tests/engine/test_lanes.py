@@ -488,6 +488,22 @@ def test_sends_have_a_stream_of_their_own_and_receives_share() -> None:
     assert lines.take(sends=True) is sending[-1]
 
 
+def test_lanes_that_are_opened_in_one_moment_find_the_same_streams() -> None:
+    def make(device: torch.device) -> object:
+        time.sleep(0.002)
+        return object()
+
+    lines_of, found = nccl.LinesByDevice(make), []
+    here = torch.device("cpu")
+    threads = [threading.Thread(target=lambda: found.append(lines_of(here))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    assert len(set(map(id, found))) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "set_to", "is_told"),
     [("", "8", False), ("1", "8", True), ("8", "8", False), ("32", "32", False), ("many", "8", True)],

@@ -162,9 +162,18 @@ class Lines:
             line.users -= 1
 
 
-@functools.cache
-def lines_of(device: torch.device) -> Lines:
-    return Lines(lambda: _own_stream(device))
+class LinesByDevice:
+    """Made once: lanes are opened by threads of their own, several in one moment."""
+
+    def __init__(self, make: Callable[[torch.device], Any]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._found: dict[torch.device, Lines] = {}
+
+    def __call__(self, device: torch.device) -> Lines:
+        with self._lock:
+            if device not in self._found:
+                self._found[device] = Lines(lambda: self._make(device))
+            return self._found[device]
 
 
 class NcclWire:
@@ -216,13 +225,14 @@ class NcclWire:
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
         torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
-        if self._line is None:
-            self._line = lines_of(self._device).take(sends=self._sends)
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
-        stream, other = ctypes.c_void_p(self._line.stream.cuda_stream), 1 if self._sends else 0
+        other = 1 if self._sends else 0
         with self._launch:
             if self._is_stopped:
                 raise PeerError("a transfer was interrupted")
+            if self._line is None:
+                self._line = lines_of(self._device).take(sends=self._sends)
+            stream = ctypes.c_void_p(self._line.stream.cuda_stream)
             self._check(self._nccl.ncclGroupStart())
             codes = [
                 call(
@@ -336,3 +346,6 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     if code or stream.value is None:
         raise PeerError(f"no stream for a lane (CUDA error {code})")
     return torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
+
+
+lines_of = LinesByDevice(_own_stream)
