@@ -314,10 +314,6 @@ TIMER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     for what in Coordinator().timers()
     if what not in NOT_IN_STORMS
 }
-CANCEL_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
-    make.__name__: make for make in (cancel_does_not_close, cancel_of_a_task_that_stops_is_lost)
-}
-MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
 
 
 def over_with_the_last_seal() -> list[Patch]:
@@ -331,6 +327,10 @@ def over_with_the_last_seal() -> list[Patch]:
     return [(Training, "_hold_last", wrong)]
 
 
+CANCEL_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    make.__name__: make for make in (cancel_does_not_close, cancel_of_a_task_that_stops_is_lost)
+}
+MEMORY_MUTANTS: dict[str, Callable[[], list[Patch]]] = {"one_holder_is_asked": one_holder_is_asked}
 CLUSTER_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     make.__name__: make
     for make in (

@@ -310,7 +310,7 @@ class Sweep:
         planned = len(point.faults) + len(point.killed)
         for _ in range(TRIES):
             result = self._try_once(point)
-            if result["struck"] >= planned:
+            if result["struck"] >= planned or not result["ok"]:
                 return result
         return result | {"ok": False, "failure": result["failure"] or f"{result['struck']} of {planned} died"}
 

@@ -20,7 +20,7 @@ from everstep.job.job import Job, NetSpec
 from everstep.net import frames, lanes, nccl, seal
 from everstep.net.bundle import BundleWire
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
-from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState
+from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState, LaneTransfer
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.plane import (
@@ -393,13 +393,15 @@ def test_a_transfer_for_which_even_the_thread_of_the_lanes_waits_is_interrupted(
     ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch, at_sender: bool
 ) -> None:
     """Eight workers of one GPU waited for each other in a circle, until the coordinator ended them."""
-    monkeypatch.setattr(lanes, "LATE_S", 0.3)
     waits = iter([True])
     waiting = lambda: Waiting(waits=next(waits, False))  # noqa: E731
     a, b, c = ends(waiting if at_sender else PipeWire), ends(PipeWire if at_sender else waiting), ends()
-    a.send(b, 1, sent := torch.ones(50_000))
     first = a.lane(b)
-    until(lambda: first.state is not LaneState.OPENING)
+    until(lambda: b.lanes._wired)
+    opened = [first, a.lane(c), b.lane(c)]
+    until(lambda: all(lane.state is LaneState.READY for lane in [*opened, *b.lanes._wired, *c.lanes._wired]))
+    monkeypatch.setattr(lanes, "LATE_S", 0.3)
+    a.send(b, 1, sent := torch.ones(50_000))
     for end in (a, b):
         end.send(c, 2, torch.full((2,), 2.0))
     assert a.broken.get(timeout=20) == b.links.address, "what it had is sent again by who owes it"
@@ -407,6 +409,7 @@ def test_a_transfer_for_which_even_the_thread_of_the_lanes_waits_is_interrupted(
     said = [line for end in (a, b) for line in end.said if "a transfer was not over after 0." in line]
     assert said
     until(lambda: not a.lanes.borrows(sent))
+    monkeypatch.undo()
     a.send(b, 3, torch.full((3,), 3.0))
     assert a.lane(b) is not first
     frame = b.got.get(timeout=20)
@@ -415,20 +418,15 @@ def test_a_transfer_for_which_even_the_thread_of_the_lanes_waits_is_interrupted(
     assert b.got.empty()
 
 
-def test_a_transfer_that_comes_on_is_not_late(
-    ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "LATE_S", 0.1)
-    monkeypatch.setattr(lanes, "LEAST_RATE", 1e6)
-    gate = threading.Event()
-    a, b = ends(lambda: Slow(gate)), ends()
-    a.send(b, 1, torch.zeros(250_000))  # 1 MB: 1.1 s
-    until(lambda: a.lane(b).moving is not None)
-    time.sleep(0.6)
-    gate.set()
-    assert b.got.get(timeout=20).envelope.beside == 1
-    assert a.lane(b).state is LaneState.READY
-    assert a.broken.empty()
+@pytest.mark.parametrize(("nbytes", "lasts_s"), [(0, 3.0), (100_000_000, 13.0), (1 << 40, 3.0 + 2**40 / 1e7)])
+def test_a_transfer_is_late_after_a_time_for_its_bytes(nbytes: int, lasts_s: float) -> None:
+    wire = PipeWire()
+    lane = Lane("a/1", Address("a", 1), sends=True, wire=wire)
+    assert lanes._is_late(lane, 1e9) is None, "nothing is on the wire"
+    wire._began = 100.0
+    lane.moving = LaneTransfer((torch.empty(nbytes, dtype=torch.uint8, device="meta"),))
+    assert lanes._is_late(lane, 100.0 + lasts_s - 0.01) is None
+    assert lanes._is_late(lane, 100.0 + lasts_s + 0.01) == pytest.approx(lasts_s + 0.01)
 
 
 def test_attempts_to_open_a_lane_are_forgiven_after_a_time(
@@ -478,24 +476,28 @@ def test_so_many_lanes_send_at_once_and_the_others_have_their_turn(ends: Callabl
 
 def test_sends_have_a_stream_of_their_own_and_receives_share() -> None:
     made = iter(range(100))
-    lines = nccl.Lines(lambda: next(made))
-    receiving = [lines.take(sends=False) for _ in range(3 * nccl.RECEIVING)]
-    assert all(line.users == 3 for line in receiving)
-    sending = [lines.take(sends=True) for _ in range(nccl.MOST_SENDS)]
-    streams = [line.stream for line in [*lines.opening.values(), *sending, *receiving]]
-    assert len(set(streams)) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < nccl.QUEUES
-    lines.give_back(sending[-1])
-    assert lines.take(sends=True) is sending[-1]
+    streams = nccl.LaneStreams(lambda: next(made))
+    receiving = [streams.take(sends=False) for _ in range(3 * nccl.RECEIVING)]
+    assert all(one.users == 3 for one in receiving)
+    sending = [streams.take(sends=True) for _ in range(nccl.MOST_SENDS)]
+    every = {one.stream for one in [*streams.opening.values(), *sending, *receiving]}
+    assert len(every) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < nccl.QUEUES
+    streams.give_back(sending[-1])
+    streams.give_back(streams.opening[True])  # which nobody takes
+    assert streams.take(sends=True) is sending[-1]
+    assert {one.users for one in streams.opening.values()} == {0}
 
 
-def test_lanes_that_are_opened_in_one_moment_find_the_same_streams() -> None:
+def test_lanes_that_are_opened_in_one_moment_find_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(device: torch.device) -> object:
         time.sleep(0.002)
         return object()
 
-    lines_of, found = nccl.LinesByDevice(make), []
+    monkeypatch.setattr(nccl, "_own_stream", make)
+    monkeypatch.setattr(nccl, "_streams", {})
+    found: list[nccl.LaneStreams] = []
     here = torch.device("cpu")
-    threads = [threading.Thread(target=lambda: found.append(lines_of(here))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(nccl.streams_of(here))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -27,6 +27,7 @@ lead to it and from it, and no others.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -49,7 +50,6 @@ from everstep.protocol.parcels import Parcel
 OPEN_WITHIN_S = 60.0
 MOST_ATTEMPTS = 3  # to open a lane to one address, of late; after that tcp has to do
 LATELY_S = 600.0
-MOST_LANES = 1 << 16
 LATE_S, LEAST_RATE = 3.0, 10e6  # a transfer has so long on the wire, and longer by its bytes at this rate
 LOOK_EVERY_S = 0.25  # for one that is late
 MAX_NAME = 128
@@ -185,7 +185,7 @@ class Lanes:
         *,
         deliver: Callable[[frames.Incoming], None],
         kind: str,
-        most_sends: int = MOST_LANES,
+        most_sends: float = math.inf,
         log: Callable[[str], None] = say,
     ) -> None:
         """`most_sends`: so many lanes send at once, the others wait for their turn."""

@@ -9,7 +9,8 @@ directions on it, two workers that send at the same time would wait for each oth
 
 A transfer waits on the device until the other end's comes there too. A device works through few queues
 (`CUDA_DEVICE_MAX_CONNECTIONS`), which streams share, and what is behind such a transfer in its queue waits as
-well. So all lanes of a GPU have a few streams together, and no circle of such waits can close:
+well. So all lanes of a GPU have a few streams together, and no circle of such waits can close as long as CUDA
+gives them queues of their own:
 
     sends      each alone on a stream, so it runs as soon as it is announced; the others wait for their turn
     receives   begun when they are announced; several on a stream, for each of them ends
@@ -132,48 +133,47 @@ def prepare(host: str, *, alone: bool) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """A stream: what is on it runs one after the other."""
+class LaneStream:
+    """What is on it runs one after the other."""
 
     stream: Any
     users: int = 0  # sends that are on it, or lanes that receive on it
     came_on: float = 0.0  # when something on it was over last
 
 
-class Lines:
-    """The streams of all lanes of one GPU."""
+class LaneStreams:
+    """Of all lanes of one GPU."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.opening = {sends: Line(make()) for sends in (True, False)}
+        self.opening = {sends: LaneStream(make()) for sends in (True, False)}
         self._of = {
-            True: [Line(make()) for _ in range(MOST_SENDS)],
-            False: [Line(make()) for _ in range(RECEIVING)],
+            True: [LaneStream(make()) for _ in range(MOST_SENDS)],
+            False: [LaneStream(make()) for _ in range(RECEIVING)],
         }
         self._lock = threading.Lock()
 
-    def take(self, *, sends: bool) -> Line:
+    def take(self, *, sends: bool) -> LaneStream:
         with self._lock:
-            line = min(self._of[sends], key=lambda line: line.users)
-            line.users += 1
-            return line
+            found = min(self._of[sends], key=lambda one: one.users)
+            found.users += 1
+            return found
 
-    def give_back(self, line: Line) -> None:
-        with self._lock:
-            line.users -= 1
+    def give_back(self, one: LaneStream) -> None:
+        if one not in self.opening.values():
+            with self._lock:
+                one.users -= 1
 
 
-class LinesByDevice:
+_streams: dict[torch.device, LaneStreams] = {}
+_making = threading.Lock()
+
+
+def streams_of(device: torch.device) -> LaneStreams:
     """Made once: lanes are opened by threads of their own, several in one moment."""
-
-    def __init__(self, make: Callable[[torch.device], Any]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._found: dict[torch.device, Lines] = {}
-
-    def __call__(self, device: torch.device) -> Lines:
-        with self._lock:
-            if device not in self._found:
-                self._found[device] = Lines(lambda: self._make(device))
-            return self._found[device]
+    with _making:
+        if device not in _streams:
+            _streams[device] = LaneStreams(lambda: _own_stream(device))
+        return _streams[device]
 
 
 class NcclWire:
@@ -184,7 +184,8 @@ class NcclWire:
         self._nccl = library()
         self._comm, self._shrunk = ctypes.c_void_p(), ctypes.c_void_p()
         self._sends = self._opened = False
-        self._line: Line | None = None  # where its transfers are; a sender has one only while it sends
+        self._streams: LaneStreams | None = None
+        self._on: LaneStream | None = None  # a sender is on one only while it sends
         self._event: torch.cuda.Event | None = None
         self._launching = False
         self._since: float | None = None  # the launch was over: the device is in it
@@ -202,7 +203,8 @@ class NcclWire:
         if len(name) != NAME_BYTES:
             raise PeerError("a peer named a communicator by something that is not a name of NCCL's")
         torch.cuda.set_device(self._device)
-        self._sends, self._line = sends, lines_of(self._device).opening[sends]
+        self._streams = streams_of(self._device)
+        self._sends, self._on = sends, self._streams.opening[sends]
         given, config = _Name(), _config()
         ctypes.memmove(ctypes.byref(given), name, NAME_BYTES)
         self._check(
@@ -216,23 +218,24 @@ class NcclWire:
         return self._opened
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self._line is not None
-        with torch.cuda.stream(self._line.stream):
+        assert self._on is not None
+        with torch.cuda.stream(self._on.stream):
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
         tensor.record_stream(torch.cuda.default_stream(self._device))  # where it is read
         return tensor
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
+        assert self._streams is not None
         torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
         other = 1 if self._sends else 0
         with self._launch:
             if self._is_stopped:
                 raise PeerError("a transfer was interrupted")
-            if self._line is None:
-                self._line = lines_of(self._device).take(sends=self._sends)
-            stream = ctypes.c_void_p(self._line.stream.cuda_stream)
+            if self._on is None:
+                self._on = self._streams.take(sends=self._sends)
+            stream = ctypes.c_void_p(self._on.stream.cuda_stream)
             self._check(self._nccl.ncclGroupStart())
             codes = [
                 call(
@@ -246,21 +249,22 @@ class NcclWire:
         self._launching, self._event = True, None
 
     def is_done(self) -> bool:
-        assert self._line is not None
+        assert self._streams is not None
+        assert self._on is not None
         if self._launching:
             if self._state() == IN_PROGRESS:
                 return False
             self._launching, self._since = False, time.monotonic()
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._line.stream)
+            self._event.record(self._on.stream)
         assert self._event is not None
         if self._event.query():  # type: ignore[no-untyped-call]
             self._event = self._since = None
-            self._line.came_on = time.monotonic()
+            self._on.came_on = time.monotonic()
             if self._sends:
-                self._give_back_line()
-            elif self._line in lines_of(self._device).opening.values():
-                self._line = lines_of(self._device).take(sends=False)
+                self._give_back()
+            elif self._on is self._streams.opening[False]:
+                self._on = self._streams.take(sends=False)
             return True
         if time.monotonic() - self._looked_at > LOOK_AT_ERRORS_EVERY_S:
             self._looked_at = time.monotonic()
@@ -268,8 +272,8 @@ class NcclWire:
         return False
 
     def waits_since(self) -> float | None:
-        since, line = self._since, self._line
-        return None if since is None or line is None else max(since, line.came_on)
+        since, on = self._since, self._on
+        return None if since is None or on is None else max(since, on.came_on)
 
     def interrupt(self) -> None:
         """Without a call to CUDA before its kernel is told to stop: another thread's may wait for that."""
@@ -289,7 +293,7 @@ class NcclWire:
         if not (self._is_stopped and self._ends()):
             self.close()
         if self._ends():
-            self._give_back_line()
+            self._give_back()
 
     def _stop(self) -> None:
         """By shrinking, where a transfer is on the device: the quickest way to stop its kernel."""
@@ -308,9 +312,9 @@ class NcclWire:
 
     def _ends(self) -> bool:
         """False: the device is still in a transfer after a time."""
-        if self._line is None or not (self._launching or self._since is not None):
+        if self._on is None or not (self._launching or self._since is not None):
             return True
-        over = self._line.stream if self._event is None else self._event
+        over = self._on.stream if self._event is None else self._event
         until = time.monotonic() + LEAVE_WITHIN_S
         while not over.query():
             if time.monotonic() > until:
@@ -318,11 +322,10 @@ class NcclWire:
             time.sleep(5e-4)
         return True
 
-    def _give_back_line(self) -> None:
-        lines = lines_of(self._device)
-        if self._line is not None and self._line not in lines.opening.values():
-            lines.give_back(self._line)
-        self._line = None
+    def _give_back(self) -> None:
+        if self._streams is not None and self._on is not None:
+            self._streams.give_back(self._on)
+        self._on = None
 
     def _state(self) -> int:
         state = ctypes.c_int(IN_PROGRESS)
@@ -346,6 +349,3 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     if code or stream.value is None:
         raise PeerError(f"no stream for a lane (CUDA error {code})")
     return torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
-
-
-lines_of = LinesByDevice(_own_stream)

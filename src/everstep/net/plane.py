@@ -25,6 +25,7 @@ the queue; states go there piece by piece (`transfers`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import socket
@@ -32,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ from everstep.net.envelope import (
     PlaceInMemory,
     Unmappable,
 )
-from everstep.net.lanes import MOST_LANES, Lane, Lanes, LaneState, Wire
+from everstep.net.lanes import Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.shared_reads import SharedReads
@@ -171,19 +172,27 @@ class PlaneSettings:
     way: Callable[[str, int], Way | None] | None = None  # onto its planned path
 
 
-# By transport: what carries the bytes of a lane. All others of `chosen` need no lane.
-WIRES: dict[str, Callable[[PlaneSettings], Wire]] = {
-    "nccl": lambda settings: nccl.NcclWire(settings.device),
-    "pipe": lambda settings: PipeWire(),
-    BUNDLE: lambda settings: BundleWire(
-        settings.secret,
-        settings.host,
-        settings.net.sockets,
-        partial(seal.accepted, settings.net),
-        bind=settings.bind,
+class LaneKind(NamedTuple):
+    """What carries the bytes of a lane, and how many of them a worker sends by at once."""
+
+    wire: Callable[[PlaneSettings], Wire]
+    most_sends: float = math.inf
+
+
+# By transport. All others of `chosen` need no lane.
+WIRES: dict[str, LaneKind] = {
+    "nccl": LaneKind(lambda settings: nccl.NcclWire(settings.device), nccl.MOST_SENDS),
+    "pipe": LaneKind(lambda settings: PipeWire(), nccl.MOST_SENDS),
+    BUNDLE: LaneKind(
+        lambda settings: BundleWire(
+            settings.secret,
+            settings.host,
+            settings.net.sockets,
+            partial(seal.accepted, settings.net),
+            bind=settings.bind,
+        )
     ),
 }
-MOST_SENDS = {"nccl": nccl.MOST_SENDS, "pipe": 2}  # at once, of a worker, where there is a limit
 
 
 class DataPlane:
@@ -232,10 +241,10 @@ class DataPlane:
             kind = self.identity.lanes.partition(" ")[0]
             self._lanes = Lanes(
                 self.links,
-                partial(WIRES[kind], settings),
+                partial(WIRES[kind].wire, settings),
                 deliver=self._deliver,
                 kind=kind,
-                most_sends=MOST_SENDS.get(kind, MOST_LANES),
+                most_sends=WIRES[kind].most_sends,
             )
         self._fills = ArrivingFills(device, self._deliver)
         self.reads = SharedReads(self.links.send)
