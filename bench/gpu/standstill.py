@@ -6,19 +6,22 @@
     python bench/gpu/standstill.py --mps --env CUDA_DEVICE_MAX_CONNECTIONS=2
 
 Each `--job` is a column, and all take turns. A worker that is in one step (neither first nor last) for
-longer than `--late` seconds writes the stacks of its threads; they are printed with what was said of that
-run. A lane's transfer is interrupted after three seconds (`net/lanes.py`), without an incident: such a run is
-told by its stacks.
+longer than `--late` seconds writes the stacks of its threads, what its lanes wait for, and whether the device
+takes a new kernel; they are printed with what was said of that run. A lane's transfer is interrupted after
+three seconds (`net/lanes.py`), and its data sent again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import gc
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -33,21 +36,63 @@ class Watched:
     """Data that starts a clock with the first microbatch of a step."""
 
     def __init__(
-        self, vocab: int, sequence: int, rows: int, late_s: float, last_step: int, folder: str
+        self,
+        vocab: int,
+        sequence: int,
+        rows: int,
+        late_s: float,
+        last_step: int,
+        folder: str,
+        is_cuda: bool,
     ) -> None:
         from everstep.engine.datasets.data import Synthetic
 
         self._data = Synthetic(vocab=vocab, sequence=sequence, rows=rows)
-        self._late_s, self._last_step, self._step = late_s, last_step, 0
+        self._late_s, self._last_step, self._step, self._is_cuda = late_s, last_step, 0, is_cuda
+        self._more_later: threading.Timer | None = None
         self._file = Path(folder, f"{os.getpid()}.txt").open("w")  # noqa: SIM115  open as long as the process
+
+    def _tell_more(self) -> None:
+        """What is on its way, and for how long the device has been in it; NCCL's threads, which have no stack
+        of Python's; and whether the device takes anything new.
+        """
+        from everstep.net.lanes import Lanes
+
+        def tell(text: str) -> None:
+            print(f"  {text}", file=self._file, flush=True)
+
+        for lanes in [one for one in gc.get_objects() if isinstance(one, Lanes)]:
+            for lane in [lane for lane in list(lanes._wired) if lane.moving or lane.held]:
+                since = lane.wire.waits_since()
+                on_device = "" if since is None else f", on the device for {time.monotonic() - since:.2f} s"
+                what = "moves" if lane.moving else "waits for its turn"
+                tell(f"{lane.name} {'to' if lane.sends else 'from'} {lane.peer.port} {what}{on_device}")
+        for task in sorted(Path("/proc/self/task").iterdir(), key=lambda one: int(one.name)):
+            with contextlib.suppress(OSError):
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                name, waits_in = ((task / what).read_text().strip() for what in ("comm", "wchan"))
+                tell(f"thread {task.name} {name}: {state} in {waits_in}")
+        if self._is_cuda:
+            import torch
+
+            tell(f"the computation is over: {torch.cuda.default_stream().query()}")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                began = time.monotonic()
+                number = torch.ones(1, device="cuda")
+                tell(f"a new kernel was launched within {time.monotonic() - began:.3f} s")
+                tell(f"it was over within {time.monotonic() - began:.3f} s: {number.item()}")
 
     def batch(self, step: int, microbatch: int) -> Any:
         if step != self._step:
             self._step = step
             print(f"step {step}", file=self._file, flush=True)
             faulthandler.cancel_dump_traceback_later()
+            if self._more_later is not None:
+                self._more_later.cancel()
             if 1 < step < self._last_step:
                 faulthandler.dump_traceback_later(self._late_s, file=self._file)
+                self._more_later = threading.Timer(self._late_s + 0.2, self._tell_more)
+                self._more_later.start()
         return self._data.batch(step, microbatch)
 
 
@@ -75,6 +120,7 @@ def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> 
                     "late_s": given.late,
                     "last_step": given.steps,
                     "folder": folder,
+                    "is_cuda": given.device == "cuda",
                 },
             },
             "steps": given.steps,

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -138,7 +139,7 @@ class LateName(PipeWire):
 
 
 class End:
-    def __init__(self, wire: Callable[[], PipeWire] = PipeWire, *, most_sends: int = 1000) -> None:
+    def __init__(self, wire: Callable[[], PipeWire] = PipeWire, *, most: int = 1000) -> None:
         self.got: queue.Queue[frames.Incoming] = queue.Queue()
         self.broken: queue.Queue[Address] = queue.Queue()
         self.said: list[str] = []
@@ -153,7 +154,7 @@ class End:
             wire,
             deliver=self.got.put,
             kind="pipe",
-            most_sends=most_sends,
+            most=most,
             log=self.said.append,
         )
         self.links.start()
@@ -181,8 +182,8 @@ class End:
 def ends() -> Iterator[Callable[..., End]]:
     made: list[End] = []
 
-    def make(wire: Callable[[], PipeWire] = PipeWire, *, most_sends: int = 1000) -> End:
-        made.append(End(wire, most_sends=most_sends))
+    def make(wire: Callable[[], PipeWire] = PipeWire, *, most: int = 1000) -> End:
+        made.append(End(wire, most=most))
         return made[-1]
 
     yield make
@@ -444,7 +445,7 @@ def test_attempts_to_open_a_lane_are_forgiven_after_a_time(
 
 
 def test_so_many_lanes_send_at_once_and_the_others_have_their_turn(ends: Callable[..., End]) -> None:
-    """Each waits on the device for its receiver, and more of them than a device has queues stood still."""
+    """Each occupies the device until its receiver is there."""
     most = [0]
 
     class Counted(SlowWire):
@@ -457,7 +458,7 @@ def test_so_many_lanes_send_at_once_and_the_others_have_their_turn(ends: Callabl
         def is_done(self) -> bool:
             return self._began is not None and time.monotonic() > self._began + 0.02 and super().is_done()
 
-    a, peers = ends(Counted, most_sends=2), [ends() for _ in range(5)]
+    a, peers = ends(Counted, most=2), [ends() for _ in range(5)]
     for peer in peers:
         a.lane(peer)
     until(lambda: len(a.lanes._open) == len(peers))
@@ -474,18 +475,37 @@ def test_so_many_lanes_send_at_once_and_the_others_have_their_turn(ends: Callabl
     assert set(order[:5]) == set(range(5)), "one that has much to send keeps no other from its turn"
 
 
-def test_sends_have_a_stream_of_their_own_and_receives_share() -> None:
+def test_so_many_lanes_receive_at_once_and_the_others_have_their_turn(ends: Callable[..., End]) -> None:
+    most = [0]
+
+    class Counted(Slow):
+        def begin(self, tensors: tuple[Tensor, ...]) -> None:
+            receiving = [lane for lane in a.lanes._wired if not lane.sends and lane.moving is not None]
+            most[0] = max(most[0], len(receiving))
+            super().begin(tensors)
+
+    gate = threading.Event()
+    a, peers = ends(lambda: Counted(gate), most=2), [ends() for _ in range(5)]
+    for number, peer in enumerate(peers):
+        peer.send(a, number, torch.ones(4))
+        peer.send(a, number, torch.ones(4))
+    until(lambda: sum(lane.work.qsize() for lane in a.lanes._open) == 8)
+    gate.set()
+    assert Counter(a.got.get(timeout=20).envelope.beside for _ in range(10)) == dict.fromkeys(range(5), 2)
+    assert most[0] == 2
+
+
+def test_no_transfer_shares_its_stream_and_streams_are_used_again() -> None:
     made = iter(range(100))
     streams = nccl.LaneStreams(lambda: next(made))
-    receiving = [streams.take(sends=False) for _ in range(3 * nccl.RECEIVING)]
-    assert all(one.users == 3 for one in receiving)
-    sending = [streams.take(sends=True) for _ in range(nccl.MOST_SENDS)]
-    every = {one.stream for one in [*streams.opening.values(), *sending, *receiving]}
-    assert len(every) == 2 + nccl.MOST_SENDS + nccl.RECEIVING < nccl.QUEUES
-    streams.give_back(sending[-1])
-    streams.give_back(streams.opening[True])  # which nobody takes
-    assert streams.take(sends=True) is sending[-1]
-    assert {one.users for one in streams.opening.values()} == {0}
+    receiving = [streams.take(sends=False) for _ in range(3)]
+    sending = [streams.take(sends=True) for _ in range(2)]
+    assert len({*sending, *receiving}) == 5
+    streams.give_back(receiving[0], sends=False)
+    streams.give_back(sending[1], sends=True)
+    assert streams.take(sends=True) == sending[1]
+    assert streams.take(sends=True) not in {*sending, *receiving}
+    assert streams.take(sends=False) == receiving[0]
 
 
 def test_lanes_that_are_opened_in_one_moment_find_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,10 +605,13 @@ def test_a_wire_that_breaks_counts_as_a_broken_link_at_the_sender(ends: Callable
     )
 
 
-def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Callable[..., End]) -> None:
+@pytest.mark.parametrize("error", [PeerError("no"), ValueError("a device without a number")])
+def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(
+    ends: Callable[..., End], error: Exception
+) -> None:
     class Never(PipeWire):
         def begin_open(self, name: bytes, *, sends: bool) -> None:
-            raise PeerError("no")
+            raise error
 
     a, b = ends(Never), ends()
     for _ in range(3):
@@ -599,6 +622,23 @@ def test_a_lane_that_cannot_be_opened_is_given_up_after_a_few_attempts(ends: Cal
     a.links.send(b.links.address, Parcel(ParcelKind.WEIGHTS, 0, 1, 0), Envelope(beside=1))
     assert b.got.get(timeout=20).envelope.beside == 1
     assert a.broken.empty(), "nothing was lost: no link is broken for it"
+
+
+def test_an_error_of_one_wire_ends_no_other_lane(ends: Callable[..., End]) -> None:
+    class Fails(PipeWire):
+        def begin(self, tensors: tuple[Tensor, ...]) -> None:
+            if tensors[0].numel() == 5:
+                raise ValueError("no five numbers")
+            super().begin(tensors)
+
+    a, b, c = ends(Fails), ends(), ends()
+    for peer in (b, c):
+        a.send(peer, 1, torch.ones(1))
+        assert peer.got.get(timeout=20).envelope.beside == 1
+    a.send(b, 2, torch.ones(5))
+    assert a.broken.get(timeout=20) == b.links.address
+    a.send(c, 2, torch.ones(2))
+    assert c.got.get(timeout=20).envelope.beside == 2
 
 
 @pytest.mark.parametrize(

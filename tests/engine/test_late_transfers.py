@@ -28,7 +28,7 @@ BEHIND_S = 9.0  # the sender's device comes to a transfer that it has announced
 
 
 def plane_of(transport: str) -> DataPlane:
-    device = torch.device("cuda" if transport == "nccl" else "cpu")
+    device = torch.device("cuda", 0) if transport == "nccl" else torch.device("cpu")
     return DataPlane(
         PlaneSettings(secret=b"s" * 32, host="127.0.0.1", device=device, transport=transport, waits=True)
     )

@@ -185,19 +185,19 @@ class Lanes:
         *,
         deliver: Callable[[frames.Incoming], None],
         kind: str,
-        most_sends: float = math.inf,
+        most: float = math.inf,
         log: Callable[[str], None] = say,
     ) -> None:
-        """`most_sends`: so many lanes send at once, the others wait for their turn."""
+        """`most`: so many lanes send at once, and as many receive; the others wait for their turn."""
         self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
-        self._most_sends = most_sends
+        self._most = most
         self._to: dict[Address, Lane] = {}
         self._from: dict[str, Lane] = {}
         self._attempts: dict[Address, list[float]] = {}  # when each was made
         self._opened = 0
         self._wired: list[Lane] = []  # all whose wire is not left yet
         self._open: list[Lane] = []  # what the one thread moves, in turn
-        self._sending: set[Lane] = set()  # of these
+        self._busy: dict[bool, set[Lane]] = {True: set(), False: set()}  # of these; True: they send
         self._more = threading.Event()  # there is something to do for it
         self._threads: list[threading.Thread] = []  # which serve all lanes, once there is one
         self._lock = threading.Lock()
@@ -367,7 +367,7 @@ class Lanes:
             self._connect(lane, meet)
         except _Left:
             pass
-        except (PeerError, RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
+        except Exception as error:  # whatever it is, tcp carries the messages
             self._broke(lane, str(error))
         if lane.is_broken:
             self._leave(lane)
@@ -429,7 +429,7 @@ class Lanes:
         try:
             if not lane.is_broken:
                 if lane.moving is None:
-                    if lane.sends and len(self._sending) >= self._most_sends:
+                    if len(self._busy[lane.sends]) >= self._most:
                         return _Progress.IDLE  # another one's progress is waited for
                     try:
                         self._begin(lane, lane.work.get_nowait())
@@ -439,11 +439,11 @@ class Lanes:
                     return _Progress.NONE
                 if not lane.is_broken:  # else it was interrupted
                     self._finish(lane)
-        except (PeerError, RuntimeError, OSError) as error:
+        except Exception as error:  # it ends one lane, and not the thread of all
             self._broke(lane, str(error))
         if lane.is_broken:
             self._open.remove(lane)
-            self._sending.discard(lane)
+            self._busy[lane.sends].discard(lane)
             self._start(self._leave, lane)
         return _Progress.SOME
 
@@ -454,17 +454,17 @@ class Lanes:
             parcel, envelope = transfer.message
             announced = OnLane(lane.name, lane.order.take(), transfer.forms)
             self._links.send(lane.peer, parcel, envelope._replace(where=announced))
-            self._sending.add(lane)
+        self._busy[lane.sends].add(lane)
         lane.moving, lane.began = transfer, time.monotonic()
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
 
     def _finish(self, lane: Lane) -> None:
         transfer, lane.moving = lane.moving, None
         assert transfer is not None
+        self._busy[lane.sends].discard(lane)
         if lane.sends:
             lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
             lane.busy_s += time.monotonic() - lane.began
-            self._sending.discard(lane)
         lane.held.pop(id(transfer), None)
         if transfer.frame is not None:
             transfer.frame.tensors = transfer.tensors

@@ -7,14 +7,10 @@ non-blocking: every call returns at once and is asked about later, so a lane's t
 Two ranks and one direction, because operations of one communicator run one after the other: with both
 directions on it, two workers that send at the same time would wait for each other's receive.
 
-A transfer waits on the device until the other end's comes there too. A device works through few queues
-(`CUDA_DEVICE_MAX_CONNECTIONS`), which streams share, and what is behind such a transfer in its queue waits as
-well. So all lanes of a GPU have a few streams together, and no circle of such waits can close as long as CUDA
-gives them queues of their own:
-
-    sends      each alone on a stream, so it runs as soon as it is announced; the others wait for their turn
-    receives   begun when they are announced; several on a stream, for each of them ends
-    opening    streams of their own: a first byte is sent without anyone to receive it
+A transfer waits on the device until the other end's comes there too, and NVIDIA promises neither that streams
+run at the same time nor that a call to CUDA (a kernel's first launch, memory, another communicator) does not
+wait for all of them. So each transfer has a stream alone, and one that waits for long is interrupted
+(`net/lanes.py`).
 
 The ways out of a communicator whose other rank is dead, and what each takes, are in `docs/data-plane.md`. The
 fastest is `ncclCommShrink` with NCCL_SHRINK_ABORT: it tells the kernels on the device to stop. What it leaves
@@ -29,7 +25,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +41,8 @@ BYTES = 1  # ncclUint8
 SHRINK_ABORT = 1
 NAME_BYTES = 128
 MAX_CTAS = 4  # a transfer needs few of the device's multiprocessors
+MOST_AT_ONCE = 8  # transfers each way: others wait for their turn
 QUEUES = 8
-MOST_SENDS, RECEIVING = 2, 2  # streams: with those of openings and the computation's fewer than queues
 LOOK_AT_ERRORS_EVERY_S = 0.02
 LEAVE_WITHIN_S = 5.0
 _DEFAULT = -(2**31)  # NCCL's word for "not given"
@@ -132,36 +127,21 @@ def prepare(host: str, *, alone: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-@dataclass(slots=True, eq=False)
-class LaneStream:
-    """What is on it runs one after the other."""
-
-    stream: Any
-    users: int = 0  # sends that are on it, or lanes that receive on it
-    came_on: float = 0.0  # when something on it was over last
-
-
 class LaneStreams:
-    """Of all lanes of one GPU."""
+    """Of all lanes of one GPU. Each is taken by one transfer at a time; torch keeps memory for each."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.opening = {sends: LaneStream(make()) for sends in (True, False)}
-        self._of = {
-            True: [LaneStream(make()) for _ in range(MOST_SENDS)],
-            False: [LaneStream(make()) for _ in range(RECEIVING)],
-        }
+        self._make = make
+        self._free: dict[bool, list[Any]] = {True: [], False: []}
         self._lock = threading.Lock()
 
-    def take(self, *, sends: bool) -> LaneStream:
+    def take(self, *, sends: bool) -> Any:
         with self._lock:
-            found = min(self._of[sends], key=lambda one: one.users)
-            found.users += 1
-            return found
+            return self._free[sends].pop() if self._free[sends] else self._make()
 
-    def give_back(self, one: LaneStream) -> None:
-        if one not in self.opening.values():
-            with self._lock:
-                one.users -= 1
+    def give_back(self, stream: Any, *, sends: bool) -> None:
+        with self._lock:
+            self._free[sends].append(stream)
 
 
 _streams: dict[torch.device, LaneStreams] = {}
@@ -184,8 +164,7 @@ class NcclWire:
         self._nccl = library()
         self._comm, self._shrunk = ctypes.c_void_p(), ctypes.c_void_p()
         self._sends = self._opened = False
-        self._streams: LaneStreams | None = None
-        self._on: LaneStream | None = None  # a sender is on one only while it sends
+        self._on: torch.cuda.Stream | None = None  # while something moves
         self._event: torch.cuda.Event | None = None
         self._launching = False
         self._since: float | None = None  # the launch was over: the device is in it
@@ -203,8 +182,7 @@ class NcclWire:
         if len(name) != NAME_BYTES:
             raise PeerError("a peer named a communicator by something that is not a name of NCCL's")
         torch.cuda.set_device(self._device)
-        self._streams = streams_of(self._device)
-        self._sends, self._on = sends, self._streams.opening[sends]
+        self._sends = sends
         given, config = _Name(), _config()
         ctypes.memmove(ctypes.byref(given), name, NAME_BYTES)
         self._check(
@@ -218,24 +196,20 @@ class NcclWire:
         return self._opened
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self._on is not None
-        with torch.cuda.stream(self._on.stream):
+        with torch.cuda.stream(self._stream()):
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
         tensor.record_stream(torch.cuda.default_stream(self._device))  # where it is read
         return tensor
 
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         """The sender's tensors are whole: the device has made them. So no stream waits for another here."""
-        assert self._streams is not None
         torch.cuda.set_device(self._device)  # of this thread, which is not the one that opened it
         call = self._nccl.ncclSend if self._sends else self._nccl.ncclRecv
         other = 1 if self._sends else 0
         with self._launch:
             if self._is_stopped:
                 raise PeerError("a transfer was interrupted")
-            if self._on is None:
-                self._on = self._streams.take(sends=self._sends)
-            stream = ctypes.c_void_p(self._on.stream.cuda_stream)
+            stream = ctypes.c_void_p(self._stream().cuda_stream)
             self._check(self._nccl.ncclGroupStart())
             codes = [
                 call(
@@ -248,23 +222,22 @@ class NcclWire:
             self._check(code)
         self._launching, self._event = True, None
 
+    def _stream(self) -> torch.cuda.Stream:
+        if self._on is None:
+            self._on = streams_of(self._device).take(sends=self._sends)
+        return self._on
+
     def is_done(self) -> bool:
-        assert self._streams is not None
-        assert self._on is not None
         if self._launching:
             if self._state() == IN_PROGRESS:
                 return False
             self._launching, self._since = False, time.monotonic()
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._on.stream)
+            self._event.record(self._stream())
         assert self._event is not None
         if self._event.query():  # type: ignore[no-untyped-call]
             self._event = self._since = None
-            self._on.came_on = time.monotonic()
-            if self._sends:
-                self._give_back()
-            elif self._on is self._streams.opening[False]:
-                self._on = self._streams.take(sends=False)
+            self._give_back()
             return True
         if time.monotonic() - self._looked_at > LOOK_AT_ERRORS_EVERY_S:
             self._looked_at = time.monotonic()
@@ -272,8 +245,7 @@ class NcclWire:
         return False
 
     def waits_since(self) -> float | None:
-        since, on = self._since, self._on
-        return None if since is None or on is None else max(since, on.came_on)
+        return self._since
 
     def interrupt(self) -> None:
         """Without a call to CUDA before its kernel is told to stop: another thread's may wait for that."""
@@ -314,7 +286,7 @@ class NcclWire:
         """False: the device is still in a transfer after a time."""
         if self._on is None or not (self._launching or self._since is not None):
             return True
-        over = self._on.stream if self._event is None else self._event
+        over = self._on if self._event is None else self._event
         until = time.monotonic() + LEAVE_WITHIN_S
         while not over.query():
             if time.monotonic() > until:
@@ -323,8 +295,8 @@ class NcclWire:
         return True
 
     def _give_back(self) -> None:
-        if self._streams is not None and self._on is not None:
-            self._streams.give_back(self._on)
+        if self._on is not None:
+            streams_of(self._device).give_back(self._on, sends=self._sends)
         self._on = None
 
     def _state(self) -> int:

@@ -173,16 +173,16 @@ class PlaneSettings:
 
 
 class LaneKind(NamedTuple):
-    """What carries the bytes of a lane, and how many of them a worker sends by at once."""
+    """What carries the bytes of a lane, and how many of them a worker sends, or receives, by at once."""
 
     wire: Callable[[PlaneSettings], Wire]
-    most_sends: float = math.inf
+    most: float = math.inf
 
 
 # By transport. All others of `chosen` need no lane.
 WIRES: dict[str, LaneKind] = {
-    "nccl": LaneKind(lambda settings: nccl.NcclWire(settings.device), nccl.MOST_SENDS),
-    "pipe": LaneKind(lambda settings: PipeWire(), nccl.MOST_SENDS),
+    "nccl": LaneKind(lambda settings: nccl.NcclWire(settings.device), nccl.MOST_AT_ONCE),
+    "pipe": LaneKind(lambda settings: PipeWire(), nccl.MOST_AT_ONCE),
     BUNDLE: LaneKind(
         lambda settings: BundleWire(
             settings.secret,
@@ -244,7 +244,7 @@ class DataPlane:
                 partial(WIRES[kind].wire, settings),
                 deliver=self._deliver,
                 kind=kind,
-                most_sends=WIRES[kind].most_sends,
+                most=WIRES[kind].most,
             )
         self._fills = ArrivingFills(device, self._deliver)
         self.reads = SharedReads(self.links.send)
