@@ -73,6 +73,7 @@ from everstep.engine.stage.stage_loss import LossScale, StageLoss
 from everstep.engine.stage.stash import Stash
 from everstep.engine.stage.weight_sums import Begins, add_gradients
 from everstep.engine.sums.grids import Limits
+from everstep.engine.sums.rehearsal import rehearse
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums
 from everstep.errors import InternalError, UserError
@@ -228,6 +229,8 @@ class Stage:
         is_one = settings.precision == "fp32" and not settings.sharded
         kind, most = settings.accumulate, settings.contributions
         sums = GradientSums(table, size, kind=kind, contributions=most, device=device, empty=empty)
+        if sums.is_strict and device.type == "cuda":
+            rehearse(kind, device)
         return StageWeights(
             table,
             size,

@@ -1,0 +1,118 @@
+"""What sums do in a step was done before training, by the rehearsal: else a GPU would load kernels then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from everstep.engine.layers.model import Slot
+from everstep.engine.sums.grids import NO_LIMIT
+from everstep.engine.sums.rehearsal import rehearse
+from everstep.engine.sums.sum_units import Accumulate
+from everstep.engine.sums.sums import GradientSums
+from everstep.schedule.footprint import MOST_SHORT
+
+KINDS: list[Accumulate] = ["strict", "strict40", "strict32"]
+SIZES = (70_000, 4096, 300, 1)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def a_training(kind: Accumulate, device: torch.device, *, late: bool | None, steps: int) -> set[str]:
+    """Gradients that jump by 2^16 from step to step; the sums of two workers. What of sums it had."""
+    slots, size = {}, 0
+    for count in SIZES:
+        slots[str(count)] = Slot(size, (count,))
+        size += -(-count // 16) * 16
+    draw = np.random.default_rng(len(kind))
+    workers = [
+        GradientSums(slots, size, kind=kind, contributions=2 * 80, device=device, late=late) for _ in range(2)
+    ]
+    had: set[str] = set()
+    limits = [NO_LIMIT] * len(SIZES)
+    for step in range(1, steps + 1):
+        scales = 2.0 ** draw.integers(-12, 5, len(SIZES))
+        microbatches = MOST_SHORT + 2 if step == steps else 3
+        for sums in workers:
+            sums.begin(step, limits)
+            for _ in range(microbatches):
+                for index, count in enumerate(SIZES):
+                    drawn = draw.standard_normal(count, dtype=np.float32) * np.float32(scales[index])
+                    x = torch.from_numpy(drawn).to(TYPES[step % 3]).to(device)
+                    sums.add(index, lambda x=x: x)
+                sums.added()
+        edges = sorted({0, size, *(64 * int(at) for at in draw.integers(1, size // 64, 3))})
+        for where in map(slice, edges, edges[1:]):
+            parts = [sums.part(where) for sums in workers]
+            one, other = workers
+            sent, told = other.sent(where, parts[1])
+            peer = one.arrived(where, sent, parts[1].peaks, told)
+            both = one.together(where, [parts[0], peer])
+            for those in ([parts[0], peer], [both]):
+                one.means(where, [where], those, 3.0, torch.empty(size, device=device))
+            had |= {"promoted"} if any(part.promoted for part in parts) else set()
+            had |= {"wide"} if any(part.wide for part in parts) else set()
+        peaks = [max(pair) for pair in zip(*(sums.peaks for sums in workers), strict=True)]
+        pairs = zip(limits, peaks, strict=True)
+        limits = [workers[0].grid.following(limit, peak) for limit, peak in pairs]
+    return had
+
+
+class Ops(TorchDispatchMode):
+    """Those that compute something, with the types of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if not op.is_view and "empty" not in op.name():
+            self.seen.add((op.name(), str([_type(one) for one in given])))
+        return op(*given, **(named or {}))
+
+
+def _type(given: object) -> object:
+    if isinstance(given, torch.Tensor):
+        return given.dtype
+    return [_type(one) for one in given[:1]] if isinstance(given, list | tuple) else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_op_of_a_training_was_rehearsed(kind: Accumulate) -> None:
+    here = torch.device("cpu")
+    with Ops() as rehearsed:
+        rehearse.__wrapped__(kind, here, late=True)
+    with Ops() as trained:
+        had = a_training(kind, here, late=True, steps=9)
+    assert had == ({"promoted", "wide"} if kind == "strict40" else {"promoted"})
+    assert trained.seen - rehearsed.seen == set()
+
+
+def test_a_rehearsal_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    rehearse.__wrapped__("strict40", torch.device("cpu"), late=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel_of_a_training_was_rehearsed(kind: Accumulate) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    cuda = torch.device("cuda", 0)
+    a_training(kind, cuda, late=None, steps=2)  # what the data needs, and Triton's compiler
+    rehearsed = kernels(lambda: rehearse.__wrapped__(kind, cuda))
+    trained = kernels(lambda: a_training(kind, cuda, late=None, steps=9))
+    assert trained - rehearsed == set()
+
+
+def kernels(run: Any) -> set[str]:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {one.name for one in profile.events() if not one.name.startswith(("Mem", "cuda", "cu"))}
