@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -23,6 +24,7 @@ from everstep.net.bundle import BundleWire
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
 from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState, LaneTransfer
 from everstep.net.links import Address, LinkEvents, Links
+from everstep.net.nccl import NcclWire
 from everstep.net.pipe_wire import PipeWire
 from everstep.net.plane import (
     MAX_COMPUTES,
@@ -506,6 +508,92 @@ def test_no_transfer_shares_its_stream_and_streams_are_used_again() -> None:
     assert streams.take(sends=True) == sending[1]
     assert streams.take(sends=True) not in {*sending, *receiving}
     assert streams.take(sends=False) == receiving[0]
+
+
+class IdleNccl:
+    """Takes every call, and does nothing: what a wire asks of it, where there is no GPU."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*given: Any) -> int:
+            self.called.append(name)
+            if name == "ncclCommInitRankConfig":
+                given[0]._obj.value = 5
+            if name == "ncclCommGetAsyncError":
+                given[1]._obj.value = nccl.SUCCESS
+            return 0
+
+        if not name.startswith("nccl"):
+            raise AttributeError(name)
+        return call
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
+    monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    library, is_over = IdleNccl(), [False]
+    made: list[Any] = []
+
+    class Moment:
+        cuda_stream = 7
+
+        def record(self, stream: object) -> None:
+            is_over[0] = False
+
+        def query(self) -> bool:
+            return is_over[0]
+
+    class Streams(nccl.LaneStreams):
+        def free(self) -> int:
+            return len(self._free[sends])
+
+    def make() -> Moment:
+        made.append(Moment())
+        return made[-1]
+
+    streams = Streams(make)
+    here = torch.device("cpu")
+    monkeypatch.setattr(nccl, "library", lambda: library)
+    monkeypatch.setattr(nccl, "_streams", {here: streams})
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    wire = NcclWire(here)
+    wire.begin_open(wire.name(), sends=sends)
+    assert wire.is_open()
+    for _ in range(3):  # the first one opens it
+        tensor = wire.empty((4,), torch.float32)
+        wire.begin((tensor,))
+        assert not wire.is_done()
+        assert streams.free() == 0
+        assert wire.waits_since() is not None
+        is_over[0] = True
+        assert wire.is_done()
+        assert streams.free() == 1
+        assert wire.waits_since() is None
+    wire.begin((tensor,))
+    assert not wire.is_done()
+    wire.interrupt()
+    wire.interrupt()
+    assert library.called.count("ncclCommShrink") == 1
+    is_over[0] = True
+    wire.leave()
+    wire.close()
+    assert streams.free() == 1
+    with pytest.raises(PeerError):
+        wire.begin((tensor,))
+    assert len(made) == 1, "all used one and the same"
+    for begun in (True, False):  # left before it was open
+        unused = NcclWire(here)
+        if begun:
+            unused.begin_open(unused.name(), sends=sends)
+        unused.leave()
+        unused.close()
 
 
 def test_lanes_that_are_opened_in_one_moment_find_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
