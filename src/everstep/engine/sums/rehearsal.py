@@ -18,6 +18,7 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums.grids import NO_LIMIT
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import GradientSums
+from everstep.log import warn
 from everstep.schedule.footprint import MOST_SHORT
 
 _SIZES = (1 << 16, 777, 1)  # whole blocks, a part of one, one number
@@ -27,7 +28,15 @@ _KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of contributions
 
 
 @cache
-def rehearse(kind: Accumulate, device: torch.device, late: bool | None = None) -> None:
+def rehearse(kind: Accumulate, device: torch.device) -> None:
+    """Training does not depend on it."""
+    try:
+        rehearsal(kind, device)
+    except Exception as error:
+        warn(f"kernels of strict sums are loaded when they are first needed: {error}")
+
+
+def rehearsal(kind: Accumulate, device: torch.device, *, late: bool | None = None) -> None:
     """All of `GradientSums` that a step may need, with numbers that nobody reads."""
     slots, size = {}, 0
     for number, count in enumerate(_SIZES):
@@ -62,5 +71,5 @@ def _go_through(
         alone, parts = [part], [part, sums.arrived(where, sent, part.peaks, told), peer]
         for origin in (0, where.start):
             for those in (alone, parts, [sums.together(where, parts)]):
-                out = torch.empty(where.stop - origin, device=sums.device)
+                out = torch.empty(where.stop - origin, dtype=torch.float32, device=sums.device)
                 sums.means(where, [where], those, 2.0, out, origin=origin)
