@@ -32,7 +32,8 @@ STEPS = 12
 def job_in(disk: Path) -> Job:
     return Job(
         model=ModelSpec(preset="gpt-tiny", options={"depth": 2}),
-        data=DataSpec(kind="synthetic", rows=1, sequence=16),
+        data=DataSpec(build="waiting:Data", options={"step": 11, "file": str(disk / "filler")}),
+        base=str(Path(__file__).parent),
         checkpoint=CheckpointSpec(folder=str(disk / "checkpoints"), interval=4),
         log=str(disk / "log"),
         steps=STEPS,
