@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 STILL_S = 2.0
 FIRST_WITHIN_S = 25.0
+START_WITHIN_S = 60.0
 BEHIND = 2  # products that the device is behind the host
 AGAIN_S = 4.0  # MPS refuses new processes for a while when others were killed
 MATHS = (  # a kernel each, for each type of numbers
@@ -198,22 +199,22 @@ def one_run(given: argparse.Namespace) -> dict[str, Any]:
         theirs.close()  # so that its death ends the wait for it
         pipes.append(ours)
     try:
-        addresses = [pipe.recv() for pipe in pipes]
+        addresses = [_said(pipe) for pipe in pipes]
         for pipe in pipes:
             pipe.send(addresses)
         for pipe in pipes:
-            pipe.recv()
+            _said(pipe)
         while not all(moved) and time.monotonic() - began < FIRST_WITHIN_S:
             time.sleep(0.05)
         result: dict[str, Any] = {"all began after": round(time.monotonic() - began, 1)}
         result |= _traffic(moved, given.seconds)
-        if result["longest pause"] > STILL_S:
+        if result["longest pause"] > STILL_S or not result["GB/s of all"]:
             for pipe in pipes:
                 pipe.send("tell")
             return result | {"told": [pipe.recv() if pipe.poll(5) else None for pipe in pipes]}
         for pipe in pipes:
             pipe.send("stop")
-        result["slowest launch"] = round(max(pipe.recv() for pipe in pipes), 3)
+        result["slowest launch"] = round(max(map(_said, pipes)), 3)
         time.sleep(1.0)  # what is on its way arrives
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send("end")
@@ -225,6 +226,12 @@ def one_run(given: argparse.Namespace) -> dict[str, Any]:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _said(pipe: Connection) -> Any:
+    if not pipe.poll(START_WITHIN_S):
+        raise TimeoutError(f"a worker said nothing for {START_WITHIN_S:.0f} s")
+    return pipe.recv()
 
 
 def _traffic(moved: Any, seconds: float) -> dict[str, Any]:

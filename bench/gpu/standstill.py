@@ -92,6 +92,7 @@ class Watched:
             if 1 < step < self._last_step:
                 faulthandler.dump_traceback_later(self._late_s, file=self._file)
                 self._more_later = threading.Timer(self._late_s + 0.2, self._tell_more)
+                self._more_later.daemon = True
                 self._more_later.start()
         return self._data.batch(step, microbatch)
 

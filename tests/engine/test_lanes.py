@@ -151,14 +151,8 @@ class End:
             host="127.0.0.1",
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
-        self.lanes = Lanes(
-            self.links,
-            wire,
-            deliver=self.got.put,
-            kind="pipe",
-            most=most,
-            log=self.said.append,
-        )
+        said = self.said.append
+        self.lanes = Lanes(self.links, wire, deliver=self.got.put, kind="pipe", most=most, log=said)
         self.links.start()
 
     def _arrived(self, frame: frames.Incoming) -> None:
@@ -497,19 +491,6 @@ def test_so_many_lanes_receive_at_once_and_the_others_have_their_turn(ends: Call
     assert most[0] == 2
 
 
-def test_no_transfer_shares_its_stream_and_streams_are_used_again() -> None:
-    made = iter(range(100))
-    streams = nccl.LaneStreams(lambda: next(made))
-    receiving = [streams.take(sends=False) for _ in range(3)]
-    sending = [streams.take(sends=True) for _ in range(2)]
-    assert len({*sending, *receiving}) == 5
-    streams.give_back(receiving[0], sends=False)
-    streams.give_back(sending[1], sends=True)
-    assert streams.take(sends=True) == sending[1]
-    assert streams.take(sends=True) not in {*sending, *receiving}
-    assert streams.take(sends=False) == receiving[0]
-
-
 class IdleNccl:
     """Takes every call, and does nothing: what a wire asks of it, where there is no GPU."""
 
@@ -546,18 +527,14 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
         def query(self) -> bool:
             return is_over[0]
 
-    class Streams(nccl.LaneStreams):
-        def free(self) -> int:
-            return len(self._free[sends])
-
-    def make() -> Moment:
+    def make(device: torch.device) -> Moment:
         made.append(Moment())
         return made[-1]
 
-    streams = Streams(make)
-    here = torch.device("cpu")
+    here, idle = torch.device("cpu"), nccl._idle
+    idle.cache_clear()
     monkeypatch.setattr(nccl, "library", lambda: library)
-    monkeypatch.setattr(nccl, "_streams", {here: streams})
+    monkeypatch.setattr(nccl, "_own_stream", make)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -570,11 +547,11 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
         tensor = wire.empty((4,), torch.float32)
         wire.begin((tensor,))
         assert not wire.is_done()
-        assert streams.free() == 0
+        assert idle(here, sends).qsize() == 0
         assert wire.waits_since() is not None
         is_over[0] = True
         assert wire.is_done()
-        assert streams.free() == 1
+        assert idle(here, sends).qsize() == 1
         assert wire.waits_since() is None
     wire.begin((tensor,))
     assert not wire.is_done()
@@ -584,10 +561,19 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
     is_over[0] = True
     wire.leave()
     wire.close()
-    assert streams.free() == 1
+    assert idle(here, sends).qsize() == 1
     with pytest.raises(PeerError):
         wire.begin((tensor,))
     assert len(made) == 1, "all used one and the same"
+    wires = [NcclWire(here) for _ in range(3)]
+    for one in wires:
+        one.begin_open(one.name(), sends=sends)
+        one.begin((tensor,))
+    assert len({id(one._on) for one in wires}) == len(made) == 3, "none shares its stream"
+    other = NcclWire(here)
+    other.begin_open(other.name(), sends=not sends)
+    other.begin((tensor,))
+    assert len(made) == 4, "what is received has streams of its own"
     for begun in (True, False):  # left before it was open
         unused = NcclWire(here)
         if begun:
@@ -596,36 +582,18 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
         unused.close()
 
 
-def test_lanes_that_are_opened_in_one_moment_find_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(device: torch.device) -> object:
-        time.sleep(0.002)
-        return object()
-
-    monkeypatch.setattr(nccl, "_own_stream", make)
-    monkeypatch.setattr(nccl, "_streams", {})
-    found: list[nccl.LaneStreams] = []
-    here = torch.device("cpu")
-    threads = [threading.Thread(target=lambda: found.append(nccl.streams_of(here))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    assert len(set(map(id, found))) == 1
-
-
 @pytest.mark.parametrize(
     ("given", "set_to", "is_told"),
     [("", "8", False), ("1", "8", True), ("8", "8", False), ("32", "32", False), ("many", "8", True)],
 )
-def test_a_gpu_has_a_queue_for_each_stream_of_lanes(
+def test_fewer_than_eight_queues_of_a_gpu_are_not_taken_over(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     given: str,
     set_to: str,
     is_told: bool,
 ) -> None:
-    """Scripts of Megatron are started with a single one: a worker's sends would wait behind its receives."""
+    """Scripts of Megatron are started with a single one: transfers could wait behind each other."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     if not given:

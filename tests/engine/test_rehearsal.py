@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums.grids import NO_LIMIT
-from everstep.engine.sums.rehearsal import rehearsal, rehearse
+from everstep.engine.sums.rehearsal import launch_all, rehearse
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import GradientSums
 from everstep.schedule.footprint import MOST_SHORT
@@ -86,7 +86,7 @@ def _type(given: object) -> object:
 def test_every_op_of_a_training_was_rehearsed(kind: Accumulate) -> None:
     here = torch.device("cpu")
     with Ops() as rehearsed:
-        rehearsal(kind, here, late=True)
+        launch_all(kind, here, late=True)
     with Ops() as trained:
         had = a_training(kind, here, late=True, steps=9)
     assert had == ({"promoted", "wide"} if kind == "strict40" else {"promoted"})
@@ -95,7 +95,7 @@ def test_every_op_of_a_training_was_rehearsed(kind: Accumulate) -> None:
 
 def test_a_rehearsal_draws_nothing() -> None:
     before = torch.get_rng_state()
-    rehearsal("strict40", torch.device("cpu"), late=True)
+    launch_all("strict40", torch.device("cpu"), late=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -119,7 +119,7 @@ def test_every_kernel_of_a_training_was_rehearsed(kind: Accumulate) -> None:
         pytest.skip("needs a GPU")
     cuda = torch.device("cuda", 0)
     a_training(kind, cuda, late=None, steps=2)  # what the data needs, and Triton's compiler
-    rehearsed = kernels(lambda: rehearsal(kind, cuda))
+    rehearsed = kernels(lambda: launch_all(kind, cuda))
     trained = kernels(lambda: a_training(kind, cuda, late=None, steps=9))
     assert trained - rehearsed == set()
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,33 +127,10 @@ def prepare(host: str, *, alone: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-class LaneStreams:
-    """Of all lanes of one GPU. Each is taken by one transfer at a time; torch keeps memory for each."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._free: dict[bool, list[Any]] = {True: [], False: []}
-        self._lock = threading.Lock()
-
-    def take(self, *, sends: bool) -> Any:
-        with self._lock:
-            return self._free[sends].pop() if self._free[sends] else self._make()
-
-    def give_back(self, stream: Any, *, sends: bool) -> None:
-        with self._lock:
-            self._free[sends].append(stream)
-
-
-_streams: dict[torch.device, LaneStreams] = {}
-_making = threading.Lock()
-
-
-def streams_of(device: torch.device) -> LaneStreams:
-    """Made once: lanes are opened by threads of their own, several in one moment."""
-    with _making:
-        if device not in _streams:
-            _streams[device] = LaneStreams(lambda: _own_stream(device))
-        return _streams[device]
+@functools.cache
+def _idle(device: torch.device, sends: bool) -> queue.SimpleQueue[torch.cuda.Stream]:
+    """Streams of a GPU that no transfer is on. What is received has its own: torch keeps memory for each."""
+    return queue.SimpleQueue()
 
 
 class NcclWire:
@@ -224,7 +201,10 @@ class NcclWire:
 
     def _stream(self) -> torch.cuda.Stream:
         if self._on is None:
-            self._on = streams_of(self._device).take(sends=self._sends)
+            try:
+                self._on = _idle(self._device, self._sends).get_nowait()
+            except queue.Empty:
+                self._on = _own_stream(self._device)
         return self._on
 
     def is_done(self) -> bool:
@@ -296,7 +276,7 @@ class NcclWire:
 
     def _give_back(self) -> None:
         if self._on is not None:
-            streams_of(self._device).give_back(self._on, sends=self._sends)
+            _idle(self._device, self._sends).put(self._on)
         self._on = None
 
     def _state(self) -> int:

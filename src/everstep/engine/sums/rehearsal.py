@@ -31,12 +31,12 @@ _KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of contributions
 def rehearse(kind: Accumulate, device: torch.device) -> None:
     """Training does not depend on it."""
     try:
-        rehearsal(kind, device)
+        launch_all(kind, device)
     except Exception as error:
         warn(f"kernels of strict sums are loaded when they are first needed: {error}")
 
 
-def rehearsal(kind: Accumulate, device: torch.device, *, late: bool | None = None) -> None:
+def launch_all(kind: Accumulate, device: torch.device, *, late: bool | None = None) -> None:
     """All of `GradientSums` that a step may need, with numbers that nobody reads."""
     slots, size = {}, 0
     for number, count in enumerate(_SIZES):
