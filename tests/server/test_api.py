@@ -32,7 +32,7 @@ from everstep.protocol.shape import Shape
 from everstep.server import requests
 from everstep.server.agent_connections import AgentConnections
 from everstep.server.serve import ServerSettings
-from everstep.server.term import Term
+from everstep.server.term import TICK_S, Term
 from tests.core.fake_cluster import FakeCluster
 from tests.server.served import agent, served
 
@@ -364,6 +364,25 @@ def test_metrics_name_nodes_and_tasks(peopled: str) -> None:
     assert 'everstep_node_heartbeat_age_seconds{node="b"}' in text
     assert 'task="t"' in text
     assert "everstep_journal_entries_total" in text
+
+
+def test_a_node_is_listened_for_from_its_join_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lost power before its first beat was never missed, if names were forgotten while it joined."""
+    handle = Term.handle
+
+    async def slowly(term: Term, event: msg.ClusterEvent) -> None:
+        await asyncio.sleep(5 * TICK_S)
+        await handle(term, event)
+
+    monkeypatch.setattr("everstep.server.term.FORGET_S", 0.0)
+    monkeypatch.setattr(Term, "handle", slowly)
+
+    async def play(address: str) -> bytes:
+        async with agent(address, "b"):
+            return (await asyncio.to_thread(call, address, "/metrics"))[1]
+
+    with served(tmp_path) as address:
+        assert b'everstep_node_heartbeat_age_seconds{node="b"}' in asyncio.run(play(address))
 
 
 def words(address: str, texts: list[str]) -> None:

@@ -195,6 +195,7 @@ class AgentConnections:
             old.put_nowait(None)
         self._term.hearts.heard(node, time.monotonic())
         await self._term.handle(hello)
+        self._term.hearts.heard(node, time.monotonic())  # a new one was no node yet, and may be forgotten
         queue: asyncio.Queue[Queued | None] = asyncio.Queue()
         state = self._term.machine.nodes[node]
         self._heard.pop(node, None)
