@@ -80,7 +80,8 @@ class Watched:
                 began = time.monotonic()
                 number = torch.ones(1, device="cuda")
                 tell(f"a new kernel was launched within {time.monotonic() - began:.3f} s")
-                tell(f"it was over within {time.monotonic() - began:.3f} s: {number.item()}")
+                there = number.item()
+                tell(f"it was over within {time.monotonic() - began:.3f} s: {there}")
 
     def batch(self, step: int, microbatch: int) -> Any:
         if step != self._step:

@@ -35,6 +35,7 @@ from everstep.net.plane import (
     chosen,
     identity_of,
 )
+from everstep.net.turns import Turns, Way
 from everstep.protocol.parcels import Parcel, ParcelKind
 
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
@@ -489,6 +490,86 @@ def test_so_many_lanes_receive_at_once_and_the_others_have_their_turn(ends: Call
     gate.set()
     assert Counter(a.got.get(timeout=20).envelope.beside for _ in range(10)) == dict.fromkeys(range(5), 2)
     assert most[0] == 2
+
+
+def test_workers_that_rest_at_once_all_come_to_rest_and_nothing_is_lost(ends: Callable[..., End]) -> None:
+    """Each has messages on their way to and from all others whenever it asks."""
+    made, messages, rests = [ends(most=2) for _ in range(4)], 60, 15
+    taken: Counter[End] = Counter()
+
+    def send(end: End) -> None:
+        for number in range(messages):
+            for to in made:
+                if to is not end:
+                    end.send(to, number, torch.full((5000,), float(number)))
+            time.sleep(1e-3)
+
+    def rest(end: End) -> None:
+        while taken[end] < rests:
+            with end.lanes.at_rest() as is_there:
+                moving = [lane.name for lane in end.lanes._wired if lane.moving is not None]
+                assert is_there
+                assert not moving
+                time.sleep(1e-3)
+                taken[end] += 1
+
+    threads = [threading.Thread(target=what, args=(end,)) for what in (send, rest) for end in made]
+    for thread in threads:
+        thread.start()
+    for end in made:
+        got = Counter(end.got.get(timeout=20).envelope.beside for _ in range(3 * messages))
+        assert got == dict.fromkeys(range(messages), 3)
+    for thread in threads:
+        thread.join(timeout=20)
+    assert taken == dict.fromkeys(made, rests)
+
+
+def test_in_rest_a_message_waits_and_a_lane_is_not_connected(ends: Callable[..., End]) -> None:
+    a, b, c = ends(), ends(), ends()
+    a.send(b, 1, torch.ones(1))
+    b.got.get(timeout=20)
+    with a.lanes.at_rest() as rests:
+        assert rests
+        a.send(b, 2, torch.ones(1))
+        opening = a.lane(c)
+        with pytest.raises(queue.Empty):
+            b.got.get(timeout=0.3)
+        assert opening.state is LaneState.OPENING
+    assert b.got.get(timeout=20).envelope.beside == 2
+    until(lambda: opening.state is LaneState.READY)
+
+
+def test_rest_is_not_waited_for_longer_than_messages_take(
+    ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "REST_WITHIN_S", 0.1)
+    gate = threading.Event()
+    a, b = ends(), ends(lambda: Slow(gate))
+    a.send(b, 1, torch.ones(1))
+    until(lambda: any(lane.moving for lane in b.lanes._wired))
+    with b.lanes.at_rest() as rests:
+        assert not rests
+        b.send(a, 2, torch.ones(1))
+    gate.set()
+    assert b.got.get(timeout=20).envelope.beside == 1
+    assert a.got.get(timeout=20).envelope.beside == 2
+
+
+def test_who_asks_for_rest_still_answers() -> None:
+    turns = Turns(2)
+    assert turns.take("a", Way.SENDS)
+    assert not turns.rests()
+    assert not turns.take("b", Way.SENDS), "another one would have to answer"
+    assert turns.take("c", Way.RECEIVES)
+    assert turns.take("d", Way.OPENS)
+    for lane, way in (("a", Way.SENDS), ("c", Way.RECEIVES)):
+        turns.ended(lane, way)
+    assert not turns.rests()
+    turns.ended("d", Way.OPENS)
+    assert turns.rests()
+    assert not any(turns.take("e", way) for way in Way)
+    turns.resume()
+    assert turns.take("e", Way.SENDS)
 
 
 class IdleNccl:

@@ -1,6 +1,7 @@
 """Recorded ops give the bits of eager ones. On a CPU, a recording is run again into its first tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -101,6 +102,37 @@ def test_recorded_ops_have_the_bits_of_eager_ones(
         assert stage.recordings is not None
         assert (stage.recordings.whole_bytes, stage.recordings.idle_bytes) == (1000 * each, 300 * each)
         assert stage.stash_bytes() == 1000 * each
+
+
+def test_recording_and_the_first_launch_of_each_graph_are_at_rest_and_no_other_launch_is() -> None:
+    """A graph is loaded when it is first launched. Beside transfers from other workers that stood still."""
+    said: list[str] = []
+
+    class Says(RunAgain):
+        def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+            said.append("record")
+            tensors, replay = super().record(run)
+
+            def launch() -> None:
+                said.append("launch")
+                replay()
+
+            return tensors, launch
+
+    @contextmanager
+    def at_rest() -> Iterator[None]:
+        said.append("rest")
+        yield
+        said.append("on")
+
+    (stage,) = pipe = pipeline(1, recorded=False)
+    stage.record(Says, lambda nbytes: True, at_rest)
+    one_by_one(pipe, 1, WARM_UP)
+    assert not said
+    stage.take_gradients()
+    one_by_one(pipe, 2, 3)
+    first = ["rest", "launch", "on"]
+    assert said == ["rest", "record", "record", "on", *first, *first, *(["launch", "launch"] * 2)]
 
 
 @pytest.mark.parametrize("at_once", [9, 1])

@@ -17,8 +17,9 @@ and `step_tensors` gives the buffer away instead of writing to it. What is recei
 A broken lane lets go of its tensors once the device has: a thread leaves the wire, and no one waits for it.
 
 A transfer on the device waits there for the other end, and what waits for the device waits with it: workers
-can wait for each other in a circle. So a thread that does nothing else interrupts a transfer that has been on
-its wire for too long (`_guard`), and its lane breaks.
+can wait for each other in a circle. So work that is known to wait for the device runs while no transfer is on
+it (`at_rest`), and a thread that does nothing else interrupts a transfer that has been on its wire for too
+long (`_guard`): its lane breaks.
 
 When something breaks, the lane is dropped at both ends and the link to that peer counts as broken, so that
 what was under way is sent again, by tcp until a new lane is open. The death of a peer breaks the lanes that
@@ -31,7 +32,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import Protocol
@@ -45,6 +47,7 @@ from everstep.net import frames
 from everstep.net.envelope import DTYPES, Envelope, Form, FrameKind, LaneBroke, OnLane, OpenLane
 from everstep.net.links import Address, Links
 from everstep.net.sockets import FlowProgress
+from everstep.net.turns import Turns, Way
 from everstep.protocol.parcels import Parcel
 
 OPEN_WITHIN_S = 60.0
@@ -52,6 +55,7 @@ MOST_ATTEMPTS = 3  # to open a lane to one address, of late; after that tcp has 
 LATELY_S = 600.0
 LATE_S, LEAST_RATE = 3.0, 10e6  # a transfer has so long on the wire, and longer by its bytes at this rate
 LOOK_EVERY_S = 0.25  # for one that is late
+REST_WITHIN_S = 2.0  # longer than messages take, shorter than what counts as late
 MAX_NAME = 128
 LEAST_PAUSE_S, MOST_PAUSE_S = 20e-6, 200e-6  # until transfers are asked about again
 
@@ -167,6 +171,10 @@ class Lane:
     def is_broken(self) -> bool:
         return self.state is LaneState.BROKEN
 
+    @property
+    def way(self) -> Way:
+        return Way.SENDS if self.sends else Way.RECEIVES
+
     def give_up(self, because: str) -> bool:
         """Break it, from any thread. False: it is broken already."""
         if self.is_broken:
@@ -188,16 +196,15 @@ class Lanes:
         most: float = math.inf,
         log: Callable[[str], None] = say,
     ) -> None:
-        """`most`: so many lanes send at once, and as many receive; the others wait for their turn."""
+        """`most`: so many lanes send at once, and as many receive."""
         self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
-        self._most = most
+        self._turns = Turns(most)
         self._to: dict[Address, Lane] = {}
         self._from: dict[str, Lane] = {}
         self._attempts: dict[Address, list[float]] = {}  # when each was made
         self._opened = 0
         self._wired: list[Lane] = []  # all whose wire is not left yet
         self._open: list[Lane] = []  # what the one thread moves, in turn
-        self._busy: dict[bool, set[Lane]] = {True: set(), False: set()}  # of these; True: they send
         self._more = threading.Event()  # there is something to do for it
         self._threads: list[threading.Thread] = []  # which serve all lanes, once there is one
         self._lock = threading.Lock()
@@ -248,6 +255,21 @@ class Lanes:
             for part in transfer.tensors
             if part.numel()
         )
+
+    @contextmanager
+    def at_rest(self) -> Iterator[bool]:
+        """Within, no transfer is on its way here. False: some were not over in time, and still are."""
+        until, rests = time.monotonic() + REST_WITHIN_S, False
+        try:
+            while not (rests := self._rests()) and time.monotonic() < until:
+                time.sleep(LEAST_PAUSE_S)
+            yield rests
+        finally:
+            self._turns.resume()
+            self._more.set()
+
+    def _rests(self) -> bool:
+        return self._turns.rests() and not any(lane.is_broken for lane in list(self._wired))
 
     # -------------------------------------------------------------- receiving (the links' thread)
 
@@ -384,9 +406,12 @@ class Lanes:
             self._links.send(lane.peer, FrameKind.LANE, Envelope(opening))
         lane.wire.begin_open(meet, sends=lane.sends)
         self._until(lane, lane.wire.is_open, began + OPEN_WITHIN_S)
-        first = lane.wire.empty((1,), torch.uint8)  # connects both ends
-        lane.wire.begin((first,))
-        self._until(lane, lane.wire.is_done, began + OPEN_WITHIN_S)
+        self._until(lane, lambda: self._turns.take(lane, Way.OPENS), began + OPEN_WITHIN_S)
+        try:
+            lane.wire.begin((lane.wire.empty((1,), torch.uint8),))  # connects both ends
+            self._until(lane, lane.wire.is_done, began + OPEN_WITHIN_S)
+        finally:
+            self._turns.ended(lane, Way.OPENS)
         lane.opened_s = time.monotonic() - began
         if lane.state is LaneState.OPENING:
             lane.state = LaneState.READY
@@ -429,12 +454,9 @@ class Lanes:
         try:
             if not lane.is_broken:
                 if lane.moving is None:
-                    if len(self._busy[lane.sends]) >= self._most:
-                        return _Progress.IDLE  # another one's progress is waited for
-                    try:
-                        self._begin(lane, lane.work.get_nowait())
-                    except queue.Empty:
-                        return _Progress.IDLE
+                    if lane.work.empty() or not self._turns.take(lane, lane.way):
+                        return _Progress.IDLE  # others' progress is waited for
+                    self._begin(lane, lane.work.get())
                 if not lane.wire.is_done():
                     return _Progress.NONE
                 if not lane.is_broken:  # else it was interrupted
@@ -443,7 +465,7 @@ class Lanes:
             self._broke(lane, str(error))
         if lane.is_broken:
             self._open.remove(lane)
-            self._busy[lane.sends].discard(lane)
+            self._turns.ended(lane, lane.way)
             self._start(self._leave, lane)
         return _Progress.SOME
 
@@ -454,14 +476,13 @@ class Lanes:
             parcel, envelope = transfer.message
             announced = OnLane(lane.name, lane.order.take(), transfer.forms)
             self._links.send(lane.peer, parcel, envelope._replace(where=announced))
-        self._busy[lane.sends].add(lane)
         lane.moving, lane.began = transfer, time.monotonic()
         lane.wire.begin(tuple(tensor for tensor in transfer.tensors if tensor.numel()))
 
     def _finish(self, lane: Lane) -> None:
         transfer, lane.moving = lane.moving, None
         assert transfer is not None
-        self._busy[lane.sends].discard(lane)
+        self._turns.ended(lane, lane.way)
         if lane.sends:
             lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
             lane.busy_s += time.monotonic() - lane.began

@@ -29,7 +29,8 @@ import math
 import os
 import queue
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -393,6 +394,19 @@ class DataPlane:
             raise
         except ValueError:
             raise PeerError("malformed memory reference from a peer") from None
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Around work that may wait for all that the device does: within, no transfer of a lane is on it."""
+        if self._lanes is None:
+            yield
+            return
+        with self._lanes.at_rest() as rests:
+            yield
+            if rests and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        if not rests:
+            say("transfers went on beside work that may wait for them")
 
     def borrows(self, tensor: Tensor) -> bool:
         """Is any of the memory behind this tensor still to be sent?"""

@@ -219,7 +219,9 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     control.state.votes.computes = plane.identity.computes
     loop = WorkerLoop(
         control,
-        lambda: program.build(sender.worker.stage, device=device, empty=plane.empty, shards=shards),
+        lambda: program.build(
+            sender.worker.stage, device=device, empty=plane.empty, shards=shards, at_rest=plane.at_rest
+        ),
         ports=Ports(
             report=line.say if leader is None else _with_waits(line.say, spec.beacon_path, job.shards),
             states=states,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,7 @@ from everstep.engine.prepare.resolve import (
 from everstep.engine.prepare.shard_trial import with_summed
 from everstep.engine.shards.collectives import Collectives
 from everstep.engine.stage.evaluation import Evaluation
-from everstep.engine.stage.recordings import CudaRecorder, has_room
+from everstep.engine.stage.recordings import AtRest, CudaRecorder, has_room
 from everstep.engine.stage.stage import Stage, StageSettings
 from everstep.engine.state.optimizer import OptimizerFactory, Updater
 from everstep.engine.state.schedules import Rate
@@ -87,9 +88,10 @@ class Program:
         device: torch.device | None = None,
         empty: Empty | None = None,
         shards: Collectives | None = None,
+        at_rest: AtRest = nullcontext,
     ) -> tuple[Stage, AnyUpdater]:
         """One worker's layers and their optimizer. `empty` gives the buffers that peers read from. `shards`:
-        for one shard of the worker.
+        for one shard of the worker. `at_rest`: what is around work that may wait for the whole device.
         """
         job = self.job
         first, *others = stage_parts(self.model, job.task_shape().fold)[stage]
@@ -117,7 +119,7 @@ class Program:
         )
         if made.device.type == "cuda" and shards is None and self._records:
             limit = None if job.memory_gib is None else job.memory_gib * GIB
-            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device, limit))
+            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device, limit), at_rest)
         rate = self.rate or (lambda step: job.rate(step - 1))
         if job.chunks:
             if made.tied_names:
