@@ -4,6 +4,7 @@
     python bench/gpu/standstill.py --mps --env CUDA_MODULE_LOADING=EAGER --runs 10
     python bench/gpu/standstill.py --mps --job '{"accumulate": "fp32"}' '{"graphs": "never"}'
     python bench/gpu/standstill.py --mps --env CUDA_DEVICE_MAX_CONNECTIONS=2
+    python bench/gpu/standstill.py --mps --loads --runs 1 --steps 20    which kernels are loaded after step 1?
 
 Each `--job` is a column, and all take turns. A worker that is in one step (neither first nor last) for
 longer than `--late` seconds writes the stacks of its threads, what its lanes wait for, and whether the device
@@ -44,12 +45,15 @@ class Watched:
         last_step: int,
         folder: str,
         is_cuda: bool,
+        loads: bool,
     ) -> None:
         from everstep.engine.datasets.data import Synthetic
 
         self._data = Synthetic(vocab=vocab, sequence=sequence, rows=rows)
         self._late_s, self._last_step, self._step, self._is_cuda = late_s, last_step, 0, is_cuda
         self._more_later: threading.Timer | None = None
+        self._profile: Any = None
+        self._loads = loads
         self._file = Path(folder, f"{os.getpid()}.txt").open("w")  # noqa: SIM115  open as long as the process
 
     def _tell_more(self) -> None:
@@ -83,9 +87,26 @@ class Watched:
                 there = number.item()
                 tell(f"it was over within {time.monotonic() - began:.3f} s: {there}")
 
+    def _tell_loads(self) -> None:
+        """What was loaded from step 2 on, while lanes were used."""
+        import torch
+
+        if self._step == 2:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profile.start()
+        elif self._step == self._last_step:
+            self._profile.stop()
+            with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+                self._profile.export_chrome_trace(trace.name)
+                events = json.loads(Path(trace.name).read_text())["traceEvents"]
+            for line in loaded(events):
+                print(line, file=self._file, flush=True)
+
     def batch(self, step: int, microbatch: int) -> Any:
         if step != self._step:
             self._step = step
+            if self._loads:
+                self._tell_loads()
             print(f"step {step}", file=self._file, flush=True)
             faulthandler.cancel_dump_traceback_later()
             if self._more_later is not None:
@@ -96,6 +117,20 @@ class Watched:
                 self._more_later.daemon = True
                 self._more_later.start()
         return self._data.batch(step, microbatch)
+
+
+def loaded(events: list[dict[str, Any]]) -> Iterator[str]:
+    """Of a trace: each kernel that was loaded, found by the launch in which that was done."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    kernels = {one["args"]["correlation"]: one["name"] for one in timed if one.get("cat") == "kernel"}
+    launches = [one for one in timed if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+    found = [one for one in timed if "Loading" in one["name"]]
+    yield f"loaded: {len(found)} of {len(launches)} calls"
+    for load in found:
+        at = load["ts"] + load["dur"] / 2
+        around = [one for one in launches if one["ts"] <= at <= one["ts"] + one["dur"]]
+        names = {kernels.get(one["args"].get("correlation"), one["name"]) for one in around}
+        yield f"loaded: {(at - timed[0]['ts']) / 1e6:.3f} s: {load['name']} for {' or '.join(sorted(names))}"
 
 
 def texts(**options: Any) -> Watched:
@@ -123,6 +158,7 @@ def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> 
                     "last_step": given.steps,
                     "folder": folder,
                     "is_cuda": given.device == "cuda",
+                    "loads": given.loads,
                 },
             },
             "steps": given.steps,
@@ -145,6 +181,8 @@ def one_run(given: argparse.Namespace, changes: dict[str, Any], server: Any) -> 
         for incident in outcome.incidents:
             evidence = "; ".join(f"{one.at:.1f} {one.source}: {one.text[:300]}" for one in incident.evidence)
             yield f"  incident: {incident.workers} in step {incident.step}; {incident.label}; {evidence}"
+        for process, text in stacks.items():
+            yield from (f"{process} {line}" for line in text.splitlines() if line.startswith("loaded:"))
         for process in late:
             yield f"--- process {process}\n{stacks[process]}"
 
@@ -163,9 +201,12 @@ def main() -> int:
     parser.add_argument("--late", type=float, default=2.5, metavar="SECONDS")
     parser.add_argument("--job", nargs="*", default=["{}"], help="keys of the job, as JSON; several: in turn")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE, for all workers")
+    parser.add_argument("--loads", action="store_true", help="tell which kernels are loaded after step 1")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--mps", action="store_true", help="start MPS, and stop it at the end")
     given = parser.parse_args()
+    if given.loads and given.device == "cpu":
+        parser.error("--loads tells what a GPU loads: leave out --device cpu")
     os.environ.update(one.split("=", 1) for one in given.env)
 
     from everstep.node.fork_server import ForkServer

@@ -17,7 +17,7 @@ from everstep.engine.sums.sums import GradientSums
 from everstep.schedule.footprint import MOST_SHORT
 
 KINDS: list[Accumulate] = ["strict", "strict40", "strict32"]
-SIZES = (70_000, 4096, 300, 1)
+SIZES = (70_000, 65_536, 4096, 2048, 777, 300, 16, 1)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,7 +48,7 @@ def a_training(kind: Accumulate, device: torch.device, *, late: bool | None, ste
         for where in map(slice, edges, edges[1:]):
             parts = [sums.part(where) for sums in workers]
             one, other = workers
-            sent, told = other.sent(where, parts[1])
+            sent, told = other.sent(where, parts[1], most=int(draw.integers(0, 9)))
             peer = one.arrived(where, sent, parts[1].peaks, told)
             both = one.together(where, [parts[0], peer])
             for those in ([parts[0], peer], [both]):

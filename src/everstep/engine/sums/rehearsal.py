@@ -1,7 +1,7 @@
 """What sums on a GPU first need in a later step, done once before training.
 
 CUDA loads a kernel when it is first launched, and that can wait for the device: beside transfers from other
-workers it took up to a second, and two workers that wait so for each other would stand still (`net/nccl.py`).
+workers it took up to a second, and two workers that waited so for each other stood still (`net/nccl.py`).
 Promoted sums and sums of more than 32 bits come when gradients grow: in the second step, for many tensors, in
 all workers at once, while their parts are on their way.
 """
@@ -17,7 +17,7 @@ import torch
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums.grids import NO_LIMIT
 from everstep.engine.sums.sum_units import Accumulate
-from everstep.engine.sums.sums import GradientSums
+from everstep.engine.sums.sums import HIGH, GradientSums
 from everstep.log import warn
 from everstep.schedule.footprint import MOST_SHORT
 
@@ -25,6 +25,8 @@ _SIZES = (1 << 16, 777, 1)  # whole blocks, a part of one, one number
 _LARGE, _LOW = 3.0, -40  # more than 32 bits where no limit is known; promoted where the limit is low
 _MIXED = ((_LOW, NO_LIMIT, _LOW), (NO_LIMIT, _LOW, NO_LIMIT))
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of contributions
+# Put together: sizes of which all, the first, or none lie at 16 bytes, whatever the type.
+_PACKED = ((4096, 64), (4096, 777), (777, 4096), (2, 6), (1, 3))
 
 
 @cache
@@ -43,6 +45,7 @@ def launch_all(kind: Accumulate, device: torch.device, *, late: bool | None = No
         slots[str(number)] = Slot(size, (count,))
         size += -(-count // 16) * 16
     sums = GradientSums(slots, size, kind=kind, contributions=8, device=device, late=late)
+    _pack(sums)
     _go_through(sums, (NO_LIMIT,) * 3, 1e-3, kinds=_KINDS)
     for limits in _MIXED:
         _go_through(sums, limits, _LARGE, kinds=_KINDS)
@@ -51,6 +54,17 @@ def launch_all(kind: Accumulate, device: torch.device, *, late: bool | None = No
         sums.added()
     for limits in _MIXED:
         _go_through(sums, limits, _LARGE, kinds=_KINDS[:1])
+
+
+def _pack(sums: GradientSums) -> None:
+    """Torch has several kernels for this, by the size of a number and by where tensors begin and end."""
+    kinds = [*((dtype, dtype) for dtype in (*HIGH, torch.int64)), (torch.int64, torch.int32)]
+    for given, dtype in kinds:
+        for sizes in _PACKED:
+            whole = torch.zeros(sum(sizes) + 64, dtype=given, device=sums.device)
+            aligned = [torch.zeros(size, dtype=given, device=sums.device) for size in sizes]
+            sums.packed(aligned, dtype)
+            sums.packed(list(torch.split(whole[1 : 1 + sum(sizes)], sizes)), dtype)
 
 
 def _go_through(

@@ -48,7 +48,7 @@ _PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _GROUP = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements that are held until they are put together: in a cache
 _LAYOUTS = 64
-_HIGH = (torch.int8, torch.int32)
+HIGH = (torch.int8, torch.int32)
 _GATHERED = 1 << 22  # elements that wait on a CPU until they are added
 
 
@@ -422,10 +422,10 @@ class GradientSums:
         if part.high is not None:
             there = dict(self.pieces(where))
             lacking = [part.high[_shifted(there[i], where.start)] for i in part.wide]
-            tensors.append(self._copied(lacking, part.high.dtype))
+            tensors.append(self.packed(lacking, part.high.dtype))
             told.append(list(part.wide))
         if promoted and (part.is_short or len(promoted) > most):
-            promoted = [self._copied(promoted, torch.int32 if part.is_short else self._dtype)]
+            promoted = [self.packed(promoted, torch.int32 if part.is_short else self._dtype)]
         return (*tensors, *promoted), told
 
     def sent_all(
@@ -460,7 +460,8 @@ class GradientSums:
             found.append(self.arrived(where, came, peaks, told))
         return found
 
-    def _copied(self, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def packed(self, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """In one tensor."""
         total = self._empty((sum(one.numel() for one in tensors),), dtype=dtype)
         self._packed.append(torch.cat(tensors, out=total))
         return total
@@ -476,7 +477,7 @@ class GradientSums:
         if wide:
             sent, *promoted = promoted
             sizes = [there[i].stop - there[i].start for i in wide[0] if i in there]
-            if len(sizes) < len(wide[0]) or sent.numel() != sum(sizes) or sent.dtype not in _HIGH:
+            if len(sizes) < len(wide[0]) or sent.numel() != sum(sizes) or sent.dtype not in HIGH:
                 raise PeerError("a peer sent sums that do not belong to its part")
             high = torch.zeros(where.stop - where.start, dtype=sent.dtype, device=sent.device)
             for i, piece in zip(wide[0], torch.split(sent, sizes), strict=True):
