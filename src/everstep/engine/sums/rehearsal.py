@@ -17,13 +17,13 @@ import torch
 from everstep.engine.layers.model import Slot
 from everstep.engine.sums.grids import NO_LIMIT
 from everstep.engine.sums.sum_units import Accumulate
-from everstep.engine.sums.sums import HIGH, GradientSums
+from everstep.engine.sums.sums import HIGH, MOST_PROMOTED, GradientSums
 from everstep.log import warn
 from everstep.schedule.footprint import MOST_SHORT
 
 _SIZES = (1 << 16, 777, 1)  # whole blocks, a part of one, one number
 _LARGE, _LOW = 3.0, -40  # more than 32 bits where no limit is known; promoted where the limit is low
-_MIXED = ((_LOW, NO_LIMIT, _LOW), (NO_LIMIT, _LOW, NO_LIMIT))
+_MIXED = ((_LOW, NO_LIMIT, _LOW), (NO_LIMIT, _LOW, NO_LIMIT), (NO_LIMIT, _LOW, _LOW))
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of contributions
 # Put together: sizes of which all, the first, or none lie at 16 bytes, whatever the type.
 _PACKED = ((4096, 64), (4096, 777), (777, 4096), (2, 6), (1, 3))
@@ -64,7 +64,7 @@ def _pack(sums: GradientSums) -> None:
             whole = torch.zeros(sum(sizes) + 64, dtype=given, device=sums.device)
             aligned = [torch.zeros(size, dtype=given, device=sums.device) for size in sizes]
             sums.packed(aligned, dtype)
-            sums.packed(list(torch.split(whole[1 : 1 + sum(sizes)], sizes)), dtype)
+            sums.packed(list(torch.split(whole[1 : 1 + sum(sizes)], list(sizes))), dtype)
 
 
 def _go_through(
@@ -79,11 +79,15 @@ def _go_through(
         sums.added()
     for where in (slice(0, sums.size), slice(64, sums.size - 3)):
         part = sums.part(where)
-        sent, told = sums.sent(where, part)
-        short, facts = sums.sent_all([where], [part], part.peaks)
-        (peer,) = sums.arrived_all({0: where}, short, facts, lambda tensor: tensor)
-        alone, parts = [part], [part, sums.arrived(where, sent, part.peaks, told), peer]
+        peers = []
+        for most in (0, MOST_PROMOTED):  # promoted sums in one tensor, and one by one
+            sent, told = sums.sent(where, part, most)
+            peers.append(sums.arrived(where, sent, part.peaks, told))
+        every, facts = sums.sent_all([where], [part], part.peaks)
+        peers += sums.arrived_all({0: where}, every, facts, lambda tensor: tensor)
+        parts = [part, *peers]
         for origin in (0, where.start):
-            for those in (alone, parts, [sums.together(where, parts)]):
+            together = ([sums.together(where, those)] for those in (peers, parts))
+            for those in ([part], peers, parts, *together):
                 out = torch.empty(where.stop - origin, dtype=torch.float32, device=sums.device)
                 sums.means(where, [where], those, 2.0, out, origin=origin)
