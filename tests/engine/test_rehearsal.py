@@ -75,7 +75,7 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        if not op.is_view and "empty" not in op.name():
+        if not op.is_view and "empty" not in op.name() and not _moves_bytes(op, given):
             tensors = [
                 one for one in tree_leaves((given, named)) if isinstance(one, torch.Tensor) and one.dim()
             ]
@@ -85,6 +85,14 @@ class Ops(TorchDispatchMode):
             lies = min((math.gcd(16, one) for one in at), default=16), all(map(_is_contiguous, tensors))
             self.seen.add((op.name(), str([_type(one) for one in given]), *lies))
         return op(*given, **(named or {}))
+
+
+def _moves_bytes(op: Any, given: tuple[Any, ...]) -> bool:
+    """A GPU has no kernel for it."""
+    if op.name() != "aten::copy_":
+        return False
+    to, of, *_ = given
+    return to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:

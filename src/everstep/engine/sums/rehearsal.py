@@ -25,8 +25,7 @@ _SIZES = (1 << 16, 777, 1)  # whole blocks, a part of one, one number
 _LARGE, _LOW = 3.0, -40  # more than 32 bits where no limit is known; promoted where the limit is low
 _MIXED = ((_LOW, NO_LIMIT, _LOW), (NO_LIMIT, _LOW, NO_LIMIT), (NO_LIMIT, _LOW, _LOW))
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of contributions
-# Put together: sizes of which all, the first, or none lie at 16 bytes, whatever the type.
-_PACKED = ((4096, 64), (4096, 777), (777, 4096), (2, 6), (1, 3))
+_LIE_AT = (1, 2, 4, 8, 16)  # numbers; 16 bytes and less, whatever their type
 
 
 @cache
@@ -60,11 +59,11 @@ def _pack(sums: GradientSums) -> None:
     """Torch has several kernels for this, by the size of a number and by where tensors begin and end."""
     kinds = [*((dtype, dtype) for dtype in (*HIGH, torch.int64)), (torch.int64, torch.int32)]
     for given, dtype in kinds:
-        for sizes in _PACKED:
-            whole = torch.zeros(sum(sizes) + 64, dtype=given, device=sums.device)
-            aligned = [torch.zeros(size, dtype=given, device=sums.device) for size in sizes]
-            sums.packed(aligned, dtype)
-            sums.packed(list(torch.split(whole[1 : 1 + sum(sizes)], list(sizes))), dtype)
+        for at in _LIE_AT:
+            sizes = [at, 4096, at]
+            whole = torch.zeros(at + sum(sizes), dtype=given, device=sums.device)
+            sums.packed([torch.zeros(size, dtype=given, device=sums.device) for size in sizes], dtype)
+            sums.packed(list(torch.split(whole[at:], sizes)), dtype)
 
 
 def _go_through(
