@@ -35,7 +35,7 @@ from everstep.net.plane import (
     chosen,
     identity_of,
 )
-from everstep.net.turns import Turns, Way
+from everstep.net.turns import Traffic, Turns
 from everstep.protocol.parcels import Parcel, ParcelKind
 
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
@@ -557,19 +557,19 @@ def test_rest_is_not_waited_for_longer_than_messages_take(
 
 def test_who_asks_for_rest_still_answers() -> None:
     turns = Turns(2)
-    assert turns.take("a", Way.SENDS)
+    assert turns.take("a", Traffic.SENDS)
     assert not turns.rests()
-    assert not turns.take("b", Way.SENDS), "another one would have to answer"
-    assert turns.take("c", Way.RECEIVES)
-    assert turns.take("d", Way.OPENS)
-    for lane, way in (("a", Way.SENDS), ("c", Way.RECEIVES)):
-        turns.ended(lane, way)
+    assert not turns.take("b", Traffic.SENDS), "another one would have to answer"
+    assert turns.take("c", Traffic.RECEIVES)
+    assert turns.take("d", Traffic.OPENS)
+    for lane, what in (("a", Traffic.SENDS), ("c", Traffic.RECEIVES)):
+        turns.ended(lane, what)
     assert not turns.rests()
-    turns.ended("d", Way.OPENS)
+    turns.ended("d", Traffic.OPENS)
     assert turns.rests()
-    assert not any(turns.take("e", way) for way in Way)
+    assert not any(turns.take("e", what) for what in Traffic)
     turns.resume()
-    assert turns.take("e", Way.SENDS)
+    assert turns.take("e", Traffic.SENDS)
 
 
 class IdleNccl:

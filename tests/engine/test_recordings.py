@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.stage.evaluation import Evaluation
-from everstep.engine.stage.recordings import ATTEMPTS, WARM_UP
+from everstep.engine.stage.recordings import ATTEMPTS, WARM_UP, has_room
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sums import GradientSums
 from everstep.schedule import footprint
@@ -104,20 +105,11 @@ def test_recorded_ops_have_the_bits_of_eager_ones(
         assert stage.stash_bytes() == 1000 * each
 
 
-def test_recording_and_the_first_launch_of_each_graph_are_at_rest_and_no_other_launch_is() -> None:
-    """A graph is loaded when it is first launched. Beside transfers from other workers that stood still."""
+def test_memory_is_freed_at_rest_and_only_if_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing waits for all that the device does, and so for transfers of other workers."""
     said: list[str] = []
-
-    class Says(RunAgain):
-        def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-            said.append("record")
-            tensors, replay = super().record(run)
-
-            def launch() -> None:
-                said.append("launch")
-                replay()
-
-            return tensors, launch
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500 if said else 300, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("free"))
 
     @contextmanager
     def at_rest() -> Iterator[None]:
@@ -125,14 +117,11 @@ def test_recording_and_the_first_launch_of_each_graph_are_at_rest_and_no_other_l
         yield
         said.append("on")
 
-    (stage,) = pipe = pipeline(1, recorded=False)
-    stage.record(Says, lambda nbytes: True, at_rest)
-    one_by_one(pipe, 1, WARM_UP)
+    room = partial(has_room, torch.device("cuda", 0), None, at_rest=at_rest)
+    assert room(200)
     assert not said
-    stage.take_gradients()
-    one_by_one(pipe, 2, 3)
-    first = ["rest", "launch", "on"]
-    assert said == ["rest", "record", "record", "on", *first, *first, *(["launch", "launch"] * 2)]
+    assert room(400)
+    assert said == ["rest", "free", "on"]
 
 
 @pytest.mark.parametrize("at_once", [9, 1])

@@ -17,9 +17,9 @@ and `step_tensors` gives the buffer away instead of writing to it. What is recei
 A broken lane lets go of its tensors once the device has: a thread leaves the wire, and no one waits for it.
 
 A transfer on the device waits there for the other end, and what waits for the device waits with it: workers
-can wait for each other in a circle. So work that is known to wait for the device runs while no transfer is on
-it (`at_rest`), and a thread that does nothing else interrupts a transfer that has been on its wire for too
-long (`_guard`): its lane breaks.
+can wait for each other in a circle. So a call that is known to wait is made while nothing is on its way here
+(`at_rest`), and a thread that does nothing else interrupts a transfer that has been on its wire for too long
+(`_guard`): its lane breaks.
 
 When something breaks, the lane is dropped at both ends and the link to that peer counts as broken, so that
 what was under way is sent again, by tcp until a new lane is open. The death of a peer breaks the lanes that
@@ -47,7 +47,7 @@ from everstep.net import frames
 from everstep.net.envelope import DTYPES, Envelope, Form, FrameKind, LaneBroke, OnLane, OpenLane
 from everstep.net.links import Address, Links
 from everstep.net.sockets import FlowProgress
-from everstep.net.turns import Turns, Way
+from everstep.net.turns import Traffic, Turns
 from everstep.protocol.parcels import Parcel
 
 OPEN_WITHIN_S = 60.0
@@ -172,8 +172,8 @@ class Lane:
         return self.state is LaneState.BROKEN
 
     @property
-    def way(self) -> Way:
-        return Way.SENDS if self.sends else Way.RECEIVES
+    def traffic(self) -> Traffic:
+        return Traffic.SENDS if self.sends else Traffic.RECEIVES
 
     def give_up(self, because: str) -> bool:
         """Break it, from any thread. False: it is broken already."""
@@ -406,12 +406,12 @@ class Lanes:
             self._links.send(lane.peer, FrameKind.LANE, Envelope(opening))
         lane.wire.begin_open(meet, sends=lane.sends)
         self._until(lane, lane.wire.is_open, began + OPEN_WITHIN_S)
-        self._until(lane, lambda: self._turns.take(lane, Way.OPENS), began + OPEN_WITHIN_S)
+        self._until(lane, lambda: self._turns.take(lane, Traffic.OPENS), began + OPEN_WITHIN_S)
         try:
             lane.wire.begin((lane.wire.empty((1,), torch.uint8),))  # connects both ends
             self._until(lane, lane.wire.is_done, began + OPEN_WITHIN_S)
         finally:
-            self._turns.ended(lane, Way.OPENS)
+            self._turns.ended(lane, Traffic.OPENS)
         lane.opened_s = time.monotonic() - began
         if lane.state is LaneState.OPENING:
             lane.state = LaneState.READY
@@ -454,7 +454,7 @@ class Lanes:
         try:
             if not lane.is_broken:
                 if lane.moving is None:
-                    if lane.work.empty() or not self._turns.take(lane, lane.way):
+                    if lane.work.empty() or not self._turns.take(lane, lane.traffic):
                         return _Progress.IDLE  # others' progress is waited for
                     self._begin(lane, lane.work.get())
                 if not lane.wire.is_done():
@@ -465,7 +465,7 @@ class Lanes:
             self._broke(lane, str(error))
         if lane.is_broken:
             self._open.remove(lane)
-            self._turns.ended(lane, lane.way)
+            self._turns.ended(lane, lane.traffic)
             self._start(self._leave, lane)
         return _Progress.SOME
 
@@ -482,7 +482,7 @@ class Lanes:
     def _finish(self, lane: Lane) -> None:
         transfer, lane.moving = lane.moving, None
         assert transfer is not None
-        self._turns.ended(lane, lane.way)
+        self._turns.ended(lane, lane.traffic)
         if lane.sends:
             lane.sent_bytes += sum(tensor.nbytes for tensor in transfer.tensors)
             lane.busy_s += time.monotonic() - lane.began

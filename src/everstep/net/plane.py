@@ -397,16 +397,14 @@ class DataPlane:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Around work that may wait for all that the device does: within, no transfer of a lane is on it."""
+        """Around a call that waits for all that the device does: within, no transfer of a lane is on it."""
         if self._lanes is None:
             yield
             return
         with self._lanes.at_rest() as rests:
+            if not rests:
+                say("transfers are not over in time: a call that waits for them is made all the same")
             yield
-            if rests and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        if not rests:
-            say("transfers went on beside work that may wait for them")
 
     def borrows(self, tensor: Tensor) -> bool:
         """Is any of the memory behind this tensor still to be sent?"""

@@ -91,7 +91,7 @@ class Program:
         at_rest: AtRest = nullcontext,
     ) -> tuple[Stage, AnyUpdater]:
         """One worker's layers and their optimizer. `empty` gives the buffers that peers read from. `shards`:
-        for one shard of the worker. `at_rest`: what is around work that may wait for the whole device.
+        for one shard of the worker. `at_rest`: around what waits for all that the device does.
         """
         job = self.job
         first, *others = stage_parts(self.model, job.task_shape().fold)[stage]
@@ -119,7 +119,8 @@ class Program:
         )
         if made.device.type == "cuda" and shards is None and self._records:
             limit = None if job.memory_gib is None else job.memory_gib * GIB
-            made.record(partial(CudaRecorder, made.device), partial(has_room, made.device, limit), at_rest)
+            room = partial(has_room, made.device, limit, at_rest=at_rest)
+            made.record(partial(CudaRecorder, made.device), room)
         rate = self.rate or (lambda step: job.rate(step - 1))
         if job.chunks:
             if made.tied_names:

@@ -36,9 +36,9 @@ WARM_UP = 2  # microbatches that are run eagerly first
 _MARGIN = 2.5  # of memory: for a recording, and for a microbatch that is run eagerly beside it
 _SPARE = 0.05  # of all memory
 
-AtRest = Callable[[], AbstractContextManager[None]]  # no transfer of another worker is on the device within
 Run = Callable[[], list[Tensor]]  # what is recorded: its results, which a replay overwrites
 Replay = Callable[[], None]
+AtRest = Callable[[], AbstractContextManager[None]]
 
 
 class OpRecorder(Protocol):
@@ -106,7 +106,6 @@ class Recordings:
     expected_bytes: Callable[[], int]
     device: torch.device
     is_last: bool
-    at_rest: AtRest = nullcontext
     is_off: bool = False
     late: RecordedOps | None = None  # W has read its tensors, and may have to read them again
     of: tuple[int, ...] = ()  # of the gradients that came back last
@@ -164,13 +163,7 @@ class Recordings:
         return next((ops for ops in self._made if ops is not self.late and ops not in busy), None)
 
     def _recorded(self, tensors: list[Tensor], tree: Any) -> RecordedOps | None:
-        if self._is_full:
-            return None
-        with self.at_rest():
-            return self._recorded_at_rest(tensors, tree)
-
-    def _recorded_at_rest(self, tensors: list[Tensor], tree: Any) -> RecordedOps | None:
-        if not self.has_room(int(_MARGIN * self.expected_bytes())):
+        if self._is_full or not self.has_room(int(_MARGIN * self.expected_bytes())):
             self._is_full, self.is_off = True, not self._made
             return None
         recorder = self.recorder()
@@ -237,30 +230,13 @@ class Recordings:
             input_grads=dict(zip(inputs, results, strict=False)),
             queue=queue,
             others=others.copy(),
-            forward=_FirstAtRest(replay_forward, self.at_rest),
-            backward=_FirstAtRest(replay_backward, self.at_rest),
+            forward=replay_forward,
+            backward=replay_backward,
         )
 
     def _clean(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-
-@dataclass(slots=True)
-class _FirstAtRest:
-    """The first launch of a graph loads it, and may wait for the device."""
-
-    replay: Replay
-    at_rest: AtRest
-    _is_loaded: bool = False
-
-    def __call__(self) -> None:
-        if self._is_loaded:
-            self.replay()
-            return
-        with self.at_rest():
-            self.replay()
-        self._is_loaded = True
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -308,11 +284,16 @@ class CudaRecorder:
         return whole, whole - sum(segment["allocated_size"] for segment in segments)
 
 
-def has_room(device: torch.device, limit: float | None, nbytes: int) -> bool:
-    """Is so much memory free, beside what this process keeps for later? `limit`: bytes it may use."""
+def has_room(
+    device: torch.device, limit: float | None, nbytes: int, *, at_rest: AtRest = nullcontext
+) -> bool:
+    """Is so much memory free, beside what this process keeps for later? `limit`: bytes it may use. `at_rest`:
+    within, the device waits for no message of another worker.
+    """
     if _is_free(device, limit, nbytes):
         return True
-    torch.cuda.empty_cache()  # waits for the whole device, and so for messages of other workers
+    with at_rest():
+        torch.cuda.empty_cache()  # waits for the whole device
     return _is_free(device, limit, nbytes)
 
 

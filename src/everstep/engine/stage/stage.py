@@ -67,7 +67,7 @@ from everstep.engine.shards.context import ContextAttention, ContextPart, join_c
 from everstep.engine.shards.layers import cut, join, join_blocks, refuse_unequal, sum_whole, without_parts
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
 from everstep.engine.stage.kept import AttentionAgain, Offload, attention_in
-from everstep.engine.stage.recordings import AtRest, OpRecorder, RecordedOps, Recordings, TakenOps
+from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.stage.stage_evaluation import StageEvaluation
 from everstep.engine.stage.stage_loss import LossScale, StageLoss
 from everstep.engine.stage.stash import Stash
@@ -286,12 +286,7 @@ class Stage:
         if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
             module.forward = regions.compiled(f"layer {layer!r}", module.forward)
 
-    def record(
-        self,
-        recorder: Callable[[], OpRecorder],
-        has_room: Callable[[int], bool],
-        at_rest: AtRest = nullcontext,
-    ) -> None:
+    def record(self, recorder: Callable[[], OpRecorder], has_room: Callable[[int], bool]) -> None:
         """From now on F and I are recorded, where they can be."""
         self.recordings = Recordings(
             compute=self._computed,
@@ -304,7 +299,6 @@ class Stage:
             expected_bytes=lambda: max(0, self._held.forward) + max(0, self._held.weight),
             device=self.device,
             is_last=self.is_last,
-            at_rest=at_rest,
         )
 
     # The ops.
