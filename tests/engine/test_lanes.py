@@ -665,7 +665,14 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
 
 @pytest.mark.parametrize(
     ("given", "set_to", "is_told"),
-    [("", "8", False), ("1", "8", True), ("8", "8", False), ("32", "32", False), ("many", "8", True)],
+    [
+        ("", "8", False),
+        ("1", "8", True),
+        ("8", "8", False),
+        ("32", "32", False),
+        ("many", "8", True),
+        ("9" * 5000, "8", True),
+    ],
 )
 def test_fewer_than_eight_queues_of_a_gpu_are_not_taken_over(
     monkeypatch: pytest.MonkeyPatch,

@@ -43,6 +43,7 @@ NAME_BYTES = 128
 MAX_CTAS = 4  # a transfer needs few of the device's multiprocessors
 MOST_AT_ONCE = 8  # transfers each way: others wait for their turn
 QUEUES = 8
+_ENOUGH_QUEUES = {str(number) for number in range(QUEUES, 33)}  # 32: the most that CUDA has
 LOOK_AT_ERRORS_EVERY_S = 0.02
 LEAVE_WITHIN_S = 5.0
 _DEFAULT = -(2**31)  # NCCL's word for "not given"
@@ -112,7 +113,7 @@ def prepare(host: str, *, alone: bool) -> None:
     # Queues to the device: under MPS a process has 2 by default, and lanes would wait behind the computation.
     # With 32 each, the fourth process that shares a GPU under MPS finds no memory for its context (measured).
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if not given.isdecimal() or int(given) < QUEUES:
+    if given not in _ENOUGH_QUEUES:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(QUEUES)
     if given not in ("", os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]):
         say(
