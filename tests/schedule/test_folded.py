@@ -4,6 +4,8 @@ workers, and what the papers promise of interleaved 1F1B and ZB-V.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,10 @@ from everstep.errors import UserError
 from everstep.protocol.actions import BrokenStep, ComputePlan
 from everstep.protocol.ops import Kind
 from everstep.protocol.shape import Fold, Shape
-from everstep.schedule import Instance, Planned, Schedule, Worker, plan
+from everstep.schedule import MODES, Instance, Planned, Schedule, Worker, plan
+from everstep.schedule.best_order import judged
+from everstep.schedule.compact import compact
+from everstep.schedule.folded import FOLDED_HABITS, dispatch_folded
 from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.repeating import repeating_period
 from everstep_lab.schedule.check import deadlocks, violations
@@ -154,6 +159,91 @@ def test_without_a_planner_the_parts_of_a_worker_do_not_wait_for_each_other(turn
     assert deadlocks(instance, schedule) == []
     ops = [op for ops in schedule.ops.values() for op in ops if op.kind is Kind.W]
     assert len(ops) == len(set(ops)) == 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "turns", "updates", "takes"),
+    [("1f1b", False, (0.5, 1.0, 1.0), 24.5), ("reroute", True, (1.0, 2.0), 13.0)],
+)
+def test_updates_of_later_stages_go_on_beside_earlier_backwards(
+    mode: str, turns: bool, updates: tuple[float, ...], takes: float
+) -> None:
+    """The bound had them one after the other."""
+    stages = len(updates)
+    ones = ((1.0,) * (2 * stages),)
+    steps = replace(
+        folded(stages, turns=turns),
+        microbatches=3 if stages == 3 else 1,
+        forward=ones,
+        input_grad=ones,
+        weight_grad=ones,
+        update=updates,
+    )
+    planned = plan(steps, mode)
+    assert violations(steps, planned) == []
+    assert planned.makespan == takes
+
+
+def limited(
+    held: tuple[float, ...],
+    memory: Sequence[float],
+    *,
+    left: tuple[float, ...],
+    count: int,
+    turns: bool = False,
+    cap: int | None = None,
+) -> Instance:
+    """Two parts per worker, ops of one unit. Bytes of a microbatch by part, from F to I and from I to W
+    (`left`), and those that each worker has.
+    """
+    stages = len(held) // 2
+    replicas = len(memory) // stages
+    ones = ((1.0,) * len(held),) * replicas
+    workers = [Worker(k, s) for k in range(replicas) for s in range(stages)]
+    return Instance(
+        replicas=replicas,
+        stages=len(held),
+        microbatches=count,
+        forward=ones,
+        input_grad=ones,
+        weight_grad=ones,
+        memory=dict(zip(workers, memory, strict=True)),
+        stash_cap=None if cap is None else dict.fromkeys(workers, cap),
+        held_forward=held,
+        held_weight=left,
+        virtual=2,
+        turns=turns,
+    )
+
+
+ALL = (1.0,) * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "instance",
+    [
+        # The later part held something, but less than a microbatch takes, and the first part took the rest.
+        limited((1.0, 0.5, 3.0, 0.5), (4.0, 1.5), left=(0.0, 0.0, 1.0, 1.0), count=3),
+        # Two replicas hold as many microbatches, and one stood for both, which has more bytes.
+        limited((3.0, 1.0, 0.5, 3.0), (9.0, 3.0, 9.0, 2.0), left=ALL, count=2, turns=True),
+        # A place for a small microbatch was used for a large one.
+        limited((2.0, 0.5, 1.0, 0.5), (6.0, 4.0), left=ALL, count=4, cap=5),
+        # The bound took each part to have its own share.
+        limited((0.5, 3.0, 1.0, 2.0), (4.5, 8.0), left=(1.0, 1.0, 0.0, 1.0), count=2, turns=True),
+    ],
+    ids=["a part is held up", "alike but for bytes", "microbatches of two sizes", "shared room"],
+)
+def test_steps_with_little_memory_are_whole_and_within_it(instance: Instance, mode: str) -> None:
+    assert violations(instance, plan(instance, mode)) == []
+
+
+def test_an_order_that_is_not_whole_is_never_the_best() -> None:
+    problem = compact(folded(2), fused=False)
+    order = dispatch_folded(problem, FOLDED_HABITS[0])
+    assert judged(problem, order, "staggered")[1] < math.inf
+    order[0].pop()
+    assert judged(problem, order, "staggered")[1] == math.inf
 
 
 def test_a_stash_too_small_for_all_parts_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -29,8 +30,7 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
         if best is not None and (cost * (tried + 1) > effort or best[0] <= bound * (1 + GOOD_ENOUGH)):
             break
         order = make()
-        timing = time_order(problem, order, mode)
-        value = value_of(timing, mode)
+        timing, value = judged(problem, order, mode)
         if best is None or value < best[0] - 1e-12:
             best = value, order, timing
     assert best is not None
@@ -40,6 +40,13 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
 def time_order(problem: Compact, order: list[list[int]], mode: str) -> Timing:
     first = run(problem, order, [0.0] * len(problem.closing))
     return steady(problem, order, first) if MODES[mode].staggered else first
+
+
+def judged(problem: Compact, order: list[list[int]], mode: str) -> tuple[Timing, float]:
+    """Its times and its value. An order that could not be completed would be the shortest of all."""
+    timing = time_order(problem, order, mode)
+    is_whole = sum(map(len, order)) == problem.num_ops()
+    return timing, value_of(timing, mode) if is_whole else math.inf
 
 
 def value_of(timing: Timing, mode: str) -> float:

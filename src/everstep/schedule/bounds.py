@@ -466,10 +466,16 @@ def _folded_bound(instance: Instance, mode: str, caps: list[int] | None) -> floa
         back = sum(f for f, _ in least[first:]) + sum(hops[first:])
         back += sum(b for _, b in least[last + 1 :]) + sum(hops[last:])
         idle = min(max(0.0, back - _forwards_before(instance, k, mine, caps)) for k in live[first])
-        window = idle + _folded_level(instance, mine, live[first]) + instance.closing(stage)
-        head = sum(f for f, _ in least[:first]) + sum(hops[:first])
-        tail = sum(b for _, b in least[:first]) + sum(hops[:first]) if fused else 0.0
-        best = max(best, window if staggered else head + window + tail)
+        window = idle + _folded_level(instance, mine, live[first])
+        ends = instance.closing(stage)  # after its window
+        if not staggered:
+            window += sum(f for f, _ in least[:first]) + sum(hops[:first])
+        if fused and not staggered:  # its last op is followed by one of each part above, and those updates
+            up = 0.0
+            for above in reversed(parts[:first]):
+                up += least[above][1] + hops[above]
+                ends = max(ends, up + instance.closing(at[above]))
+        best = max(best, window + ends)
     if not staggered:  # the way of one microbatch
         once = sum(f + b for f, b in least) + 2 * sum(hops)
         weight = 0.0 if fused else min(instance.weight_grad[k][0] for k in live[0])
@@ -499,12 +505,31 @@ def _apart(instance: Instance) -> Instance:
 
 
 def _forwards_before(instance: Instance, replica: int, parts: Sequence[int], caps: list[int] | None) -> float:
-    """The most F, in seconds, that a worker can run before its first I."""
-    jobs, held = instance.replicas * instance.microbatches, 0.0
-    for part in parts:
-        most = stash_limit(instance, Worker(replica, part))[0]
-        held += max(1.0, most if caps is None else min(most, caps[part]))
-    return min(held, jobs * len(parts)) * max(instance.forward[replica][part] for part in parts)
+    """The most F, in seconds, that a worker can run before its first I, however its parts share a stash."""
+    worker, jobs = Worker(replica, instance.fold.stage(parts[0])), instance.replicas * instance.microbatches
+    most = {part: jobs if caps is None else min(jobs, caps[part]) for part in parts}
+    times = {part: instance.forward[replica][part] for part in parts}
+    found = sum(most[part] * times[part] for part in parts)
+    if instance.stash_cap is not None and worker in instance.stash_cap:
+        room = max(len(parts), instance.stash_cap[worker])
+        found = min(found, _most_in(room, [(1.0, times[part], most[part]) for part in parts]))
+    if instance.memory is not None and worker in instance.memory and instance.held_forward:
+        size = max(instance.memory[worker], sum(map(instance.bytes_per_microbatch, parts)))
+        held = [(instance.held_forward[part], times[part], most[part]) for part in parts]
+        found = min(found, _most_in(size, held))
+    return found
+
+
+def _most_in(room: float, sorts: list[tuple[float, float, int]]) -> float:
+    """The most seconds that fit, of things that each take some room for some seconds, and are so many; a last
+    one in part.
+    """
+    found = 0.0
+    for size, seconds, most in sorted(sorts, key=lambda each: each[1] / max(each[0], 1e-12), reverse=True):
+        number = most if size <= 0 else min(most, room / size)
+        found += number * seconds
+        room -= number * size
+    return found
 
 
 def _folded_level(instance: Instance, parts: Sequence[int], live: Sequence[int]) -> float:

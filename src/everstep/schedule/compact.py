@@ -39,6 +39,9 @@ class Compact:
     weight: list[float]
     closing: list[float]  # per stage of workers: reduce and update
     room: list[float]  # what its stash may hold
+    shares: (
+        bool  # may parts of a worker use each other's? Not if bytes limit a stash that counts microbatches
+    )
     takes: list[float]  # what F takes of it
     frees_early: list[float]  # what the end of I gives back
     frees_late: list[float]  # what the end of W gives back
@@ -56,13 +59,11 @@ class Compact:
         return len(self.closing) < self.stages
 
     def num_ops(self) -> int:
-        weights = sum(self.have_input) if self.fused else len(self.host)
-        return (
-            2 * len(self.host)
-            - sum(self.have_forward)
-            - sum(self.have_input)
-            + max(0, weights - sum(self.have_weight))
-        )
+        if self.fused:
+            weights = sum(bool(i and not w) for i, w in zip(self.have_input, self.have_weight, strict=True))
+        else:
+            weights = len(self.host) - sum(self.have_weight)
+        return 2 * len(self.host) - sum(self.have_forward) - sum(self.have_input) + weights
 
     def op(self, code: int, replica: int) -> Op:
         """The op behind a code, on behalf of `replica` where the simulated one only stands for it."""
@@ -108,6 +109,13 @@ def compact(
     if fused:
         backward = [b + w for b, w in zip(backward, weight, strict=True)]
     limits = [_stash(instance, worker, stash_cap) for worker in workers]
+    in_bytes = instance.memory is not None and stash_cap is None and instance.stash_cap is None
+    room = [limit[0] for limit in limits]
+    if in_bytes:  # those that one stands for hold as many microbatches, but may have more bytes
+        for k, index in stands_for.items():
+            for s in range(stages):
+                at_cell = index * stages + s
+                room[at_cell] = min(room[at_cell], _stash(instance, Worker(k, s), stash_cap)[0])
     return Compact(
         stages=stages,
         microbatches=count,
@@ -119,7 +127,9 @@ def compact(
         backward=backward,
         weight=weight,
         closing=[instance.closing(s) for s in range(at.stages)],
-        room=[x[0] for x in limits],
+        room=room,
+        shares=instance.memory is None
+        or (in_bytes and all(map(instance.bytes_per_microbatch, range(stages)))),
         takes=[x[1] for x in limits],
         frees_early=[x[1] - x[2] for x in limits],
         frees_late=[x[2] for x in limits],

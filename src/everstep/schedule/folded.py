@@ -160,10 +160,10 @@ class _Run:
 
     def _has_room(self, worker: int, cell: int) -> bool:
         problem, held = self.problem, self.held
-        if not self.habit.shared:
+        if not (self.habit.shared and problem.shares):
             return held[cell] + problem.takes[cell] <= problem.room[cell]
         cells = self.cells[worker]
-        reserved = sum(problem.takes[later] for later in cells if later > cell and not held[later])
+        reserved = sum(max(0.0, problem.takes[later] - held[later]) for later in cells if later > cell)
         taken = sum(held[one] for one in cells) + problem.takes[cell]
         return taken <= sum(problem.room[one] for one in cells) - reserved
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from everstep.protocol.ops import Worker
-from everstep.schedule.best_order import GOOD_ENOUGH, time_order, value_of
+from everstep.schedule.best_order import GOOD_ENOUGH, judged
 from everstep.schedule.compact import Compact, compact
 from everstep.schedule.dispatch import HABITS, Habit, dispatch
 from everstep.schedule.folded import FOLDED_HABITS, FoldedHabit, dispatch_folded
@@ -70,8 +70,7 @@ class _Search:
                 order = dispatch_folded(problem, habit)
             else:
                 order = dispatch(problem, habit, self.bound)
-            timing = time_order(problem, order, self.mode)
-            value = value_of(timing, self.mode)
+            timing, value = judged(problem, order, self.mode)
             if best is None or value < best.value - 1e-9:
                 best = Attempt(value, moved, habit, problem, order, timing)
             if self.is_good(best) or self.effort <= 0:
