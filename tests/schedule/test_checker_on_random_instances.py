@@ -110,6 +110,27 @@ def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Insta
     assert len(in_step.moved) == len(alike.dead) * alike.virtual * alike.microbatches
 
 
+def test_a_step_in_lockstep_keeps_to_the_bytes_of_each_part() -> None:
+    """Found by the test above: microbatches were counted, and places of small ones given to large ones."""
+    instance = Instance(
+        replicas=3,
+        stages=2,
+        microbatches=2,
+        forward=((1.0, 1.0),) * 3,
+        input_grad=((1.0, 1.0),) * 3,
+        weight_grad=((1.0, 1.0),) * 3,
+        memory={Worker(0, 0): 17.0, Worker(1, 0): 4.25, Worker(2, 0): 4.25},
+        held_forward=(1.0, 1.0),
+        held_weight=(1.0, 3.25),
+        dead=frozenset({Worker(1, 0), Worker(2, 0)}),
+        virtual=2,
+        turns=False,
+    )
+    in_step = lockstep(instance, "zero-bubble", 0.0, 10_000, None)
+    assert in_step is not None
+    assert violations(instance, answer_in_step(instance, "zero-bubble", in_step, 0.0)) == []
+
+
 @given(instances(broken_step=True), st.sampled_from(["reroute", "decoupled", "staggered"]))
 def test_the_rest_of_a_broken_step_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []

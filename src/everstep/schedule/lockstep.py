@@ -21,16 +21,19 @@ It needs workers of a stage to be alike; a slow one would set the pace of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from everstep.protocol.ops import Microbatch, Op, Worker
 from everstep.schedule.best_order import best_order
-from everstep.schedule.compact import FUSED_KINDS, SPLIT_KINDS, Compact, compact, stash_limit
+from everstep.schedule.compact import FUSED_KINDS, SPLIT_KINDS, Compact, compact
 from everstep.schedule.hosts import Place
 from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 from everstep.schedule.timing import Timing
+
+Limit = TypeVar("Limit", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,6 @@ def lockstep(
         return None
     worst = min(len(instance.live(s)) for s in range(instance.stages))
     num_slots = -(-instance.replicas * instance.microbatches // worst)
-    limits = [min(_limits(instance, s)) for s in range(instance.stages)]  # per part
     one = replace(
         instance,
         replicas=1,
@@ -91,8 +93,8 @@ def lockstep(
         forward=(times[0],),
         input_grad=(times[1],),
         weight_grad=(times[2],),
-        stash_cap=_caps(instance, limits, num_slots),
-        memory=None,
+        stash_cap=_least(instance, instance.stash_cap),
+        memory=_least(instance, instance.memory),
         dead=frozenset(),
     )
     pipeline = compact(one, fused=MODES[mode].fused, stash_cap=caps)
@@ -119,18 +121,17 @@ def _times(instance: Instance) -> tuple[tuple[float, ...], tuple[float, ...], tu
     return found[0], found[1], found[2]
 
 
-def _limits(instance: Instance, stage: int) -> list[float]:
-    """What the live workers of a stage may hold, in microbatches."""
-    if instance.stash_cap is None and instance.memory is None:
-        return [float("inf")]
-    return [max(1.0, min(stash_limit(instance, Worker(k, stage)))) for k in instance.live(stage)]
-
-
-def _caps(instance: Instance, limits: Sequence[float], num_slots: int) -> dict[Worker, int]:
-    """Of the one pipeline: of the workers of a stage the least, over all its parts."""
-    fold = instance.fold
-    each = {s: [limits[part] for part in fold.parts_of(s)] for s in range(fold.stages)}
-    return {Worker(0, s): int(sum(of)) for s, of in each.items() if sum(of) < num_slots * len(of)}
+def _least(instance: Instance, limits: Mapping[Worker, Limit] | None) -> dict[Worker, Limit] | None:
+    """Of the one pipeline's workers: the least that a live worker of the stage may hold."""
+    if limits is None:
+        return None
+    found: dict[Worker, Limit] = {}
+    for stage in range(instance.fold.stages):
+        live = instance.live(instance.fold.parts_of(stage)[0])
+        known = [limits[worker] for k in live if (worker := Worker(k, stage)) in limits]
+        if known:
+            found[Worker(0, stage)] = min(known)
+    return found
 
 
 def _slots(instance: Instance, num_slots: int) -> list[list[int]]:
