@@ -52,7 +52,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import incident_line
 from everstep.node.fork_server import ForkServer
 from harness.masked_tokens import MaskedTokens
-from harness.tiny_models import STRANGERS, TINY
+from harness.tiny_models import MORE, STRANGERS, TINY
 
 TOLERANCE = 1e-5  # of losses against transformers: fp32, other orders of summing
 STEPS, MICROBATCHES = 6, 2
@@ -109,7 +109,7 @@ def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any
     import transformers
 
     rows = []
-    models = TINY if virtual == 1 else STRANGERS
+    models = (TINY if virtual == 1 else STRANGERS) | MORE
     names = [name for name in models if any(part in name for part in only.split(","))]
     preload = ("everstep.engine.hf.model", *(f"transformers.models.{_module(n)}" for n in names))
     server = ForkServer(preload=preload).start()
@@ -119,9 +119,9 @@ def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any
                 try:
                     kill = KILLS[number % len(KILLS)]
                     if virtual == 1:
-                        row = tried(name, kill, Path(folder), server, shards)
+                        row = tried(name, models[name][0], kill, Path(folder), server, shards)
                     else:
-                        row = tried_in_parts(name, kill, Path(folder), server, virtual)
+                        row = tried_in_parts(name, models[name][0], kill, Path(folder), server, virtual)
                 except Exception as error:  # a row that fails is a row
                     row = {"ok": False, "failure": f"{type(error).__name__}: {error}"}
             rows.append({"architecture": name, "special": models[name][1], **row})
@@ -164,12 +164,14 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def tried(name: str, kill: str, folder: Path, server: ForkServer, shards: int) -> dict[str, Any]:
+def tried(
+    name: str, values: dict[str, Any], kill: str, folder: Path, server: ForkServer, shards: int
+) -> dict[str, Any]:
     """One architecture: three trainings and an export."""
     import transformers
 
     began = time.monotonic()
-    config = transformers.AutoConfig.for_model(name, **TINY[name][0])
+    config = transformers.AutoConfig.for_model(name, **values)
     torch.manual_seed(7)
     start = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # as after some training: at tiny widths fresh weights do next to nothing
@@ -190,7 +192,7 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer, shards: int) -
     same = everstep.load(folder / "killed")
     everstep.export(folder / "killed", folder / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
-    check = transformers.AutoModelForCausalLM.from_config(config)
+    check = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")  # with what is frozen
     check.load_state_dict(same, strict=False)
     check.tie_weights()
     row = {
@@ -212,12 +214,14 @@ def tried(name: str, kill: str, folder: Path, server: ForkServer, shards: int) -
     return {"ok": bool(fine and row["incidents"] >= 1 and ours[-1] != ours[0]), **row}
 
 
-def tried_in_parts(name: str, kill: str, folder: Path, server: ForkServer, virtual: int) -> dict[str, Any]:
+def tried_in_parts(
+    name: str, values: dict[str, Any], kill: str, folder: Path, server: ForkServer, virtual: int
+) -> dict[str, Any]:
     """One architecture: as many stages as there are parts; then workers with several parts, twice."""
     import transformers
 
     began = time.monotonic()
-    config = transformers.AutoConfig.for_model(name, **STRANGERS[name][0])
+    config = transformers.AutoConfig.for_model(name, **values)
     torch.manual_seed(7)
     start = transformers.AutoModelForCausalLM.from_config(config)
     start.save_pretrained(folder / "base")

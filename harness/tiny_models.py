@@ -114,3 +114,121 @@ STRANGERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "xglm": ({**_SEQ, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}, "no pp_plan, sinusoids"),
 }
+
+# Tried once each: newer ones, other kinds of layers, other ways of routing.
+_HEADS = {**_GROUPED, "head_dim": 8}
+_ROUTED = {**_HEADS, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LOCAL = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+_NAMED = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
+_SHARED = {**_ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LINEAR = {
+    **_HEADS,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_CONVOLVED = {"layer_types": ["conv", "full_attention"] * 2}
+_MAMBA = {**_BASE, **_TOKENS, "state_size": 8}
+MORE: dict[str, tuple[dict[str, Any], str]] = {
+    "bamba": (
+        {
+            **_GROUPED,
+            **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8),
+            "mamba_n_groups": 1,
+            "attn_layer_indices": [1, 3],
+        },
+        "Mamba 2 and attention",
+    ),
+    "bitnet": (_GROUPED, "norms inside"),
+    "deepseek_v2": (
+        {
+            **_SHARED,
+            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+            **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+            "num_key_value_heads": 4,
+            "topk_method": "greedy",
+        },
+        "latent attention, experts and shared ones",
+    ),
+    "diffllama": (_GROUPED, "differences of attentions"),
+    "dots1": ({**_SHARED, "n_group": 1, "topk_group": 1}, "experts and a shared one"),
+    "ernie4_5_moe": (
+        {
+            **_ROUTED,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+        },
+        "experts, a frozen bias of routers",
+    ),
+    "falcon_mamba": (_MAMBA, "no attention"),
+    "flex_olmo": (_NAMED, "experts, norms behind"),
+    "gemma4_text": (
+        {
+            **_HEADS,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+        },
+        "two kinds of layers, no inputs of each layer",
+    ),
+    "glm": (_HEADS, "fused MLP"),
+    "glm4_moe": (_SHARED, "experts and a shared one"),
+    "gpt_bigcode": ({**_OLD, **_NO_DROPOUT}, "one key for all heads"),
+    "gpt_neo": (
+        {
+            **_BASE,
+            **_TOKENS,
+            **dict.fromkeys(("embed_dropout", "attention_dropout", "resid_dropout"), 0.0),
+            "num_layers": 4,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "max_position_embeddings": 64,
+            "window_size": 8,
+        },
+        "windows in turn",
+    ),
+    "granitemoe": (_LOCAL, "experts, multipliers"),
+    "granitemoeshared": ({**_LOCAL, "shared_intermediate_size": 32}, "experts and a shared one"),
+    "hunyuan_v1_dense": (_HEADS, "norms of q and k"),
+    "hunyuan_v1_moe": ({**_ROUTED, "num_experts": 4, "moe_topk": 2}, "experts and a shared one"),
+    "jamba": (
+        {
+            **_NAMED,
+            **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+            **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+        "Mamba, attention, experts in turn",
+    ),
+    "lfm2": ({**_GROUPED, **_CONVOLVED}, "convolutions and attention"),
+    "lfm2_moe": (
+        {**_ROUTED, **_CONVOLVED, "num_experts": 4, "num_dense_layers": 1},
+        "convolutions, attention, experts",
+    ),
+    "llama4_text": (
+        {**_HEADS, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 8},
+        "attention in chunks, experts and a shared one",
+    ),
+    "mamba2": ({**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}, "no attention"),
+    "minimax": ({**_LOCAL, "head_dim": 8, "block_size": 8}, "linear attention, experts"),
+    "ministral": ({**_HEADS, "sliding_window": 8}, "windows"),
+    "ministral3": (_HEADS, "scaled positions"),
+    "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}, "ALiBi"),
+    "nanochat": (_HEADS, "norms without weights, soft caps"),
+    "nemotron": (_GROUPED, "squared ReLU, partial rotary"),
+    "olmoe": (_NAMED, "experts, norms of q and k"),
+    "persimmon": (_WIDE, "norms of q and k, partial rotary"),
+    "qwen3_5_text": (_LINEAR, "linear and gated attention"),
+    "qwen3_next": (
+        {**_LINEAR, **_ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        "linear and gated attention, experts",
+    ),
+    "recurrent_gemma": ({**_GROUPED, "lru_width": 32, "attention_window_size": 8}, "recurrence and windows"),
+    "vaultgemma": ({**_HEADS, "sliding_window": 8}, "two kinds of layers"),
+}
