@@ -18,6 +18,7 @@ from everstep.schedule.profile import DROPPED
 KEPT_ROWS = 2000  # of a task, for those who look
 LOSS = "loss"  # what every evaluation finds first
 KEPT_EVALUATIONS = 200
+KEPT_LOST = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class StepRows:
     last_at: float = 0.0  # when the last step was recorded, or training began
     first: int = 0
     last: int = 0
+    lost: list[tuple[int, int]] = field(default_factory=list)  # first and last of steps that have no rows
     committed: int = 0  # microbatches
     replayed_elsewhere: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that was evaluated
@@ -90,6 +92,7 @@ class StepRows:
         self.dropped.clear()
         if 0 < self.last < done:
             self.committed += (done - self.last) * microbatches
+            self.lost = [*self.lost, (self.last + 1, done)][-KEPT_LOST:]
             self.last = done
 
     def add(self, record: RecordStep, now: float) -> StepRow:
@@ -108,6 +111,9 @@ class StepRows:
         self.first = min(self.first or record.step, record.step)
         if record.step <= self.last:  # done again, from a kept state: only the last time counts
             self.committed -= (self.last - record.step + 1) * record.microbatches_committed
+            self.lost = [
+                (first, min(last, record.step - 1)) for first, last in self.lost if first < record.step
+            ]
         self.last = record.step
         self.committed += record.microbatches_committed
         self.replayed_elsewhere += record.replayed_elsewhere
@@ -142,8 +148,9 @@ def begins_training(action: msg.ClusterAction) -> bool:
 
 def rows_from(document: Mapping[str, Json]) -> StepRows:
     """What `rows_document` has written."""
-    plain = {name: value for name, value in document.items() if name not in ("rows", "evaluations")}
+    plain = {name: value for name, value in document.items() if name not in ("rows", "evaluations", "lost")}
     rows = StepRows(**plain)
+    rows.lost = [(first, last) for first, last in document.get("lost", ())]
     rows.evaluations = {int(step): dict(values) for step, values in document.get("evaluations", ())}
     rows.rows.extend(StepRow(**row) for row in document["rows"])
     return rows
@@ -155,6 +162,7 @@ def rows_document(rows: StepRows) -> Document:
         "last_at": rows.last_at,
         "first": rows.first,
         "last": rows.last,
+        "lost": [list(steps) for steps in rows.lost],
         "committed": rows.committed,
         "replayed_elsewhere": rows.replayed_elsewhere,
         "evaluations": [[step, values] for step, values in sorted(rows.evaluations.items())],

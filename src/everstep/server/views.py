@@ -328,6 +328,7 @@ def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[
             for worker, seat in sorted(task.seats.items())
         ],
         "rows": [step_row(row.document()) for row in kept],
+        "rows_lost": [] if steps is None else [list(each) for each in steps.lost],
         "evaluations": []
         if steps is None
         else [evaluation_row(step, values) for step, values in sorted(steps.evaluations.items())],

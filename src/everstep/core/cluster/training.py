@@ -167,8 +167,10 @@ class Training:
         progress, recovery = task.progress, task.recovery
         progress.question = None
         task.starts.forget_all()
+        if recovery is not None:  # it may have gone on from a state whose steps were not reported
+            progress.recorded = recovery.recorded
         if resumes and recovery is not None:
-            progress.lived, progress.recorded = recovery.lived(), recovery.recorded
+            progress.lived = recovery.lived()
             task.checkpoints.newest = recovery.checkpoint
             progress.recovery = progress.facts = None
 
