@@ -3,7 +3,7 @@
     python bench/models.py                    a table
     python bench/models.py --only llama --json
     python bench/models.py --only mixtral --shards 2    workers of two processes, experts spread over them
-    python bench/models.py --virtual 2        other architectures, each worker with two parts of the model
+    python bench/models.py --virtual 2        each worker with two parts of the model, 14 other architectures
     python bench/models.py --scan             which of all causal LMs of transformers can be cut, and why not
     python bench/models.py --scan --shards 2  and which of them can be split over shards
 

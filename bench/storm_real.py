@@ -127,6 +127,8 @@ def check_tasks(storm: Storm, clean: dict[str, dict[int, float]], state: Path) -
         if name not in storm.cancelled and told["state"] != "finished":
             wrong["finished"].append(f"{name}: {told['state']}: {told['because']}")
         is_whole = name not in storm.cancelled | storm.put_back
+        if told["rows_lost"]:
+            storm.rows_lost[name] = told["rows_lost"]
         lost = {step for first, last in told["rows_lost"] for step in range(first, last + 1)}
         if is_whole and set(losses) != set(clean[kind]) - lost:  # reports that were lost with their node
             wrong["rows"].append(f"{name}: rows of {len(losses)} of {len(clean[kind])} steps")
@@ -256,6 +258,7 @@ def run(
         "waf_expected": None if expected is None else round(expected, 3),
         "incidents": len(incidents),
         "journal": settled[0],
+        "rows_lost": storm.rows_lost,
         "checks": {check: "holds" if not found else f"fails {len(found)}" for check, found in wrong.items()},
         "wrong": [f"{check}: {text}" for check, found in wrong.items() for text in found],
     }

@@ -85,6 +85,7 @@ class Storm:
     put_back: set[str] = field(
         default_factory=set
     )  # tasks of an older journal: rows in between are not in it
+    rows_lost: dict[str, list[list[int]]] = field(default_factory=dict)  # steps that no one has reported
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)

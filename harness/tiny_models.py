@@ -115,7 +115,7 @@ STRANGERS: dict[str, tuple[dict[str, Any], str]] = {
     "xglm": ({**_SEQ, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}, "no pp_plan, sinusoids"),
 }
 
-# Tried once each: newer ones, other kinds of layers, other ways of routing.
+# Further ones: newer, with other kinds of layers, other ways of routing.
 _HEADS = {**_GROUPED, "head_dim": 8}
 _ROUTED = {**_HEADS, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _LOCAL = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}

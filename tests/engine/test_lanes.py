@@ -670,6 +670,7 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
         ("1", "8", True),
         ("8", "8", False),
         ("32", "32", False),
+        ("64", "8", True),
         ("many", "8", True),
         ("9" * 5000, "8", True),
     ],

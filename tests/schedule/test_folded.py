@@ -162,18 +162,18 @@ def test_without_a_planner_the_parts_of_a_worker_do_not_wait_for_each_other(turn
 
 
 @pytest.mark.parametrize(
-    ("mode", "turns", "updates", "takes"),
-    [("1f1b", False, (0.5, 1.0, 1.0), 24.5), ("reroute", True, (1.0, 2.0), 13.0)],
+    ("mode", "turns", "count", "updates", "takes"),
+    [("1f1b", False, 3, (0.5, 1.0, 1.0), 24.5), ("reroute", True, 1, (1.0, 2.0), 13.0)],
 )
 def test_updates_of_later_stages_go_on_beside_earlier_backwards(
-    mode: str, turns: bool, updates: tuple[float, ...], takes: float
+    mode: str, turns: bool, count: int, updates: tuple[float, ...], takes: float
 ) -> None:
     """The bound had them one after the other."""
     stages = len(updates)
     ones = ((1.0,) * (2 * stages),)
     steps = replace(
         folded(stages, turns=turns),
-        microbatches=3 if stages == 3 else 1,
+        microbatches=count,
         forward=ones,
         input_grad=ones,
         weight_grad=ones,

@@ -18,7 +18,7 @@ from everstep.schedule.profile import DROPPED
 KEPT_ROWS = 2000  # of a task, for those who look
 LOSS = "loss"  # what every evaluation finds first
 KEPT_EVALUATIONS = 200
-KEPT_LOST = 200
+KEPT_LOST = 200  # stretches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,8 @@ def prepare(host: str, *, alone: bool) -> None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(QUEUES)
     if given not in ("", os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]):
         say(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={given} is taken for {QUEUES}, or workers could wait for each other"
+            f"CUDA_DEVICE_MAX_CONNECTIONS={given} is taken for {QUEUES}: CUDA has at most 32, and with fewer "
+            f"than {QUEUES} workers could wait for each other"
         )
     if alone:
         os.environ.setdefault("NCCL_HOSTID", f"everstep-{os.getpid()}-{time.monotonic_ns()}")

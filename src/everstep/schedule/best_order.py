@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from everstep.errors import InternalError
 from everstep.schedule.compact import Compact
 from everstep.schedule.dispatch import HABITS, dispatch
 from everstep.schedule.folded import FOLDED_HABITS, dispatch_folded
@@ -34,6 +35,8 @@ def best_order(problem: Compact, mode: str, bound: float, effort: int) -> tuple[
         if best is None or value < best[0] - 1e-12:
             best = value, order, timing
     assert best is not None
+    if math.isinf(best[0]):
+        raise InternalError(f"no order of all {cost} ops was found in mode {mode}")
     return best[1], best[2]
 
 

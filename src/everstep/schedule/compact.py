@@ -40,7 +40,7 @@ class Compact:
     closing: list[float]  # per stage of workers: reduce and update
     room: list[float]  # what its stash may hold
     shares: (
-        bool  # may parts of a worker use each other's? Not if bytes limit a stash that counts microbatches
+        bool  # may parts of a worker use each other's? Not where bytes limit, and microbatches are counted
     )
     takes: list[float]  # what F takes of it
     frees_early: list[float]  # what the end of I gives back
@@ -109,7 +109,7 @@ def compact(
     if fused:
         backward = [b + w for b, w in zip(backward, weight, strict=True)]
     limits = [_stash(instance, worker, stash_cap) for worker in workers]
-    in_bytes = instance.memory is not None and stash_cap is None and instance.stash_cap is None
+    in_bytes = instance.memory is not None and not _counts(instance, stash_cap)
     room = [limit[0] for limit in limits]
     if in_bytes:  # those that one stands for hold as many microbatches, but may have more bytes
         for k, index in stands_for.items():
@@ -183,11 +183,16 @@ def stash_limit(instance: Instance, worker: Worker) -> tuple[float, float]:
     return (min(count, size // early) if early else count), (min(count, size // late) if late else count)
 
 
+def _counts(instance: Instance, stash_cap: Sequence[int] | None) -> bool:
+    """Is a number of microbatches given, whatever bytes are?"""
+    return stash_cap is not None or instance.stash_cap is not None
+
+
 def _stash(instance: Instance, worker: Worker, stash_cap: Sequence[int] | None) -> tuple[float, float, float]:
     """(room, what F takes, what is left from I to W), in bytes if only bytes limit, else in microbatches."""
     _, size = _capacity(instance, worker)
     each = instance.bytes_per_microbatch(worker.stage)
-    if stash_cap is None and instance.stash_cap is None and size is not None and each > 0:
+    if size is not None and each > 0 and not _counts(instance, stash_cap):
         # F reserves the larger phase: an I that had to wait for memory might never get it.
         late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
         return size, each, late

@@ -33,7 +33,7 @@ from everstep.schedule.instance import Instance
 from everstep.schedule.modes import MODES
 from everstep.schedule.timing import Timing
 
-Limit = TypeVar("Limit", int, float)
+_Limit = TypeVar("_Limit", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,11 @@ def _times(instance: Instance) -> tuple[tuple[float, ...], tuple[float, ...], tu
     return found[0], found[1], found[2]
 
 
-def _least(instance: Instance, limits: Mapping[Worker, Limit] | None) -> dict[Worker, Limit] | None:
+def _least(instance: Instance, limits: Mapping[Worker, _Limit] | None) -> dict[Worker, _Limit] | None:
     """Of the one pipeline's workers: the least that a live worker of the stage may hold."""
     if limits is None:
         return None
-    found: dict[Worker, Limit] = {}
+    found: dict[Worker, _Limit] = {}
     for stage in range(instance.fold.stages):
         live = instance.live(instance.fold.parts_of(stage)[0])
         known = [limits[worker] for k in live if (worker := Worker(k, stage)) in limits]

@@ -308,8 +308,8 @@ class Tasks:
 
     def _begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
+        task.progress.recorded = step
         if not task.is_script and step >= task.steps + task.request.closes:
-            task.progress.recorded = step
             because = f"its checkpoint of step {step} is already the end"
             return self.end(task, Ending(state=TaskState.FINISHED, because=because, gently=True), now)
         task.enter(TaskState.RUNNING, f"started at step {step + 1}")

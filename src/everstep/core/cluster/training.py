@@ -47,7 +47,6 @@ class Training:
     def begin(self, task: Task, step: int, now: Moment) -> Actions:
         """From the state after this step on."""
         patience, progress = self._policy.patience, task.progress
-        progress.recorded = step
         if task.request.ranks is not None:
             progress.recovery = Lives(
                 task.name,
@@ -167,9 +166,10 @@ class Training:
         progress, recovery = task.progress, task.recovery
         progress.question = None
         task.starts.forget_all()
-        if recovery is not None:  # it may have gone on from a state whose steps were not reported
-            progress.recorded = recovery.recorded
-        if resumes and recovery is not None:
+        if recovery is None:
+            return
+        progress.recorded = recovery.recorded  # maybe of a state that was gone on from, and never reported
+        if resumes:
             progress.lived = recovery.lived()
             task.checkpoints.newest = recovery.checkpoint
             progress.recovery = progress.facts = None
