@@ -110,6 +110,7 @@ def compact(
         backward = [b + w for b, w in zip(backward, weight, strict=True)]
     limits = [_stash(instance, worker, stash_cap) for worker in workers]
     in_bytes = instance.memory is not None and not _counts(instance, stash_cap)
+    sizes = set(map(instance.bytes_per_microbatch, range(stages)))
     room = [limit[0] for limit in limits]
     if in_bytes:  # those that one stands for hold as many microbatches, but may have more bytes
         for k, index in stands_for.items():
@@ -128,8 +129,7 @@ def compact(
         weight=weight,
         closing=[instance.closing(s) for s in range(at.stages)],
         room=room,
-        shares=instance.memory is None
-        or (in_bytes and all(map(instance.bytes_per_microbatch, range(stages)))),
+        shares=instance.memory is None or in_bytes or len(sizes) == 1,
         takes=[x[1] for x in limits],
         frees_early=[x[1] - x[2] for x in limits],
         frees_late=[x[2] for x in limits],
@@ -192,7 +192,7 @@ def _stash(instance: Instance, worker: Worker, stash_cap: Sequence[int] | None) 
     """(room, what F takes, what is left from I to W), in bytes if only bytes limit, else in microbatches."""
     _, size = _capacity(instance, worker)
     each = instance.bytes_per_microbatch(worker.stage)
-    if size is not None and each > 0 and not _counts(instance, stash_cap):
+    if size is not None and not _counts(instance, stash_cap):
         # F reserves the larger phase: an I that had to wait for memory might never get it.
         late = instance.held_weight[worker.stage] if instance.held_weight else 0.0
         return size, each, late
