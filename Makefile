@@ -68,6 +68,7 @@ fresh: $(STAMP)          ## storms and examples that no run has seen; what fails
 	.venv/bin/everstep sim storm --seeds fresh:100 --virtual
 	.venv/bin/everstep sim storm --seeds fresh:100 --roles
 	.venv/bin/everstep sim storm --seeds fresh:100 --crowded
+	$(PY) bench/fuzz.py --inputs 40000 --seed fresh
 
 mutants: $(STAMP)        ## bugs planted in machines and in the code around them: each must be seen (minutes)
 	$(PY) bench/simulate.py mutants

@@ -2,6 +2,7 @@
 
     python bench/fuzz.py                     100,000 inputs, seed 1
     python bench/fuzz.py --inputs 1000 --seed 7 --json
+    python bench/fuzz.py --seed fresh        inputs that no run has seen
 
 Targets and their share of the inputs are in `harness/fuzz_targets.py`: the coordinator's machine, an agent's
 machine, the lines between workers and agents, frames between workers, every route of the API, the WebSocket
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -90,10 +92,12 @@ def resident_of(process: subprocess.Popen[bytes]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", default="1", help="a number, or fresh: one that no run has seen")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows = run(arguments.inputs, arguments.seed)
+    seed = secrets.randbits(31) if arguments.seed == "fresh" else int(arguments.seed)
+    print(f"seed {seed}", file=sys.stderr)
+    rows = run(arguments.inputs, seed)
     if arguments.json:
         print(json.dumps(rows))
     else:

@@ -84,7 +84,7 @@ def _machine() -> Coordinator:
 
 def _plausible(event: msg.ClusterEvent) -> bool:
     """What an operator asks for has passed the API's own checks, and slots those of the agent's hello."""
-    if isinstance(event, msg.TaskSubmitted | msg.ReshapeRequested):
+    if isinstance(event, msg.TaskSubmitted | msg.ReshapeRequested | msg.UpdateRequested):
         shape = event.shape
         counts = (shape.replicas, shape.stages, shape.microbatches, shape.shards)
         return all(0 < count < 9 for count in counts)

@@ -140,6 +140,16 @@ def test_strangers_and_tricks_are_refused(
     assert ask(door, method, path, secret) == status
 
 
+@pytest.mark.parametrize("suite", [Suite.PLAIN, Suite.BLAKE2B])
+@pytest.mark.parametrize("span", ["bytes=9-1", "bytes=-", "x", "bytes=99999999999-"])
+def test_a_range_that_is_none_is_refused(door: MemoryServer, here: Path, span: str, suite: Suite) -> None:
+    """Sealed ones were answered with 500."""
+    memory.send(here, memory.put(here, "t", 8, "stage-0-0", whole_slices(state(0))), remote(door), "t", 8)
+    request = memory.CopyRequest.new("GET", "/t/8/stage-0-0.json", span, suite)
+    headers = {**request.headers(memory.memory_key(SECRET)), "Range": span}
+    assert told(door, "GET", request.path, headers) == 416
+
+
 def test_more_than_the_memory_that_is_free_is_refused_before_it_is_sent(door: MemoryServer) -> None:
     path = "/t/8/stage-0-0.safetensors"
     large = str(1 << 58)

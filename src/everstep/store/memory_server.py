@@ -172,7 +172,11 @@ class MemoryServer:
     async def _stream(
         self, request: web.Request, asked: memory.CopyRequest, key: bytes, file: BinaryIO
     ) -> web.StreamResponse:
-        size, span = os.fstat(file.fileno()).st_size, request.http_range
+        size = os.fstat(file.fileno()).st_size
+        try:
+            span = request.http_range
+        except ValueError:
+            raise web.HTTPRequestRangeNotSatisfiable from None
         start, stop = span.start or 0, min(size, size if span.stop is None else span.stop)
         if not 0 <= start < stop:
             raise web.HTTPRequestRangeNotSatisfiable
