@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import everstep
+from everstep.engine.datasets import stream as stream_module
 from everstep.engine.datasets.stream import BufferedStream
 from everstep.errors import UserError
 from everstep.job.job import Job, ModelSpec
@@ -49,6 +51,17 @@ def bound(
     made = everstep.stream(source, folder=folder, **more).for_job(job)
     made.prepare(fresh=fresh)
     return made
+
+
+def test_a_worker_without_a_launcher_begins_a_stream(tmp_path: Path) -> None:
+    """As on a cluster: there was no folder."""
+    job = Job(model=ModelSpec(preset="gpt-tiny"), microbatches=2, steps=100)
+    stream = everstep.stream(numbers, folder=tmp_path / "not" / "there")
+    data, other = stream.for_job(job), stream.for_job(replace(job, microbatches=3))
+    assert first(data.batch(2, 1)) == 3
+    data.close()
+    with pytest.raises(UserError, match="with 2 microbatches per step, and the job has 3"):
+        other.batch(9, 0)
 
 
 def first(batch: Any) -> int:
@@ -173,3 +186,38 @@ def test_a_loader_of_torch_and_a_state_that_cannot_be_stored(tmp_path: Path) -> 
     with pytest.raises(UserError, match="not plain values or tensors"):
         data.batch(1, 0)
     data.close()
+
+
+def evaluated(folder: Path, source: Any, batches: int, *, microbatches: int = 2) -> BufferedStream:
+    job = Job(model=ModelSpec(preset="gpt-tiny"), microbatches=microbatches, steps=100)
+    made = everstep.stream(source, folder=folder).for_evaluation(job, batches)
+    made.prepare(fresh=False)
+    return made
+
+
+def test_an_evaluation_has_the_first_batches_of_its_stream_again_and_again(tmp_path: Path) -> None:
+    data = evaluated(tmp_path, numbers, 5)
+    assert first(data.preview()) == 0
+    assert sorted(data.buffer.numbers()) == list(range(5)), "all are there before the start, and no more"
+    assert [first(data.batch(1, number)) for number in (*range(5), *range(5))] == [*range(5), *range(5)]
+    data.close()
+    other = evaluated(tmp_path, lambda: numbers(100), 5)  # a later start, with other data
+    assert first(other.preview()) == 100
+    other.close()
+
+
+def test_an_evaluation_with_more_batches_than_its_stream_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    with pytest.raises(UserError, match=r"ended after 5 batches; give an evaluation 5 batches"):
+        evaluated(tmp_path, lambda: numbers(995), 6).preview()
+    monkeypatch.setattr(stream_module, "MOST_BYTES", 300)
+    with pytest.raises(UserError, match=r"of 6 batches to evaluate on take 0 GB"):
+        evaluated(tmp_path, numbers, 6).preview()
+
+
+def test_the_length_of_a_stream_is_that_of_its_source() -> None:
+    loader = torch.utils.data.DataLoader(range(100), batch_size=4)  # type: ignore[arg-type]
+    assert everstep.stream(loader).length() == 25
+    assert everstep.stream(loader, rows=2).length() == 12
+    assert everstep.stream(numbers).length() is None

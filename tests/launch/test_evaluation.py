@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import everstep
+from everstep.engine.prepare.resolve import data_of, evaluation_of
 from everstep.engine.telemetry.faults import parse_fault
+from everstep.errors import UserError
 from everstep.job.job import CheckpointSpec, DataSpec, EvaluationSpec, Job, ModelSpec, OptimizerSpec
 from everstep.launch.local.api import run_with_callbacks
+from everstep.launch.local.data_needs import prepare
 from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.run import LocalTask
 from everstep.node.fork_server import ForkServer
@@ -99,6 +103,34 @@ def test_a_kill_in_an_evaluation_changes_nothing(fork_server: ForkServer, clean:
     assert died >= {parse_fault(kill).worker for kill in kills}
     assert outcome.evaluations == clean.evaluations
     assert outcome.all_losses() == clean.all_losses()
+
+
+def test_streams_of_training_and_of_evaluation_are_two(fork_server: ForkServer, tmp_path: Path) -> None:
+    """They had one buffer, so each could get the other's batches, in silence."""
+    seen = []
+    for kind in ("Data", "streamed"):
+        train = DataSpec(build=f"evaluated_model:{kind}")
+        test = replace(train, options={"seed": 1})
+        job = replace(
+            JOB,
+            data=train,
+            evaluation=EvaluationSpec(every=2, batches=13, data=test),
+            steps=5,
+            checkpoint=CheckpointSpec(folder=str(tmp_path / kind), interval=9),
+        )
+        prepare(job, data_of(job), evaluation_of(job))
+        outcome = run_with_callbacks(job, watch=lambda kind, what: None, fork_server=fork_server)
+        assert outcome.failure is None
+        seen.append((outcome.all_losses(), outcome.evaluations))
+    assert seen[0] == seen[1]
+
+
+def test_two_streams_in_one_folder_are_refused(tmp_path: Path) -> None:
+    both, evaluation = everstep.stream(lambda: iter(()), folder=tmp_path), evaluation_of(JOB)
+    assert evaluation is not None
+    evaluation = replace(evaluation, data=both.for_evaluation(JOB, 3))
+    with pytest.raises(UserError, match=r"training and of evaluation are both stored in .* each"):
+        prepare(JOB, both.for_job(JOB), evaluation)
 
 
 def test_another_shape_evaluates_the_same(fork_server: ForkServer, clean: Outcome) -> None:

@@ -124,6 +124,26 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda output, targets: 1.0}, "the loss gives a float; it must be a tensor of one number"),
     ({"callbacks": [everstep.EarlyStop]}, "give an object: EarlyStop(...)."),
     ({"metrics": {"error": batch}}, "need eval_data; give the data to evaluate on."),
+    ({"eval_data": lambda number: batch(1, number)}, "in the evaluation, data batch(1, 0) raised TypeError"),
+    ({"eval_data": lambda step, m: batch(step, m // (m < 7))}, "data batch(1, 7) raised ZeroDivisionError"),
+    (
+        {"eval_data": lambda step, m: {"x": batch(step, m)[0]}},
+        "in the evaluation, layer '0' cannot take what the data gives, a dict with the keys x",
+    ),
+    (
+        {"eval_data": batch, "metrics": {"error": lambda output, targets: output[0, 0, 0, 0]}},
+        "in the evaluation, the metric 'error' cannot take what layer '1' gives, a tensor of shape (2, 4)",
+    ),
+    (
+        {"eval_data": batch, "metrics": {"error": lambda output, targets: (output - targets).abs()}},
+        "the metric 'error' gives a tensor of shape (2, 4); it must give one number",
+    ),
+    ({"eval_data": batch, "metrics": {"error": lambda output, targets: "low"}}, "'error' gives a str; it"),
+    ({"eval_data": everstep.stream(lambda: map(batch, range(9), range(9)))}, "length; give eval_batches."),
+    (
+        {"eval_data": everstep.stream(lambda: map(batch, range(3), range(3))), "eval_batches": 4},
+        "in the evaluation, the stream ended after 3 batches; give an evaluation 3 batches",
+    ),
 ]
 
 

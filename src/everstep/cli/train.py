@@ -90,7 +90,7 @@ def train_command(
             raise UserError("--start-over needs a job with a [checkpoint] table; remove the option.")
         job = replace(job, checkpoint=replace(job.checkpoint, start_over=True))
     from everstep.engine.prepare.preflight import preflight
-    from everstep.engine.prepare.resolve import callbacks_of, data_of
+    from everstep.engine.prepare.resolve import callbacks_of, data_of, evaluation_of
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data_needs import prepare
@@ -99,10 +99,10 @@ def train_command(
 
     job, notes = with_compile_settled(job)
     faults = api.parse_kills(kill or (), job)
-    data = data_of(job)
-    prepare(job, data)
+    data, evaluation = data_of(job), evaluation_of(job)
+    prepare(job, data, evaluation)
     callbacks = checked_callbacks(callbacks_of(job))
-    checked = preflight(job, data=data)
+    checked = preflight(job, data=data, evaluation=evaluation)
     refuse_another_model(job, checked.model)
     render.note(f"{describe(job)}, {render.parameters(checked.parameters)}")
     for sentence in (*notes, *checked.notes):

@@ -19,8 +19,8 @@ MOST_STAGES = 4  # columns of the table
 
 def show_memory(file: Path, as_json: bool) -> None:
     from everstep.engine.prepare.figures import layer_figures, settings_of
+    from everstep.engine.prepare.first_batch import batch_of
     from everstep.engine.prepare.fitting import fit, fits, memory_here
-    from everstep.engine.prepare.preflight import batch_of
     from everstep.engine.prepare.resolve import data_of, model_of
     from everstep.job.compiling import choice_for, settled
     from everstep.job.job import load_job

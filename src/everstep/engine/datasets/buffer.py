@@ -4,6 +4,7 @@
 wanted            the highest number that any worker has asked for, and so how far to read ahead
 lock              held by the one process that reads the source
 stopped           why there will be no further batch, and from which number on
+stream.json       how many microbatches a step has: what the numbers mean
 """
 
 from __future__ import annotations
@@ -77,6 +78,16 @@ class BatchBuffer:
             return None
         return str(facts["why"]) if number >= facts["from"] else None
 
+    def facts(self) -> dict[str, Any] | None:
+        """What the batches were read with; None: nothing was read yet."""
+        try:
+            return dict(json.loads((self.folder / "stream.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    def set_facts(self, facts: dict[str, Any]) -> None:
+        self._replace("stream.json", json.dumps(facts))
+
     def lock(self) -> BinaryIO | None:
         """None: another process, or another thread of this one, reads the source."""
         file = (self.folder / "lock").open("ab")
@@ -118,6 +129,9 @@ class BatchBuffer:
         part.rename(path)
         self._sizes[number] = path.stat().st_size
         self._forget_old()
+
+    def is_full(self) -> bool:
+        return sum(self._sizes.values()) > self.most_bytes
 
     def stop(self, number: int, why: str) -> None:
         self._replace("stopped", json.dumps({"from": number, "why": why}))

@@ -132,6 +132,12 @@ def trained_on(data: Any, job: Any) -> Any:
     return ramped(known, job)
 
 
+def evaluated_on(data: Any, job: Any, batches: int) -> Any:
+    """Data of a job that is evaluated on: its first batches, after this step and after that."""
+    bind = getattr(data, "for_evaluation", None)
+    return of_job(data, job) if bind is None else bind(job, batches)
+
+
 def split(batch: Any) -> tuple[Value, Value]:
     """What of a batch the first layer gets, and what the loss."""
     if isinstance(batch, Mapping):

@@ -16,7 +16,6 @@ stored already is skipped. Old batches are removed; how many stay says how far b
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,24 +87,44 @@ class Stream:
         keep = 2 * interval + 2 if self.keep_steps is None else self.keep_steps
         return BufferedStream(
             self.source,
-            _folder(job, self.folder),
+            _folder(job, self.folder, "stream"),
             microbatches=job.microbatches_in_step,
             keep_steps=max(2, keep),
             seed=keys.key(job.seed, keys.DATA),
         )
 
+    def for_evaluation(self, job: Job, batches: int) -> BufferedStream:
+        """Its first batches, which are asked for again and again: all of them stay, and no more are read.
+        The launcher reads them before the start, anew each time.
+        """
+        return BufferedStream(
+            self.source,
+            _folder(job, self.folder, "evaluation-stream"),
+            microbatches=1,
+            keep_steps=batches,
+            seed=keys.key(job.seed, keys.DATA),
+            most=batches,
+        )
+
+    def length(self) -> int | None:
+        """How many batches it has; None: that is not known."""
+        try:
+            return len(self.source.source) // (self.source.rows or 1)
+        except TypeError:
+            return None
+
     def batch(self, step: int, microbatch: int) -> Value:
         raise UserError("a stream gives batches once it is given to everstep.train, or to a job.")
 
 
-def _folder(job: Job, given: Path | None) -> Path:
+def _folder(job: Job, given: Path | None, name: str) -> Path:
     if given is not None:
         return job.path(str(given))
     if BUFFER in job.data.options:
-        return Path(job.data.options[BUFFER])
+        return Path(job.data.options[BUFFER], name)
     if job.checkpoint is None or "://" in job.checkpoint.folder:
         raise UserError("everstep.stream needs a folder that all workers see; give folder=.")
-    return job.path(job.checkpoint.folder) / "stream"
+    return job.path(job.checkpoint.folder) / name
 
 
 class BufferedStream:
@@ -114,32 +133,48 @@ class BufferedStream:
     in_a_thread = True
 
     def __init__(
-        self, source: Source, folder: Path, *, microbatches: int, keep_steps: int, seed: int
+        self,
+        source: Source,
+        folder: Path,
+        *,
+        microbatches: int,
+        keep_steps: int,
+        seed: int,
+        most: int | None = None,
     ) -> None:
-        self.microbatches, self.keep_steps, self._seed = microbatches, keep_steps, seed
+        """`most`: batches that are ever asked for."""
+        self.microbatches, self.keep_steps, self._seed, self._most = microbatches, keep_steps, seed, most
         self._source = source
         self.buffer = BatchBuffer(folder, keep=keep_steps * microbatches, most_bytes=MOST_BYTES)
         self._reader: Reader | None = None
 
     def prepare(self, *, fresh: bool) -> None:
         """By the launcher, before the workers start. `fresh`: no checkpoint refers to what is stored."""
-        folder = self.buffer.folder
-        if fresh:
+        if fresh or self._most is not None:
             self.buffer.forget_all()
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {"microbatches": self.microbatches}
-        known = folder / "stream.json"
-        if known.is_file() and (before := json.loads(known.read_text())) != facts:
-            raise UserError(
-                f"the stream in {folder} was read with {before['microbatches']} microbatches per step, and "
-                f"the job has {self.microbatches}; keep their number, or start in another checkpoint folder."
-            )
-        known.write_text(json.dumps(facts))
+        self._open()
         self.buffer.may_go_on()
 
+    def _open(self) -> None:
+        """Also by each worker: on a cluster no launcher has done it."""
+        folder, facts = self.buffer.folder, {"microbatches": self.microbatches}
+        folder.mkdir(parents=True, exist_ok=True)
+        known = self.buffer.facts()
+        if known is None:
+            self.buffer.set_facts(facts)
+        elif known != facts:
+            raise UserError(
+                f"the stream in {folder} was read with {known['microbatches']} microbatches per step, and "
+                f"the job has {self.microbatches}; keep their number, or start in another checkpoint folder."
+            )
+
     def preview(self) -> Value:
-        """Any batch, to check its form: a stored one, else the first of the source."""
+        """Any batch, to check its form: a stored one, else the first of the source. Those of an evaluation
+        are all read: should there be fewer, the run would end hours after its start.
+        """
         try:
+            if self._most is not None:
+                self._batch(self._most - 1)
             return self._batch(self.buffer.first())
         finally:
             self.close()
@@ -150,6 +185,7 @@ class BufferedStream:
     def _batch(self, number: int) -> Value:
         wait_s = _POLL_S
         while (found := self.buffer.get(number)) is None:
+            self.stand_by()
             self.buffer.want(number)
             if number < self.buffer.first():
                 raise UserError(
@@ -159,7 +195,6 @@ class BufferedStream:
                 )
             if (why := self.buffer.why_stopped(number)) is not None:
                 raise UserError(why)
-            self.stand_by()
             assert self._reader is not None
             self._reader.ask()
             time.sleep(wait_s)
@@ -170,7 +205,9 @@ class BufferedStream:
     def stand_by(self) -> None:
         """Have a process that can read the source."""
         if self._reader is None:
-            self._reader = Reader(self._source, self.buffer, ahead=2 * self.microbatches, seed=self._seed)
+            self._open()
+            ahead = 2 * self.microbatches
+            self._reader = Reader(self._source, self.buffer, ahead=ahead, seed=self._seed, most=self._most)
 
     def close(self) -> None:
         if self._reader is not None:

@@ -103,10 +103,14 @@ class Reader:
     """A process that reads when it is asked to and nobody else does. It is forked, so nothing is pickled, and
     what the source draws at random is drawn from generators of its own. It ends with this process.
     `ahead`: how many batches beyond the highest wanted are stored. `seed`: of its generators, at each start.
+    `most`: of an evaluation, which has so many batches.
     """
 
-    def __init__(self, source: Source, buffer: BatchBuffer, *, ahead: int, seed: int) -> None:
+    def __init__(
+        self, source: Source, buffer: BatchBuffer, *, ahead: int, seed: int, most: int | None = None
+    ) -> None:
         self._source, self._buffer, self._ahead, self._seed = source, buffer, ahead, seed
+        self._most = most
         self._reads = mmap.mmap(-1, 1)  # 1: it does
         asked, self._ask = os.pipe()
         self._pid = os.fork()
@@ -165,16 +169,28 @@ class Reader:
                 time.sleep(failures * _AGAIN_S)
 
     def _read(self, number: int) -> None:
+        if number == self._most:
+            return
         before = self._buffer.get(number - 1) if number else None
         facts: dict[str, Any] = before[1] if before is not None else {"epoch": 0, "state": None}
         devices.seed(torch.device("cpu"), self._seed)
         for batch, epoch, state in self._source.begin(number, facts["epoch"], facts["state"]):
             self._buffer.put(number, batch, epoch=epoch, state=state)
             number += 1
+            if number == self._most:
+                return
+            if self._most is not None and self._buffer.is_full():
+                size = f"{self._buffer.most_bytes / 1e9:.0f} GB"
+                return self._buffer.stop(
+                    number,
+                    f"{number} of {self._most} batches to evaluate on take {size}, which is all that is "
+                    "stored of a stream; give fewer, or data with an index, such as everstep.rows.",
+                )
             while number > self._buffer.wanted() + self._ahead:
                 time.sleep(_LOOK_S)
+        fewer = "fewer steps" if self._most is None else f"an evaluation {number} batches"
         self._buffer.stop(
-            number, f"the stream ended after {number} batches; give fewer steps, more data or repeat=True."
+            number, f"the stream ended after {number} batches; give {fewer}, more data or repeat=True."
         )
 
 

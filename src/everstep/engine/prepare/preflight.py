@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine import device
-from everstep.engine.datasets.data import Dataset, split
+from everstep.engine.datasets.data import Dataset
 from everstep.engine.layers import fp8
-from everstep.engine.layers.boundary import Value, advice, described, mapped, take_apart, tensors_in
+from everstep.engine.layers.boundary import Value, described, mapped, tensors_in
 from everstep.engine.layers.fp8 import linears_in_fp8
 from everstep.engine.layers.linear import QueuedLinear
 from everstep.engine.layers.model import (
     Model,
     check_tied,
+    evaluating,
     in_precision,
     in_short,
     in_training,
@@ -41,10 +42,12 @@ from everstep.engine.layers.model import (
 )
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.taken_over import largest_in_one, queued_forward, share_in_two
+from everstep.engine.prepare.first_batch import batch_of, tried
 from everstep.engine.prepare.fitting import memory_here, refuse_what_does_not_fit
 from everstep.engine.prepare.resolve import (
     base_rate,
     data_of,
+    evaluation_of,
     model_of,
     optimizer_of,
     parameters_of,
@@ -54,6 +57,7 @@ from everstep.engine.prepare.resolve import (
 )
 from everstep.engine.prepare.shard_trial import refuse_mixed, with_summed
 from everstep.engine.shards.layers import refuse_unsplittable
+from everstep.engine.stage.evaluation import Evaluation, refuse_as_score
 from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES, changed_in_place
 from everstep.engine.stage.stage_loss import splits_rows
@@ -85,6 +89,7 @@ def preflight(
     *,
     model: Model | None = None,
     data: Dataset | None = None,
+    evaluation: Evaluation | None = None,
     optimizer: OptimizerFactory | None = None,
     schedule: Any = None,
 ) -> Checked:
@@ -132,13 +137,12 @@ def preflight(
     if job.ramp and hasattr(data, "preview"):
         raise UserError("ramp cannot be combined with a stream, which is read in order; let the stream ramp.")
     batch = batch_of(job, data)
-    model.assembly.check(*batch)
-    if job.context_parallel:
-        _refuse_unequal_parts(job, model, batch)
-    if job.sequence_parallel and model.assembly.split_sequence is not None:
-        _refuse_uneven_rows(job, batch[0])
+    _try_batch(job, model, batch)
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
+    evaluation = evaluation or evaluation_of(job)
+    if evaluation is not None:
+        _try_evaluation(job, model, evaluation)
     whole_rows = not job.sequence_parallel or model.assembly.split_sequence is not None
     if job.shards > 1 and not job.context_parallel and whole_rows:
         refuse_mixed(model, batch[0], job.shards)
@@ -282,67 +286,56 @@ def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
     )
 
 
-def batch_of(job: Job, data: Dataset) -> tuple[Value, Value]:
-    """The first microbatch, once the data has been tried."""
-    if hasattr(data, "preview"):  # a stream cannot be asked for its last batch
-        return _form("the stream's first batch", data.preview())
-    first, again = _ask(data, 1, 0), _ask(data, 1, 0)
-    if not _alike(first, again, lambda a, b: a.shape == b.shape and torch.equal(a, b)):
-        raise UserError(
-            "data batch(1, 0) gave two different answers to two calls; make it a function of its "
-            "arguments and the seed alone, or a healed run cannot repeat it."
-        )
-    last = _ask(data, job.steps, job.microbatches_in_step - 1)
-    if not _alike(first, last, lambda a, b: a.dtype == b.dtype and a.ndim == b.ndim):
-        raise UserError(
-            f"data gives {_forms(first)} at first and {_forms(last)} at last; make every batch alike, in "
-            "keys, types and number of dimensions."
-        )
-    return first
+def _try_batch(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
+    model.assembly.check(*batch)
+    if job.context_parallel:
+        _refuse_unequal_parts(job, model, batch)
+    if job.sequence_parallel and model.assembly.split_sequence is not None:
+        _refuse_uneven_rows(job, batch[0])
 
 
-def _ask(data: Dataset, step: int, microbatch: int) -> tuple[Value, Value]:
-    call = f"data batch({step}, {microbatch})"
+def _try_evaluation(job: Job, model: Model, evaluation: Evaluation) -> None:
+    """Its first batch may come hours after the start."""
     try:
-        made = data.batch(step, microbatch)
-    except UserError:
-        raise
-    except Exception as error:  # the user's function
-        takes = "; it is called with (step, microbatch)" if isinstance(error, TypeError) else ""
-        raise UserError(f"{call} raised {in_short(error)}{takes}.") from error
-    return _form(call, made)
+        batch = tried(evaluation.data, (1, evaluation.batches - 1))
+        _try_batch(job, model, batch)
+        if model.assembly.join is one_after_the_other:
+            _evaluate(job, model, evaluation, batch)
+    except UserError as error:
+        raise UserError(f"in the evaluation, {error}") from error
 
 
-def _form(call: str, made: Any) -> tuple[Value, Value]:
-    pair = isinstance(made, tuple | list) and len(made) == 2
-    if not pair and not isinstance(made, Mapping):
-        raise UserError(
-            f"{call} gave {described(made)}; return (inputs, targets), or a dict such as "
-            '{"input_ids": ..., "labels": ...}.'
-        )
-    try:
-        if tensors_in(made):
-            return split(made)
-    except UserError:
-        odd = next(part for part in (made.values() if isinstance(made, Mapping) else made) if _is_odd(part))
-        raise UserError(f"{call} gave {described(odd)} where a tensor belongs; {advice(odd)}.") from None
-    raise UserError(f"{call} gave {described(made)} without a tensor; {advice(made)}.")
-
-
-def _is_odd(part: Any) -> bool:
-    try:
-        return not tensors_in(part) and part is not None
-    except UserError:
-        return True
-
-
-def _alike(one: Value, other: Value, same: Callable[[Tensor, Tensor], bool]) -> bool:
-    (a, tree_a), (b, tree_b) = take_apart(one), take_apart(other)
-    return tree_a == tree_b and all(same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _forms(batch: tuple[Value, Value]) -> str:
-    return ", ".join(f"{t.ndim}-D {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch))
+@torch.no_grad()
+def _evaluate(job: Job, model: Model, evaluation: Evaluation, batch: tuple[Value, Value]) -> None:
+    dtype = DTYPES[job.precision]
+    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
+    value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    before = "the data"
+    for name in model.layers:
+        module, given = in_precision(skeleton(model, name), dtype), value
+        _refuse_whole_numbers(module)
+        try:
+            with evaluating([module]):
+                value = module(value)
+        except UserError:
+            raise
+        except Exception as error:  # the user's module
+            if _needs_values(error):
+                return
+            raise _unfit(name, before, given, error) from error
+        before = f"layer {name!r}"
+    output = mapped(lambda t: t.float() if t.is_floating_point() else t, value)
+    for name, metric in (("loss", model.loss), *evaluation.metrics.items()):
+        try:
+            refuse_as_score(name, metric(output, targets))
+        except UserError:
+            raise
+        except Exception as error:  # the user's metric
+            if not _needs_values(error):
+                raise UserError(
+                    f"the metric {name!r} cannot take what {before} gives, {described(output)}, and the "
+                    f"targets, {described(targets)}: {in_short(error)}."
+                ) from error
 
 
 def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
@@ -354,7 +347,7 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     for name in model.layers:
         module = in_precision(in_training(skeleton(model, name)), dtype)
         _refuse_whole_numbers(module)
-        given = described(value)
+        given = value
         value = mapped(lambda t: t.detach().requires_grad_(t.requires_grad), value)
         entered = tensors_in(value)
         versions = [tensor._version for tensor in entered]
@@ -368,10 +361,7 @@ def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
                 return
             if "leaf Variable" in str(error):
                 raise UserError(f"layer {name!r} changes its input in place; use inplace=False.") from error
-            raise UserError(
-                f"layer {name!r} cannot take what {before} gives, {given}: {in_short(error)}; "
-                f"{_fix(name, value, error)}."
-            ) from error
+            raise _unfit(name, before, given, error) from error
         if name != model.names[0] and [tensor._version for tensor in entered] != versions:
             raise UserError(changed_in_place(f"layer {name!r}"))
         try:
@@ -390,6 +380,13 @@ def _needs_values(error: Exception) -> bool:
     meta device in many words, and not always by NotImplementedError.
     """
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+
+
+def _unfit(layer: str, before: str, given: Value, error: Exception) -> UserError:
+    return UserError(
+        f"layer {layer!r} cannot take what {before} gives, {described(given)}: {in_short(error)}; "
+        f"{_fix(layer, given, error)}."
+    )
 
 
 def _fix(layer: str, value: Value, error: Exception) -> str:

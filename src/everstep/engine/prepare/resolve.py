@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, of_job
+from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, evaluated_on, of_job
 from everstep.engine.datasets.table_rows import table
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.layers.model import Model, in_short, slots, token_loss
@@ -100,7 +100,8 @@ def _hugging_face(job: Job, options: dict[str, Any]) -> Model:
     return hf(job.path(job.model.hf), **options)
 
 
-def data_of(job: Job) -> Dataset:
+def data_of(job: Job, *, evaluated: int | None = None) -> Dataset:
+    """`evaluated`: the data of an evaluation, of so many batches."""
     spec, language = job.data, job.language()
     if spec.build is not None:
         made = _call(_of_job(job, spec.build, "data.build"), "data.build", spec.options)
@@ -109,7 +110,7 @@ def data_of(job: Job) -> Dataset:
                 f"data.build {spec.build!r} gave a {type(made).__name__} without "
                 "batch(step, microbatch); return an object that has it."
             )
-        dataset: Dataset = of_job(made, job)
+        dataset: Dataset = of_job(made, job) if evaluated is None else evaluated_on(made, job, evaluated)
         return dataset
     sequence = spec.sequence or (language[1] if language is not None else None)
     if sequence is None and (spec.kind != "table" or spec.pack):
@@ -149,18 +150,22 @@ def data_of(job: Job) -> Dataset:
 def evaluation_of(
     job: Job, data: Dataset | None = None, metrics: Mapping[str, Metric] | None = None
 ) -> Evaluation | None:
-    """What a job says of evaluation; a script gives its own data and metrics."""
+    """What a job says of evaluation; a script gives its own metrics, and its data as its user gave it."""
     spec = job.evaluation
     if spec is None:
         return None
-    found = metrics if data is not None else {name: _metric(name, job) for name in spec.metrics}
+    if data is None:
+        data = data_of(replace(job, data=spec.data), evaluated=spec.batches)
+        metrics = {name: _metric(name, job) for name in spec.metrics}
+    else:
+        data = evaluated_on(data, job, spec.batches)
     return Evaluation(
-        data=data if data is not None else data_of(replace(job, data=spec.data)),
+        data=data,
         every=spec.every,
         batches=spec.batches,
         steps=job.steps,
         microbatches=job.microbatches_in_step,
-        metrics={name.rpartition(":")[2]: metric for name, metric in (found or {}).items()},
+        metrics={name.rpartition(":")[2]: metric for name, metric in (metrics or {}).items()},
     )
 
 

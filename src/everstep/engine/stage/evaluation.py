@@ -17,12 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from typing import Any, SupportsFloat
 
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.layers.boundary import Value, tensors_in
+from everstep.engine.layers.boundary import Value, described, tensors_in
 from everstep.errors import UserError
 
 Metric = Callable[[Any, Any], Any]  # (output, targets) -> a mean, or (sum, weight)
@@ -62,14 +60,24 @@ class Evaluation:
         ]
 
 
-def score(name: str, made: Any, targets: Value) -> tuple[float, float]:
-    if isinstance(made, tuple | list) and len(made) == 2:
-        return float(made[0]), float(made[1])
-    if isinstance(made, Tensor) and made.ndim:
+def refuse_as_score(name: str, made: Any) -> None:
+    """What a metric gives is one number, or two."""
+    parts = made if isinstance(made, tuple | list) and len(made) == 2 else [made]
+    if not all(isinstance(part, SupportsFloat) and _is_single(part) for part in parts):
         raise UserError(
-            f"the metric {name!r} gives a tensor of shape {tuple(made.shape)}; it must give one number, such "
-            "as a mean, or (sum, weight)."
+            f"the metric {name!r} gives {described(made)}; it must give one number, such as a mean, or "
+            "(sum, weight)."
         )
+
+
+def _is_single(part: Any) -> bool:
+    return math.prod(getattr(part, "shape", ())) == 1
+
+
+def score(name: str, made: Any, targets: Value) -> tuple[float, float]:
+    refuse_as_score(name, made)
+    if isinstance(made, tuple | list):
+        return float(made[0]), float(made[1])
     rows = len(tensors_in(targets)[0])  # a mean counts by its rows
     return float(made) * rows, float(rows)
 

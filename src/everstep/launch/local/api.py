@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everstep.engine.datasets.data import START, Dataset, dataset_of, of_job, trained_on
+from everstep.engine.datasets.data import START, Dataset, dataset_of, trained_on
 from everstep.engine.datasets.order import RowOrder
 from everstep.engine.layers.model import Loss
 from everstep.engine.prepare import context
-from everstep.engine.prepare.preflight import batch_of, preflight
+from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
 from everstep.engine.prepare.resolve import evaluation_of, optimizer_of, schedule_of
 from everstep.engine.stage.evaluation import Metric
@@ -153,7 +153,7 @@ def train(
     here = context.current_worker()
     if here is not None:
         job = here.job
-        there = None if tested is None else evaluation_of(job, of_job(tested, job), metrics or {})
+        there = None if tested is None else evaluation_of(job, tested, metrics or {})
         rate, build = schedule_of(job, found, schedule, factory), factory or optimizer_of(job)
         here.train(Program(job, found, trained_on(given, job), build, there, rate))
         raise SystemExit(0)
@@ -183,12 +183,13 @@ def train(
         if start := first_row(checkpoint, order):
             job = replace(job, data=replace(job.data, options={START: start}))
     faults = parse_kills(call.kills, job)
-    with buffered(job, given) as job:
+    with buffered(job, given, tested) as job:
         dataset = trained_on(given, job)
-        prepare(job, dataset)
-        if tested is not None:
-            batch_of(job, of_job(tested, job))
-        checked = preflight(job, model=found, data=dataset, optimizer=factory, schedule=schedule)
+        evaluation = None if tested is None else evaluation_of(job, tested, metrics or {})
+        prepare(job, dataset, evaluation)
+        checked = preflight(
+            job, model=found, data=dataset, evaluation=evaluation, optimizer=factory, schedule=schedule
+        )
         refuse_another_model(job, checked.model)
         for sentence in (*notes, *checked.notes):
             say(sentence)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from everstep.engine.datasets.stream import Stream
 from everstep.engine.layers.model import Factory, Loss, Model
 from everstep.errors import UserError
 from everstep.job.job import Job, OptimizerSpec
@@ -137,6 +138,10 @@ def evaluation_table(
                 f"twice; give it rows={whole.size} or fewer."
             )
         batches = 8 if whole is None else max(1, whole.size // whole.rows)
+        if isinstance(data, Stream):
+            batches = data.length()
+            if batches is None:
+                raise UserError("eval_data is a stream without a length; give eval_batches.")
     usual = max(1, shape["steps"] // 10)
     return {
         "every": usual if every is None else every,

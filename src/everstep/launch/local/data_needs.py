@@ -13,6 +13,7 @@ from everstep.engine.datasets.documents import PackedDocuments
 from everstep.engine.datasets.rows import Rows
 from everstep.engine.datasets.stream import BUFFER, BufferedStream, Stream
 from everstep.engine.datasets.tokens import Tokens
+from everstep.engine.stage.evaluation import Evaluation
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.launch.local.resuming import first_row
@@ -46,9 +47,10 @@ def tokens_of_each(data: Any, tested: Any = None) -> int | None:
 
 
 @contextlib.contextmanager
-def buffered(job: Job, data: Any) -> Iterator[Job]:
+def buffered(job: Job, *data: Any) -> Iterator[Job]:
     """A stream without a folder of its own, in a run without checkpoints, has one as long as the run."""
-    if not isinstance(data, Stream) or data.folder is not None or job.checkpoint is not None:
+    homeless = any(isinstance(one, Stream) and one.folder is None for one in data)
+    if not homeless or job.checkpoint is not None:
         yield job
         return
     folder = tempfile.mkdtemp(prefix="everstep-stream-")
@@ -58,15 +60,23 @@ def buffered(job: Job, data: Any) -> Iterator[Job]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def prepare(job: Job, data: Any) -> None:
+def prepare(job: Job, data: Any, evaluation: Evaluation | None) -> None:
     """A stream's buffer starts empty where no checkpoint refers to it."""
-    if not isinstance(data, BufferedStream):
+    tested = None if evaluation is None else evaluation.data
+    streams = [one for one in (data, tested) if isinstance(one, BufferedStream)]
+    if not streams:
         return
+    folders = [one.buffer.folder for one in streams]
+    if len(set(folders)) < len(folders):
+        raise UserError(
+            f"the streams of training and of evaluation are both stored in {folders[0]}; give each its own."
+        )
     try:
         fresh = disk_orders.newest(job.needs().checkpoints).step == 0
     except NoStart:  # said when the run starts; nothing is thrown away until it is known
         fresh = False
-    data.prepare(fresh=fresh)
+    for one in streams:
+        one.prepare(fresh=fresh)
 
 
 class DataWaits:

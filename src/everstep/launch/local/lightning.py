@@ -258,6 +258,9 @@ class _Batches:
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
+    def __len__(self) -> int:
+        return len(self.loader)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return ({"batch": batch} for batch in self.loader)
 
