@@ -70,6 +70,10 @@ def test_a_kill_that_can_never_strike_is_a_mistake(
     [
         (["train", "away.toml"], "job file 'away.toml' is not there."),
         (["run", "away.py"], "script 'away.py' is not a file."),
+        (["run", 300 * "a"], "aaa cannot be used: File name too long."),
+        (["ckpt", "prune", "/dev/null"], "/dev/null cannot be used: Not a directory."),
+        (["ckpt", "verify", "http://127.0.0.1:1"], "http://127.0.0.1:1 cannot be used: Connect call failed"),
+        (["ckpt", "verify", "http://[::1"], "http://[::1 is not a place fsspec knows: Invalid IPv6 URL."),
         (["demo", "--replicas", "1"], "--replicas is 1; give at least 2"),
         (["demo", "--stages", "9"], "--stages is 9; the demo's model has 8 layers"),
         (["demo", "--steps", "3"], "--steps is 3; give at least"),

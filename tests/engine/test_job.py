@@ -126,6 +126,8 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
     [
         ("", "model is missing"),
         ("model = 3", "model is 3; it is a table: write [model]"),
+        (MODEL + "options = 3", "model.options is 3; it is a table."),
+        ("memory_gib = 1e308\n" + MODEL, "memory_gib is 1e+308; it must be at most"),
         ("[model]", "model.preset, model.build or model.hf is missing; give one"),
         (
             '[model]\npreste = "gpt-1m"',

@@ -146,8 +146,8 @@ def _version(wanted: bool) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        given = list(sys.argv[1:] if arguments is None else arguments)
         code = command_tree(*given[:1])(args=given, prog_name="everstep", standalone_mode=False)
         return _say("stopped; no process is left running.", 130) if code == 130 else int(code or 0)
     except UserError as error:
@@ -157,6 +157,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has exited, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if (place := _given_place(error, given)) is None:
+            raise
+        return _say(f"{place} cannot be used: {error.strerror or error}.", 2)
     except (KeyboardInterrupt, typer.Abort):  # which of the three it is depends on typer's version
         return _say("stopped; no process is left running.", 130)
     except Exception as error:
@@ -171,6 +175,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
             message = f"No such option: {option}; options of the script follow its name: train.py {option}"
         stop = "" if message.endswith((".", "?")) else "."
         return _say(f"{message}{stop} Try {command} --help." if message else "", 2)
+
+
+def _given_place(error: OSError, given: Sequence[str]) -> str | None:
+    """What of a command line the system refused: a path, or something in it, or else a URL."""
+    if error.filename is None:
+        return next((one for one in given if "://" in one), None)
+    path = str(error.filename)
+    return path if any(one and (path == one or path.startswith(f"{one}/")) for one in given) else None
 
 
 def main() -> None:

@@ -354,6 +354,7 @@ class Job:
             )
         if self.memory_gib is not None:
             positive("memory_gib", self.memory_gib)
+            at_most("memory_gib", self.memory_gib, 10**9)
         at_most("steps", self.steps, 10**9)
         at_most("threads", self.threads, 1024)
         at_least("load_ahead", self.load_ahead, 0)

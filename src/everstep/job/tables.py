@@ -24,7 +24,10 @@ def read(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     given = dict(table)
     if "options" in known:  # keys we do not know are the arguments of a plugin
         extra = {key: given.pop(key) for key in list(given) if key not in known}
-        given["options"] = {**given.get("options", {}), **extra}
+        options = given.get("options", {})
+        if not isinstance(options, Mapping):
+            raise UserError(f"{_name(where, 'options')} is {shown(options)}; it is a table.")
+        given["options"] = {**options, **extra}
     else:
         refuse_unknown(where, given, known)
     for f in fields(cls):  # type: ignore[arg-type]

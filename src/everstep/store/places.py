@@ -286,6 +286,8 @@ class UrlPlace:
             return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False)]
         except FileNotFoundError:
             return []
+        except ValueError as error:  # of a URL that is none
+            raise UserError(f"{self} is not a place fsspec knows: {error}.") from None
 
     def _has_index(self, folder: str) -> bool:
         return self._kind(f"{self._path}/{folder}/index.json") == "file"
