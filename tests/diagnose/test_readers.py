@@ -66,6 +66,14 @@ def test_versions(version: str) -> None:
         (b"hello\n", "not a format known"),
         (b"\x80\x02}q", "truncated"),
         (b'{"version": "2.9", "entr', "truncated"),
+        (b"[" * 100_000, "RecursionError"),
+        (json.dumps(dump(pg_status=7)).encode(), "AttributeError: 'int' object has no attribute 'items'"),
+        (json.dumps(dump(pg_status={"x": {}})).encode(), "ValueError: invalid literal for int"),
+        (
+            json.dumps({"everstep_pull": 1, "world_size": 1 << 40, "ranks": {}}).encode(),
+            "1099511627776 ranks",
+        ),
+        (json.dumps({"everstep_pull": 1, "ranks": {"-1": {"answered": False}}}).encode(), "of rank -1"),
         (b'{"some": "json"}', "no Flight Recorder dump"),
         (pickled(dump(version="3.1")), "3.1 is not known"),
         (pickled(dump(entry(1, input_sizes="x"))), "entry 0 cannot be read"),
@@ -140,6 +148,14 @@ def test_of_two_dumps_of_one_rank_the_later_counts() -> None:
     late = read("rank_0.json", json.dumps(dump(entry(1, retired=True), entry(2))).encode())
     for parts in ([early, late], [late, early]):
         assert [(r.seq, r.done) for r in join(parts).log.records()] == [(1, True), (2, False)]
+
+
+def test_an_operation_whose_record_was_written_over_is_not_missed() -> None:
+    """Rank 1 went on for longer than its recorder remembers: it was in number 5, as its later ones say."""
+    gloo = {"profiling_name": "gloo:all_reduce"}
+    entries = {0: [entry(5, **gloo)], 1: [entry(8, retired=True, **gloo), entry(9, **gloo)]}
+    parts = [read(f"rank_{rank}.json", json.dumps(dump(*said)).encode()) for rank, said in entries.items()]
+    analyse(parts)
 
 
 def inspector(rank: int, number: int, microseconds: float) -> str:

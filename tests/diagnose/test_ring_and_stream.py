@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everstep.diagnose import Group, Record, analyse, read
+from everstep.diagnose import Group, Record, UnusableFileError, analyse, read
 from everstep.diagnose import ring as layout
 from everstep.diagnose.comm_record import UNKNOWN
 from everstep.diagnose.live_diagnosis import DiagnosisStream
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder, WorkerRecorder
+from everstep.node.rings import ring_at
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Fold
@@ -37,6 +38,35 @@ def test_what_is_begun_and_not_ended_stays_in_the_ring(tmp_path: Path) -> None:
     assert part.groups[0].members == (0, 1, 2, 3)
     (compute,) = [r for r in part.log.records() if r.kind == "compute"]
     assert compute.took_ns == 300
+
+
+def test_numbers_that_were_torn_take_no_memory(tmp_path: Path) -> None:
+    """A group's number of two thousand million made the reader, which may be an agent, run out of memory."""
+    recorder = Recorder(tmp_path / "ring", rank=0, world_size=4, capacity=4)
+    for number in range(3):
+        recorder.begin(SEND, seq=number)
+    content = bytearray(recorder.content())
+    at = layout.SLOTS_AT + layout.SLOT_SIZE + 52
+    content[at : at + 4] = (2**31 - 1).to_bytes(4, "little")
+    assert read("ring", bytes(content)).log.seq.tolist() == [0, 2]
+    content[16:20] = (2**31 - 1).to_bytes(4, "little")  # the rank
+    with pytest.raises(UnusableFileError, match="it speaks of rank 2147483647"):
+        read("ring", bytes(content))
+
+
+def test_an_agent_reads_rings_and_nothing_else(tmp_path: Path) -> None:
+    """They are files of the task's user."""
+    recorder = Recorder(tmp_path / "ring", rank=0, capacity=16)
+    recorder.begin(SEND)
+    assert len(ring_at(tmp_path / "ring").log) == 1
+    (tmp_path / "link").symlink_to(tmp_path / "ring")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "huge").write_bytes(recorder.content())
+    os.truncate(tmp_path / "huge", 1 << 40)
+    (tmp_path / "pickle").write_bytes(b"\x80\x02]r\xff\xff\xff\x0f.")
+    for name in ("link", "pipe", "huge", "pickle", "nothing"):
+        with pytest.raises((OSError, UnusableFileError)):
+            ring_at(tmp_path / name)
 
 
 def test_the_oldest_records_make_room(tmp_path: Path) -> None:

@@ -99,18 +99,17 @@ def _recorded_times(case: Case) -> list[RoleWork]:
         mine = mine[(log.seq[mine] >= first) & (log.seq[mine] <= last)]
         if last < first:
             continue
-        own = np.zeros((last - first + 1, len(ranks)))
-        np.add.at(
-            own, (log.seq[mine] - first, np.searchsorted(ranks, log.rank[mine])), log.took_ns[mine] / 1e9
-        )
+        steps, at = np.unique(log.seq[mine], return_inverse=True)
+        own = np.zeros((len(steps), len(ranks)))
+        np.add.at(own, (at, np.searchsorted(ranks, log.rank[mine])), log.took_ns[mine] / 1e9)
         span = (log.enqueued_ns[mine].max() - log.enqueued_ns[mine].min()) / 1e9 if len(mine) else 0.0
         roles.append(
             RoleWork(
                 name=case.name(group),
                 ranks=tuple(ranks.tolist()),
-                steps=tuple(range(first, last + 1)),
+                steps=tuple(steps.tolist()),
                 own_s=own,
-                step_s=float(span) / max(last - first + 1, 1),
+                step_s=float(span) / max(len(steps), 1),
             )
         )
     return roles

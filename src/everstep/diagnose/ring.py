@@ -46,6 +46,7 @@ _SLOTS = np.dtype(
     }
 )
 assert SLOT.size == 64
+_MOST_GROUPS = 1024  # more than the names have room for; a number beyond that is no group's
 
 
 def size_of(capacity: int) -> int:
@@ -63,7 +64,12 @@ def read_ring(name: str, content: bytes) -> Dump:
     except ValueError:
         names = {}  # its writer died while adding a group; numbers are still good
     groups = [
-        Group(name=str(g["name"]), members=tuple(g["members"]), about=str(g.get("about", "")), pairwise=True)
+        Group(
+            name=str(g["name"]),
+            members=tuple(map(int, g["members"])),
+            about=str(g.get("about", "")),
+            pairwise=True,
+        )
         for g in names.get("groups", [])
     ]
     log = _log(np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), rank, ahead_ns)
@@ -82,6 +88,7 @@ def read_ring(name: str, content: bytes) -> Dump:
 
 def _log(slots: NDArray[Any], rank: int, ahead_ns: int) -> Log:
     whole = (slots["stamp"] > 0) & (slots["stamp"] == slots["again"])
+    whole &= (slots["group"] >= 0) & (slots["group"] < _MOST_GROUPS)
     slots = slots[whole & (slots["kind"] < len(KINDS))]
     enqueued = np.where(slots["enqueued"] > 0, slots["enqueued"] + ahead_ns, UNKNOWN)
     ended = np.where(slots["ended"] > 0, slots["ended"] + ahead_ns, UNKNOWN)

@@ -16,22 +16,46 @@ from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.ras_json import read_json
 
 PARQUET = b"PAR1"
+MOST_RANKS = 1 << 20
 
 
 def read(name: str, content: bytes, *, modified_ns: int | None = None, before: bytes | None = None) -> Dump:
     """One file; raises `UnusableFileError` with the reason. `before`: of RAS, the status taken before it."""
     if not content:
         raise UnusableFileError("it is empty")
-    if content.startswith(ring.MAGIC):
-        part = ring.read_ring(name, content)
-    elif content[:1] == b"\x80":
-        part = flight.read_pickle(name, content)
-    else:
-        part = _read_text(name, content, None if before is None else before.decode())
+    try:
+        part = _read(name, content, before)
+    except UnusableFileError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {str(error)[:80]}"
+        raise UnusableFileError(f"what it holds is not what belongs there ({said})") from None
+    _refuse_odd_ranks(part)
     if modified_ns is not None and (not len(part.log) or modified_ns >= int(part.log.enqueued_ns.max())):
         for rank in part.ranks:  # a dump is written when it is taken
             part.taken_ns.setdefault(rank, modified_ns)
     return part
+
+
+def _refuse_odd_ranks(part: Dump) -> None:
+    """What is looked at has a place for each rank."""
+    size = max([part.world_size, *(group.size for group in part.groups)])
+    if size > MOST_RANKS:
+        raise UnusableFileError(f"it says that its job has {size} ranks; at most {MOST_RANKS} are read")
+    ranks = [*part.ranks, *part.silent, *(rank for group in part.groups for rank in group.members)]
+    if len(part.log):
+        ranks += [int(part.log.rank.min()), int(part.log.rank.max())]
+    odd = next((rank for rank in ranks if not 0 <= rank < MOST_RANKS), None)
+    if odd is not None:
+        raise UnusableFileError(f"it speaks of rank {odd}; ranks are 0 to {MOST_RANKS - 1}")
+
+
+def _read(name: str, content: bytes, before: bytes | None) -> Dump:
+    if content.startswith(ring.MAGIC):
+        return ring.read_ring(name, content)
+    if content[:1] == b"\x80":
+        return flight.read_pickle(name, content)
+    return _read_text(name, content, None if before is None else before.decode())
 
 
 def _read_text(name: str, content: bytes, before: str | None) -> Dump:

@@ -192,7 +192,10 @@ def _is_before(stops: Stops, rank: int, place: Record) -> bool:
     own = stops.at.get(rank)
     if own is None or (own.group, own.seq) == (place.group, place.seq):
         return False
-    return own.order < stops.issued[place.group, place.seq][rank].order
+    issued = stops.issued.get((place.group, place.seq), {}).get(rank)
+    if issued is None:  # so long ago that its record has been written over
+        return False
+    return own.order < issued.order
 
 
 def places_of(stops: Stops) -> dict[Operation, list[int]]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.ring import KINDS, read_ring
+from everstep.diagnose.ring import KINDS
+from everstep.node.rings import ring_at, ring_beside
 
 STEPS = 3  # neighbours may be a step apart: the newest that all have is shown
 _COMPUTE, _SEND, _RECV = (KINDS.index(kind) for kind in ("compute", "send", "recv"))
@@ -17,7 +18,7 @@ _COMPUTE, _SEND, _RECV = (KINDS.index(kind) for kind in ("compute", "send", "rec
 def last_steps(beacon: Path) -> dict[str, list[list[int]]]:
     """By step, the start and end of each op in nanoseconds of the wall clock, in the order they were run."""
     try:
-        log = read_ring("", beacon.with_name(f"{beacon.name}.ring").read_bytes()).log
+        log = ring_at(ring_beside(beacon)).log
     except (OSError, UnusableFileError):
         return {}
     ops = log.kind == _COMPUTE
@@ -38,7 +39,7 @@ def recorded(beacon: Path, first: int, last: int) -> dict[str, Any]:
     the wall clock, peers as ranks (stage * replicas + replica).
     """
     try:
-        dump = read_ring("", beacon.with_name(f"{beacon.name}.ring").read_bytes())
+        dump = ring_at(ring_beside(beacon))
     except (OSError, UnusableFileError):
         return {}
     log = dump.log

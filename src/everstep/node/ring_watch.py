@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from everstep.diagnose import Syndrome, UnusableFileError, read
+from everstep.diagnose import Syndrome, UnusableFileError
 from everstep.diagnose.finding import Finding, Where
 from everstep.diagnose.live_diagnosis import DiagnosisStream
+from everstep.node.rings import ring_at
 from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound
 from everstep.protocol.ops import Worker
 
@@ -45,7 +46,7 @@ class RingWatch:
         self._fed = set()
         for worker, path in rings.items():
             try:
-                self._stream.feed(read(path.name, path.read_bytes()))
+                self._stream.feed(ring_at(path))
                 self._fed.add(worker)
             except (OSError, UnusableFileError):  # it is being created, or removed
                 continue

@@ -47,6 +47,7 @@ from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
 from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
+from everstep.node.rings import ring_beside
 from everstep.node.shard_group import SHARDS
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
@@ -654,7 +655,7 @@ class WorkerProcesses:
         there = {worker: p for (name, worker), p in self.processes.items() if name == task}
         if len(there) < 2:
             return
-        rings = {w: p.beacon.path.with_name(f"{p.beacon.path.name}.ring") for w, p in there.items()}
+        rings = {w: ring_beside(p.beacon.path) for w, p in there.items()}
         replicas = self.tasks[task].replicas
         if task not in self._rings or self._rings[task].replicas != replicas:
             self._rings[task] = RingWatch(task, replicas)
