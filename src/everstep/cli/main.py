@@ -178,9 +178,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _given_place(error: OSError, given: Sequence[str]) -> str | None:
-    """What of a command line the system refused: a path, or something in it, or else a URL."""
+    """What of a command line the system refused: a path, or something in it; of a checkpoint, a URL."""
     if error.filename is None:
-        return next((one for one in given if "://" in one), None)
+        return next((one for one in given if "://" in one and given[0] == "ckpt"), None)
     path = str(error.filename)
     return path if any(one and (path == one or path.startswith(f"{one}/")) for one in given) else None
 

@@ -42,7 +42,9 @@ def _refuse_odd_ranks(part: Dump) -> None:
     size = max([part.world_size, *(group.size for group in part.groups)])
     if size > MOST_RANKS:
         raise UnusableFileError(f"it says that its job has {size} ranks; at most {MOST_RANKS} are read")
-    ranks = [*part.ranks, *part.silent, *(rank for group in part.groups for rank in group.members)]
+    ranks = [*part.ranks, *part.silent]
+    for group in part.groups:
+        ranks += [min(group.members, default=0), max(group.members, default=0)]
     if len(part.log):
         ranks += [int(part.log.rank.min()), int(part.log.rank.max())]
     odd = next((rank for rank in ranks if not 0 <= rank < MOST_RANKS), None)

@@ -110,7 +110,7 @@ class Stream:
         """How many batches it has; None: that is not known."""
         try:
             return len(self.source.source) // (self.source.rows or 1)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return None
 
     def batch(self, step: int, microbatch: int) -> Value:
