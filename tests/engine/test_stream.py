@@ -211,6 +211,8 @@ def test_an_evaluation_with_more_batches_than_its_stream_is_refused_before_the_s
 ) -> None:
     with pytest.raises(UserError, match=r"ended after 5 batches; give an evaluation 5 batches"):
         evaluated(tmp_path, lambda: numbers(995), 6).preview()
+    with pytest.raises(UserError, match="the stream has no batch at all"):
+        evaluated(tmp_path, lambda: iter(()), 6).preview()
     monkeypatch.setattr(stream_module, "MOST_BYTES", 300)
     with pytest.raises(UserError, match=r"of 6 batches to evaluate on take 0 GB"):
         evaluated(tmp_path, numbers, 6).preview()

@@ -9,7 +9,8 @@ import numpy as np
 
 from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.ring import KINDS
-from everstep.node.rings import ring_at, ring_beside
+from everstep.engine.telemetry.beacon import ring_beside
+from everstep.node.rings import ring_at
 
 STEPS = 3  # neighbours may be a step apart: the newest that all have is shown
 _COMPUTE, _SEND, _RECV = (KINDS.index(kind) for kind in ("compute", "send", "recv"))

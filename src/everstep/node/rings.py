@@ -24,7 +24,3 @@ def ring_at(path: Path) -> Dump:
     if len(content) > _MOST_BYTES or not content.startswith(MAGIC):
         raise UnusableFileError("no ring of records")
     return read(path.name, content)
-
-
-def ring_beside(beacon: Path) -> Path:
-    return beacon.with_name(f"{beacon.name}.ring")

@@ -27,7 +27,7 @@ from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
 from everstep.engine.shards.marks import mark_path, read_marks
-from everstep.engine.telemetry.beacon import Beacon, BeaconReading
+from everstep.engine.telemetry.beacon import Beacon, BeaconReading, ring_beside
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
@@ -47,7 +47,6 @@ from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
 from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.node.ring_watch import RingWatch
-from everstep.node.rings import ring_beside
 from everstep.node.shard_group import SHARDS
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines

@@ -33,7 +33,8 @@ class BatchBuffer:
         """`keep`: batches below the highest wanted that stay; at least half of them, however large."""
         self.folder, self.keep, self.most_bytes = folder, keep, most_bytes
         self._wanted = -1
-        self._sizes: dict[int, int] = {}  # as the reader knows them
+        self._sizes: dict[int, int] = {}  # as the reader knows them, in order
+        self._total = 0
 
     # -------------------------------------------------------------- for every worker
 
@@ -113,7 +114,8 @@ class BatchBuffer:
         """The number of the next batch to store."""
         for path in self.folder.glob("*.batch.part"):
             path.unlink(missing_ok=True)
-        self._sizes = {number: self._path(number).stat().st_size for number in self.numbers()}
+        self._sizes = {number: self._path(number).stat().st_size for number in sorted(self.numbers())}
+        self._total = sum(self._sizes.values())
         return max(self._sizes, default=-1) + 1
 
     def put(self, number: int, value: Value, *, epoch: int, state: Any) -> None:
@@ -128,10 +130,11 @@ class BatchBuffer:
             os.fsync(file.fileno())
         part.rename(path)
         self._sizes[number] = path.stat().st_size
+        self._total += self._sizes[number]
         self._forget_old()
 
     def is_full(self) -> bool:
-        return sum(self._sizes.values()) > self.most_bytes
+        return self._total > self.most_bytes
 
     def stop(self, number: int, why: str) -> None:
         self._replace("stopped", json.dumps({"from": number, "why": why}))
@@ -139,12 +142,12 @@ class BatchBuffer:
     def _forget_old(self) -> None:
         """What no restore can ask for, and what is too much; never the newest, which has the state."""
         wanted = self.wanted()
-        total = sum(self._sizes.values())
-        for number in sorted(self._sizes):
-            too_much = total > self.most_bytes and number < wanted - self.keep // 2
+        while self._sizes:
+            number = next(iter(self._sizes))
+            too_much = self.is_full() and number < wanted - self.keep // 2
             if not (number < wanted - self.keep or too_much):
                 return
-            total -= self._sizes.pop(number)
+            self._total -= self._sizes.pop(number)
             self._path(number).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:

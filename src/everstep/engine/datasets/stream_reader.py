@@ -188,6 +188,8 @@ class Reader:
                 )
             while number > self._buffer.wanted() + self._ahead:
                 time.sleep(_LOOK_S)
+        if number == 0:
+            raise UserError("the stream has no batch at all.")
         fewer = "fewer steps" if self._most is None else f"an evaluation {number} batches"
         self._buffer.stop(
             number, f"the stream ended after {number} batches; give {fewer}, more data or repeat=True."

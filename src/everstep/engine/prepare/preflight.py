@@ -305,11 +305,15 @@ def _try_evaluation(job: Job, model: Model, evaluation: Evaluation) -> None:
         raise UserError(f"in the evaluation, {error}") from error
 
 
+def _shapes(batch: tuple[Value, Value], dtype: torch.dtype) -> tuple[Value, Value]:
+    inputs, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
+    return mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs), targets
+
+
 @torch.no_grad()
 def _evaluate(job: Job, model: Model, evaluation: Evaluation, batch: tuple[Value, Value]) -> None:
     dtype = DTYPES[job.precision]
-    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
-    value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    value, targets = _shapes(batch, dtype)
     before = "the data"
     for name in model.layers:
         module, given = in_precision(skeleton(model, name), dtype), value
@@ -341,8 +345,8 @@ def _evaluate(job: Job, model: Model, evaluation: Evaluation, batch: tuple[Value
 def _run(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
     """The layers one after another, each as if it were the first of its stage."""
     dtype = DTYPES[job.precision]
-    value, targets = (mapped(lambda t: t.to("meta"), part) for part in batch)
-    value = mapped(lambda t: t.to(dtype).requires_grad_() if t.is_floating_point() else t, value)
+    value, targets = _shapes(batch, dtype)
+    value = mapped(lambda t: t.requires_grad_() if t.is_floating_point() else t, value)
     before = "the data"
     for name in model.layers:
         module = in_precision(in_training(skeleton(model, name)), dtype)

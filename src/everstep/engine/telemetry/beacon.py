@@ -16,6 +16,11 @@ _LAYOUT = struct.Struct("<Q q q q i i ? 31s")
 _FIRST = struct.Struct("<Q q q q")
 
 
+def ring_beside(beacon: Path) -> Path:
+    """Where the worker of this beacon records what it does."""
+    return beacon.with_name(f"{beacon.name}.ring")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeaconReading:
     """What a worker last wrote. Times are in nanoseconds of the machine's monotonic clock."""

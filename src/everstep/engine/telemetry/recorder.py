@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.diagnose import ring
+from everstep.engine.telemetry.beacon import ring_beside
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Fold
@@ -126,7 +127,7 @@ class WorkerRecorder:
     @classmethod
     def beside(cls, beacon: str, me: Worker, *, replicas: int, fold: Fold) -> WorkerRecorder:
         """In the same place as the worker's beacon: a reader of one finds the other."""
-        return cls(Path(f"{beacon}.ring"), me, replicas=replicas, fold=fold)
+        return cls(ring_beside(Path(beacon)), me, replicas=replicas, fold=fold)
 
     def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:
         """`own_ns`: without what it stood in line for a core, which is not slowness."""
