@@ -1,13 +1,7 @@
-"""Checkpoints in figures: convert, convert in shares, read a part, save, load, stall, and die while saving.
-Ratios from one run.
+"""Checkpoints in figures: convert, read a part, save, load, stall, and die while saving. Ratios from one run.
 
-    python bench/checkpoint.py                                      2 GB, everything but DeepSpeed
-    python bench/checkpoint.py --deepspeed ds/bin/python            with `ds_to_universal` beside us
+    python bench/checkpoint.py                                      2 GB, all sections
     python bench/checkpoint.py --only kill --kills 100
-    python bench/checkpoint.py --only shares --processes 1,2,4,8,16 --gib 16
-    python bench/checkpoint.py --only sparse --processes 8 --gib 93      100 GB of holes to 50 GB of bfloat16
-    python bench/checkpoint.py --only stall --device cuda --gib 8   the stall of a snapshot of a GPU's state
-    python -m bench.checkpoint matrix --cases 300 --seed 7          odd checkpoints, every pair of formats
 
 Contestants take turns, `--turns` times, and each starts with nothing left to flush (`sync`); the median
 counts. Page cache is warm for all alike. Peak memory is that of a process of its own.
@@ -32,25 +26,24 @@ from typing import Any
 
 import torch
 
-from everstep.convert.conversion import Target, read_state, write_state
-from everstep.convert.formats import universal
-from everstep.convert.state import TrainingState, scalar
 from everstep.layout.box import Box
 from everstep.store import folder
 from everstep.store.parts import PlannedSlice, plan_whole, stored_of
 from everstep.store.places import place_of
 from everstep.store.saver import AsyncSaver
+from everstep_convert.conversion import Target, read_state, write_state
+from everstep_convert.formats import universal
+from everstep_convert.state import TrainingState
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-SECTIONS = ("convert", "shares", "part", "save", "load", "stall", "kill")
-FILE_BYTES, SIDE = 1 << 30, 8192  # of `sparse`: a file, and a matrix of float32
+SECTIONS = ("convert", "part", "save", "load", "stall", "kill")
 
 
 # ------------------------------------------------------------------ what is saved
 
 
-def weights(gib: float, device: str = "cpu") -> dict[str, torch.Tensor]:
+def weights(gib: float) -> dict[str, torch.Tensor]:
     """Matrices of a transformer of such a size that weights and Adam's two moments fill `gib`."""
     width = 1024
     shapes = {"q": (width, width), "up": (4 * width, width), "down": (width, 4 * width), "norm": (width,)}
@@ -58,7 +51,7 @@ def weights(gib: float, device: str = "cpu") -> dict[str, torch.Tensor]:
     found = {}
     for i in range(max(1, round(gib * 2**30 / layer))):
         for name, shape in shapes.items():
-            found[f"layers.{i}.{name}.weight"] = torch.empty(shape, device=device).normal_()
+            found[f"layers.{i}.{name}.weight"] = torch.empty(shape).normal_()
     return found
 
 
@@ -98,27 +91,12 @@ def save_ours(root: Path, step: int, state: dict[str, torch.Tensor]) -> None:
 # ------------------------------------------------------------------ convert
 
 
-def make_deepspeed(path: Path, gib: float, world: int) -> int:
-    """A ZeRO-1 checkpoint of that size, as DeepSpeed would have written it; its bytes."""
-    state = TrainingState(step=1, meta={"precision": "bf16"})
-    flat = with_moments(weights(gib))
-    state.tensors = {name: stored_of(name, tensor) for name, tensor in flat.items()}
-    names = [name[6:] for name in flat if name.startswith("model/")]
-    for name in names:
-        state.tensors[f"optimizer/{name}/step"] = scalar(1.0)
-    state.groups = [{"params": names, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}]
-    write_state(path, state, Target(format="deepspeed", stage=1, world=world))
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def convert_here(source: Path, target: Path, share: tuple[int, int] | None, dtype: str) -> None:
-    """In a process of its own, which tells its time and its memory; a share is written by one thread."""
+def convert_here(source: Path, target: Path) -> None:
+    """In a process of its own, which tells its time and its memory."""
     before = peak_rss()
     started = time.perf_counter()
     state = read_state(source)
-    write_state(
-        target, state, Target(format="universal", share=share, threads=1 if share else 2, dtype=dtype or None)
-    )
+    write_state(target, state, Target(format="universal"))
     seconds = time.perf_counter() - started
     told = {"seconds": seconds, "idle_rss": before, "peak_rss": peak_rss(), "bytes": state.num_bytes()}
     print(json.dumps(told))
@@ -130,9 +108,11 @@ def peak_rss() -> int:
 
 
 def bench_convert(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    source = root / "zero1"
-    num_bytes = make_deepspeed(source, options.gib, world=2)
-    ours, whole, copies, flushed, theirs, starts = [], [], [], [], [], []
+    """A checkpoint of torch's DCP to universal, beside `cp`."""
+    source = root / "dcp"
+    _save_dcp(source, with_moments(weights(options.gib)))
+    num_bytes = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    ours, whole, copies, flushed = [], [], [], []
     told: dict[str, Any] = {}
     for _ in range(options.turns):
         target = root / "universal"
@@ -147,12 +127,8 @@ def bench_convert(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         copies.append(timed(lambda: subprocess.run(["cp", "-r", source, root / "copy"], check=True)))
         flushed.append(copies[-1] + timed(os.sync, settle=False))
         shutil.rmtree(root / "copy")
-        if options.deepspeed:
-            starts.append(timed(lambda: _ds_to_universal(options.deepspeed, source, root, "--help")))
-            theirs.append(timed(lambda: _ds_to_universal(options.deepspeed, source, root)))
-            shutil.rmtree(root / "theirs")
     shutil.rmtree(source)
-    found = {
+    return {
         "source_bytes": num_bytes,
         "state_bytes": told["bytes"],
         "ours_s": median(ours),
@@ -164,83 +140,6 @@ def bench_convert(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "peak_rss_bytes": told["peak_rss"],
         "rss_before_bytes": told["idle_rss"],
     }
-    if theirs:
-        found |= {
-            "ds_to_universal_s": median(theirs),
-            "ds_to_universal_start_s": median(starts),
-            "times_ds_to_universal": (median(theirs) - median(starts)) / median(ours),
-            "times_ds_to_universal_with_start": median(theirs) / median(whole),
-        }
-    return found
-
-
-def make_sparse(path: Path, gib: float) -> int:
-    """Weights of a Hugging Face model in files of holes, which read as zeros; its bytes."""
-    path.mkdir()
-    each = 4 * SIDE * SIDE
-    files = max(1, round(gib * 2**30 / FILE_BYTES))
-    places: dict[str, str] = {}
-    for number in range(files):
-        names = [f"model.layers.{number}.{i}.weight" for i in range(FILE_BYTES // each)]
-        header = json.dumps(
-            {
-                name: {"dtype": "F32", "shape": [SIDE, SIDE], "data_offsets": [i * each, (i + 1) * each]}
-                for i, name in enumerate(names)
-            }
-        ).encode()
-        file = path / f"model-{number + 1:05}-of-{files:05}.safetensors"
-        file.write_bytes(len(header).to_bytes(8, "little") + header)
-        os.truncate(file, file.stat().st_size + FILE_BYTES)
-        places |= dict.fromkeys(names, file.name)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return files * FILE_BYTES
-
-
-def bench_sparse(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """A checkpoint larger than the disk has room for twice, as bfloat16, by several processes."""
-    source = root / "sparse"
-    num_bytes = make_sparse(source, options.gib)
-    return {"source_bytes": num_bytes} | _in_shares(source, root / "universal", options, dtype="BF16")
-
-
-def bench_shares(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    source = root / "zero1"
-    num_bytes = make_deepspeed(source, options.gib, world=2)
-    return {"source_bytes": num_bytes} | _in_shares(source, root / "universal", options)
-
-
-def _in_shares(source: Path, target: Path, options: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
-    """One conversion by several processes of one thread each, from the first read to the commit."""
-    found: dict[str, Any] = {}
-    counts = [int(text) for text in options.processes.split(",")]
-    for count in counts:
-        seconds, peaks = [], []
-        for _ in range(options.turns):
-            os.sync()
-            words = [sys.executable, __file__, "--convert-here", str(source), str(target)]
-            words += ["--dtype", dtype, "--share"]
-            running = [
-                subprocess.Popen([*words, f"{i}/{count}"], stdout=subprocess.PIPE, text=True)
-                for i in range(1, count + 1)
-            ]
-            told = [json.loads(process.communicate()[0]) for process in running]
-            seconds.append(max(row["seconds"] for row in told))
-            peaks.append(max(row["peak_rss"] for row in told))
-            assert len(folder.complete_steps(target)) == 1
-            found["target_bytes"] = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-            shutil.rmtree(target)
-        found |= {f"processes_{count}_s": median(seconds), f"processes_{count}_peak_bytes": max(peaks)}
-    first, last = (found[f"processes_{count}_s"] for count in (counts[0], counts[-1]))
-    return found | {"times_faster": first / last}
-
-
-def _ds_to_universal(python: str, source: Path, root: Path, *more: str) -> None:
-    command = [
-        python, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
-        "--input_folder", str(source / "global_step1"), "--output_folder", str(root / "theirs" / "u"), *more,
-    ]  # fmt: skip
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 # ------------------------------------------------------------------ a part of it
@@ -378,8 +277,6 @@ def _torch_save(path: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def bench_stall(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    if options.device != "cpu":
-        return _stall_on_gpu(root, options)
     state = with_moments(weights(options.gib))
     synchronous = [timed(lambda: save_ours(root / "s", 1, state)) for _ in range(options.turns)]
     saver = AsyncSaver(lambda step, tensors: save_ours(root / "a", step, tensors))
@@ -397,62 +294,6 @@ def bench_stall(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "stall_s": steady,
         "stall_of_synchronous": steady / median(synchronous),
         "copy_gb_per_s": size_of(state) / steady / 1e9,
-    }
-
-
-def _stall_on_gpu(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Matrix products as forward and backward, then an update in place; a snapshot in one of the steps.
-
-    The update must wait for the copy. `held at once` lets nothing run beside the copy; `overlapped` lets the
-    products of the step, and holds the update back.
-    """
-    state = with_moments(weights(options.gib, options.device))
-    a = torch.randn(8192, 8192, device=options.device, dtype=torch.bfloat16)
-    steps = 10
-    saver = AsyncSaver(lambda step, tensors: save_ours(root / "a", step, tensors) if options.write else None)
-    calls: list[float] = []
-
-    def train(snapshot: bool = False, hold: bool = False) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for step in range(steps):
-            if snapshot and step == steps // 2:
-                calls.append(timed(lambda: saver.save(len(calls) + 1, state, hold=hold), settle=False))
-            for _ in range(options.products):
-                a @ a
-            saver.before_update()
-            torch._foreach_mul_(list(state.values()), 1.0)
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    for _ in range(2):  # both buffers are pinned and touched
-        saver.save(0, state)
-        saver.finish()
-    train()
-    runs: dict[str, list[float]] = {"plain": [], "held": [], "overlapped": []}
-    for _ in range(options.turns):
-        runs["plain"].append(train())
-        for name, hold in (("held", True), ("overlapped", False)):
-            runs[name].append(train(snapshot=True, hold=hold))
-            saver.finish()
-    num_bytes = size_of(state)
-    snapshots = saver._buffers[0]
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    snapshots.take(state)
-    snapshots.wait_copied()
-    copy = time.perf_counter() - started
-    plain = median(runs["plain"])
-    return {
-        "bytes": num_bytes,
-        "device": torch.cuda.get_device_name(),
-        "step_ms": plain / steps * 1e3,
-        "call_ms": median(calls) * 1e3,
-        "stall_held_at_once_ms": (median(runs["held"]) - plain) * 1e3,
-        "stall_overlapped_ms": (median(runs["overlapped"]) - plain) * 1e3,
-        "copy_ms": copy * 1e3,
-        "copy_gb_per_s": num_bytes / copy / 1e9,
-        "at_54_gb_per_s_ms": num_bytes / 54e9 * 1e3,
     }
 
 
@@ -533,32 +374,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=(*SECTIONS, "sparse"), action="append")
+    parser.add_argument("--only", choices=SECTIONS, action="append")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--products", type=int, default=150, help="with --device cuda: of a step")
-    parser.add_argument("--write", action="store_true", help="with --device cuda: also write to disk")
-    parser.add_argument("--deepspeed", default="", help="the Python of a venv with deepspeed")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--kill-within", type=float, default=0.3, help="seconds of saving before the kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default=None, help="where to write; a temporary folder if not given")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--processes", default="1,2", help="of `shares`")
     parser.add_argument("--convert-here", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--share", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.convert_here:
-        index, _, count = options.share.partition("/")
-        source, target = map(Path, options.convert_here)
-        convert_here(source, target, (int(index), int(count)) if count else None, options.dtype)
+        convert_here(*map(Path, options.convert_here))
         return 0
     benches = {
         "convert": bench_convert,
-        "shares": bench_shares,
-        "sparse": bench_sparse,
         "part": bench_part,
         "save": bench_save,
         "load": bench_load,
@@ -588,8 +418,4 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["matrix"]:
-        from bench.checkpoint_matrix import main as matrix
-
-        sys.exit(matrix(sys.argv[2:]))
     sys.exit(main())

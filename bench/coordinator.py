@@ -7,8 +7,6 @@
                                                         a death until all agents have their orders to resume;
                                                         then the same while the leader is killed.
                                                         --processes 8 are the agents, --etcd PATH the program
-    python -m bench.coordinator checkpoint --gib 16     a checkpoint of 64 parts of that size, sparse files:
-                                                        committed, found and restored after a restart
 
 Each with --json. The exit code is 1 if a step was lost, a loss differs, an incident stays open or an agent is
 declared silent.
@@ -34,26 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from everstep.cli.client import Client
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
-from everstep.layout.box import Box
-from everstep.protocol.messages import PartWritten
 from everstep.protocol.ops import Worker
-from everstep.server.journal import SqliteJournal
-from everstep.store.folder import open_checkpoint, root_of, write_description
-from everstep.store.index import digest, num_chunks
-from everstep.store.parts import chunk_bytes_of, describe, header, plan_whole
-from everstep.store.stored import Held
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
 from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
 from harness.crowds import Crowds, allow_many_lines, parts
 from harness.etcd import ABSENT, BINARY, Etcd
-from harness.fake_agents import Crowd, FakeAgent
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:
@@ -316,119 +305,6 @@ def _one_recovery(
     return took_s
 
 
-# ------------------------------------------------------------------ a large checkpoint
-
-PARTS, PER_NODE = 64, 8
-ROW_BYTES = 1 << 20
-
-
-def checkpoint(gib: float, folder: Path) -> dict[str, Any]:
-    """Workers are not processes; what agents do in the folder is the product's, and so is the coordinator."""
-    with Cluster(folder) as cluster:
-        cluster.start_coordinator()
-        return asyncio.run(_checkpoint(cluster, gib, folder))
-
-
-async def _checkpoint(cluster: Cluster, gib: float, folder: Path) -> dict[str, Any]:
-    saves = {"folder": str(folder / "checkpoints"), "interval": 1}
-    job = small_job(folder, steps=1000, replicas=PARTS // 2, stages=2, checkpoint=saves)
-    at = Job.from_dict(job).needs().checkpoints
-    assert at is not None
-    headers = {"Authorization": f"Bearer {cluster.token}"}
-    crowd = Crowd(addresses=tuple(cluster.addresses.values()), headers=headers, checkpoints=at)
-    crowd.microbatches = PARTS // 2 * job["microbatches"]
-    for agent in range(PARTS // PER_NODE):
-        crowd.agents[f"n{agent}"] = FakeAgent(f"n{agent}", crowd, slots=PER_NODE)
-    living = asyncio.create_task(crowd.live())
-    root = Path(root_of(at.base, at.folder))
-    try:
-        await asyncio.to_thread(cluster.nodes_up, len(crowd.agents))
-        await asyncio.to_thread(cluster.submit, job)
-        assert await crowd.all_resumed(0, within_s=60.0) is not None, "the task has not begun"
-        crowd.seal()
-        began = time.monotonic()
-        for (task, worker), _ in list(crowd.crew.actors.items()):
-            crowd.crew.reports(task, worker, _sparse_part(root, crowd.attempt_of(1), worker, gib))
-        wrote = time.monotonic()
-        while not (root / "step-00000001").is_dir():
-            assert time.monotonic() < wrote + 60.0, "it is not committed"
-            await asyncio.sleep(0.02)
-        committed = time.monotonic()
-        cluster.kill_coordinator()
-        await asyncio.to_thread(cluster.start_coordinator)
-        for task, worker in list(crowd.crew.actors):
-            crowd.crew.ends(task, worker, "killed by SIGKILL")
-        died, epoch = time.monotonic(), crowd.epoch()
-        resumed = await crowd.all_resumed(epoch, within_s=60.0)
-        while resumed is not None and crowd.restored is None:  # the epochs in which they were lost
-            assert time.monotonic() < died + 60.0, "it is not restored"
-            await asyncio.sleep(0.02)
-    finally:
-        living.cancel()
-    cluster.kill_coordinator()
-    files = list((root / "step-00000001").iterdir())
-    return {
-        "tib": round(sum(file.stat().st_size for file in files) / 2**40, 2),
-        "gib_on_disk": round(sum(file.stat().st_blocks * 512 for file in files) / 2**30, 3),
-        "index_mib": round((root / "step-00000001" / "index.json").stat().st_size / 2**20, 2),
-        "described_s": round(wrote - began, 2),
-        "committed_s": round(committed - wrote, 2),
-        "restored_step": crowd.restored,
-        "restored_s": None if resumed is None else round(time.monotonic() - died, 2),
-        "boxes_read": await asyncio.to_thread(_read_some, root / "step-00000001"),
-        "largest_entry_kb": round(await _largest_entry(folder / "state-first") / 1e3, 1),
-    }
-
-
-def _sparse_part(root: Path, attempt: int, worker: Worker, gib: float) -> PartWritten:
-    """As a worker writes it, but for its bytes, all 0: every chunk has the same hash."""
-    rows = int(gib * 2**30) // ROW_BYTES
-    name = f"stage{worker.stage}-{worker.replica}"
-    tensor = f"model/{name}"
-    zeros = Held("F32", np.broadcast_to(np.float32(0), (rows, ROW_BYTES // 4)))
-    slices = plan_whole({tensor: zeros})
-    head, places, total = header(slices)
-    chunk_bytes = chunk_bytes_of(total)
-    assert slices[0].num_bytes % chunk_bytes == 0
-    hashes = digest(memoryview(bytes(chunk_bytes))) * num_chunks(slices[0].num_bytes, chunk_bytes)
-    staged = root / "step-00000001.partial"
-    staged.mkdir(parents=True, exist_ok=True)
-    file = staged / f"{name}.safetensors"
-    file.write_bytes(head)
-    os.truncate(file, total)
-    part = describe(file.name, slices, places, [hashes], total, chunk_bytes)
-    label = write_description(root, 1, name, part)
-    return PartWritten(
-        task="job",
-        step=1,
-        stage=worker.stage,
-        attempt=attempt,
-        part=label,
-        share=(worker.replica, PARTS // 2),
-    )
-
-
-def _read_some(folder: Path) -> int:
-    """The first and the last row of every tensor, checked by their hashes."""
-    opened = open_checkpoint(folder)
-    try:
-        for name, entry in opened.tensors.items():
-            for row in (0, entry.shape[0] - 1):
-                assert not opened.read_box(name, Box((row, 0), (1, entry.shape[1]))).any()
-        return 2 * len(opened.tensors)
-    finally:
-        opened.close()
-
-
-async def _largest_entry(state: Path) -> int:
-    journal = SqliteJournal(state / "journal.sqlite")
-    await journal.open()
-    try:
-        return max(len(entry.body) for entry in await journal.entries(after=0))
-    finally:
-        await journal.close()
-
-
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -446,8 +322,6 @@ def _spread(values: list[float]) -> dict[str, float]:
 def holds(told: dict[str, Any]) -> bool:
     if "all_have_orders" in told:
         return told["all_have_orders"] == told["deaths"] and told["with_leader_killed_s"] is not None
-    if "restored_step" in told:
-        return bool(told["restored_step"] == 1 and told["boxes_read"] == 2 * PARTS)
     if "states" in told:
         return bool(told["states"] == ["up"])
     same = told["max_relative_loss_difference"] == 0 and told.get("journal_replays_to_the_same_state", True)
@@ -456,12 +330,11 @@ def holds(told: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["kills", "takeover", "agents", "recovery", "checkpoint"])
+    parser.add_argument("what", choices=["kills", "takeover", "agents", "recovery"])
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--number", type=int, default=2000)
-    parser.add_argument("--gib", type=float, default=16.0, help="of each of 64 parts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="that play the agents of recovery")
     parser.add_argument("--silence", type=float, default=1.0, help="seconds, of the coordinator in recovery")
@@ -495,8 +368,6 @@ def main() -> int:
                     etcd=given.etcd and str(Path(given.etcd).resolve()),
                 )
                 told = recovery(settings, folder)
-            case "checkpoint":
-                told = checkpoint(given.gib, folder)
             case _:
                 told = agents(given.number, given.seconds, folder)
     if given.json:

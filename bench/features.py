@@ -1,7 +1,7 @@
 """What a model or a job may ask for, each in runs of real workers: is it right, and does it survive?
 
     python -m bench.features                          every feature, on the CPU, tiny
-    python -m bench.features --only experts,context --results rows.jsonl    in pieces: what is there stays
+    python -m bench.features --only experts,recompute --results rows.jsonl    in pieces: what is there stays
     python -m bench.features --results rows.jsonl --table    what is there, as a table
     python -m bench.features --gpu                    step time and memory on a GPU, each with and without
 
@@ -57,26 +57,18 @@ KILLS = ("stage=1,replica=0,step=2,op=I1", "stage=0,replica=1,step=4,op=W0")
 ROUNDING = 2e-6  # between numbers of shards, and against the plain loop, in fp32
 IN_16_BITS = 5e-3
 MODEL = {"preset": "gpt-tiny", "depth": 4, "context": 16}
-MIXTURE = MODEL | {"experts": 4, "hidden": 96}
 SHARDS = {"shards": 2}
 # name: what the job has besides; "model" and "data" are put in place of the usual ones
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tensor parallel": SHARDS,
-    "sequence parallel": SHARDS | {"sequence_parallel": True},
-    "sequence parallel of Hugging Face": SHARDS | {"sequence_parallel": True, "model": "llama"},
-    "context parallel": SHARDS | {"context_parallel": True},
-    "experts": SHARDS | {"model": MIXTURE},
-    "capacity": SHARDS | {"model": MIXTURE | {"capacity_factor": 1.0, "router_z_loss": 0.01}},
+    "tensor parallel of Hugging Face": SHARDS | {"model": "llama"},
+    "experts": SHARDS | {"model": "mixtral"},
     "packed rows": {"data": "packed"},
-    "virtual stages": {"virtual": 2},
     "recompute": {"recompute": True},
     "recompute attention": {"recompute": True, "recompute_part": "attention"},
     "sharded optimizer": {"optimizer": {"shard": True}},
-    "batch ramp": {"ramp": {"1": 0.5, "4": 1.0}},
     "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "fp8": {"precision": "fp8"},
 }
 
 
@@ -86,10 +78,11 @@ def job_of(name: str, folder: Path) -> Job:
         given.pop("model", MODEL),
         given.pop("data", {"kind": "synthetic", "rows": 2, "sequence": 16}),
     )
-    if model == "llama":
+    if isinstance(model, str):
         import transformers
 
-        config = transformers.LlamaConfig(
+        config = transformers.AutoConfig.for_model(
+            model,
             vocab_size=256,
             hidden_size=32,
             intermediate_size=64,
@@ -98,8 +91,8 @@ def job_of(name: str, folder: Path) -> Job:
             num_key_value_heads=2,
             max_position_embeddings=32,
         )
-        config.save_pretrained(folder / "llama")
-        model = {"hf": str(folder / "llama")}
+        config.save_pretrained(folder / model)
+        model = {"hf": str(folder / model)}
     if data == "packed":
         draws = np.random.default_rng(7)
         draws.integers(0, 9, 20_000, dtype=np.uint8).tofile(folder / "tokens.bin")  # a document ends with 0
@@ -204,18 +197,16 @@ def plain_losses(job: Job) -> dict[int, float]:
     pairs = zip(model.names, layers, strict=True)
     named = [pair for layer, module in pairs for pair in every_parameter(layer, module).items()]
     masters = [(name, nn.Parameter(p.detach().clone())) for name, p in named]
-    if job.precision in ("bf16", "fp16"):
+    if job.precision == "bf16":
         for module in layers:
             in_precision(module, DTYPES[job.precision])
     through = model.assembly.join(range(len(layers)), list(layers), torch.device("cpu"))
     optimizer = optimizer_of(job)(masters)
-    losses, taken = {}, 0
+    losses = {}
     for step in range(1, job.steps + 1):
-        share = [value for since, value in {"1": 1.0, **job.ramp}.items() if int(since) <= step][-1]
         total, weight = 0.0, 0.0
-        for _ in range(round(job.microbatches_in_step * share)):
-            at, taken = divmod(taken, job.microbatches_in_step), taken + 1  # all of the data, in its order
-            inputs, targets = split(data.batch(at[0] + 1, at[1]))
+        for microbatch in range(job.microbatches_in_step):
+            inputs, targets = split(data.batch(step, microbatch))
             made = model.loss(
                 through(inputs, lambda index, layer, *args, **more: layer(*args, **more)), targets
             )
@@ -239,41 +230,15 @@ def plain_losses(job: Job) -> dict[int, float]:
 # ------------------------------------------------------------------ a GPU: what does it cost?
 
 # name: (the job's own keys, those of the run that it is compared with)
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
 _DENSE = {"preset": "gpt-350m", "options": {"depth": 12}}
-_SPARSE = {"preset": "gpt-350m", "options": {"depth": 6, "experts": 8, "hidden": 1024}}
 _UNTIED = {"preset": "gpt-350m", "options": {"depth": 12, "tied": False}, "replicas": 2}
-_LONG = _DENSE | {"sequence": 8192, "rows": 1}
 ON_GPU: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute": (_DENSE | {"recompute": True}, _DENSE),
     "recompute attention": (_DENSE | {"recompute": True, "recompute_part": "attention"}, _DENSE),
-    "offload": (_LONG | {"offload": True}, _LONG),
     "compile": (_DENSE | {"compile": True}, _DENSE),
-    "fp16": (_DENSE | {"precision": "fp16"}, _DENSE),
-    "fp8": (_DENSE | {"precision": "fp8"}, _DENSE),
-    "experts": (_SPARSE, _DENSE),
-    "capacity": (
-        _SPARSE | {"options": _SPARSE["options"] | {"capacity_factor": 1.0}},  # type: ignore[operator]
-        _SPARSE,
-    ),
-    "virtual stages": (_DENSE | {"stages": 2, "virtual": 2}, _DENSE | {"stages": 2}),
     "tensor parallel": (_DENSE | {"shards": 2}, _DENSE),
-    "sequence parallel": (_DENSE | {"shards": 2, "sequence_parallel": True}, _DENSE | {"shards": 2}),
-    "context parallel": (_LONG | {"shards": 2, "context_parallel": True}, _LONG),
-    "sequence parallel of Hugging Face": (
-        _DENSE | {"llama": True, "shards": 2, "sequence_parallel": True},
-        _DENSE | {"llama": True, "shards": 2},
-    ),
     "packed rows": (_DENSE | {"packed": True}, _DENSE),
     "sharded optimizer": (_UNTIED | {"optimizer": {"shard": True}}, _UNTIED),
-    "batch ramp": (_DENSE | {"ramp": {"1": 0.5}}, _DENSE),
     "bf16": (_DENSE, _DENSE | {"precision": "fp32"}),
 }
 
@@ -285,14 +250,6 @@ def gpu_job(given: dict[str, Any], device: str, folder: Path, *, tiny: bool) -> 
         given["options"] = {**given["options"], "depth": 4, "hidden": 64}
     rows, sequence = given.pop("rows"), given.pop("sequence")
     tables = quick_job(given.pop("preset"), given.pop("options"), rows, sequence)
-    if given.pop("llama", False):
-        import transformers
-
-        less = {key: max(2, number // 32) for key, number in _LLAMA.items()} if tiny else {}
-        transformers.LlamaConfig(**_LLAMA | less).save_pretrained(folder / "llama")
-        tables["model"] = {"hf": str(folder / "llama")}
-        vocab = (_LLAMA | less)["vocab_size"]
-        tables["data"] |= {"vocab": vocab}
     if given.pop("packed", False):  # documents of about 64 tokens
         draws = np.random.default_rng(7)
         draws.integers(0, 64, 2**22, dtype=np.uint8).tofile(folder / "tokens.bin")
@@ -319,7 +276,7 @@ def measured(server: ForkServer, job: Job) -> tuple[float, float]:
 
 
 def gpu_rows(only: list[str], device: str, limit_s: float, *, tiny: bool) -> list[dict[str, Any]]:
-    server, began = ForkServer(preload=PRELOAD).start(), time.monotonic()
+    server, began = ForkServer().start(), time.monotonic()
     known: dict[str, tuple[float, float]] = {}
     rows = []
 
@@ -401,7 +358,7 @@ def main() -> int:
     rows = {row["feature"]: row for row in map(json.loads, told) if row["ok"]}
     torch.set_num_threads(1)
     chosen = [] if given.table else [n for n in FEATURES if n not in rows and (not only or n in only)]
-    theirs = any("Hugging Face" in name for name in chosen)
+    theirs = any(FEATURES[name].get("model") is not None for name in chosen)
     server = ForkServer(preload=PRELOAD if theirs else ()).start() if chosen else None
     try:
         for name in chosen:

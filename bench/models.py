@@ -3,7 +3,6 @@
     python bench/models.py                    a table
     python bench/models.py --only llama --json
     python bench/models.py --only mixtral --shards 2    workers of two processes, experts spread over them
-    python bench/models.py --virtual 2        each worker with two parts of the model, 14 other architectures
     python bench/models.py --scan             which of all causal LMs of transformers can be cut, and why not
     python bench/models.py --scan --shards 2  and which of them can be split over shards
 
@@ -14,9 +13,6 @@ workers one of which is killed. Then the checkpoint of the killed run is exporte
     loss        largest relative difference between the losses of our run and those of the plain loop
     bits        losses of every step and every weight of the last checkpoint: killed run = clean run
     export      logits of the exported folder = logits of the checkpoint's weights in a transformers model
-
-With --virtual, 2 x 2 workers with two parts each, clean and with a kill, are compared to 2 x 4 workers: every
-loss of every microbatch and every weight must have the same bits.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ from everstep.launch.local.outcome import Outcome
 from everstep.launch.local.report import incident_line
 from everstep.node.fork_server import ForkServer
 from harness.masked_tokens import MaskedTokens
-from harness.tiny_models import MORE, STRANGERS, TINY
+from harness.tiny_models import MORE, TINY
 
 TOLERANCE = 1e-5  # of losses against transformers: fp32, other orders of summing
 STEPS, MICROBATCHES = 6, 2
@@ -65,7 +61,6 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="parts of architectures' names, by commas")
     parser.add_argument("--shards", type=int, default=1, help="processes per worker")
-    parser.add_argument("--virtual", type=int, default=1, help="parts of the model per worker")
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -76,9 +71,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     result = (
-        scan(given.only, given.shards)
-        if given.scan
-        else table(given.only, given.shards, given.virtual, quiet=given.json)
+        scan(given.only, given.shards) if given.scan else table(given.only, given.shards, quiet=given.json)
     )
     if given.json:
         print(json.dumps(result))
@@ -105,11 +98,11 @@ def main() -> int:
 # ------------------------------------------------------------------ the table
 
 
-def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any]:
+def table(only: str, shards: int, *, quiet: bool) -> dict[str, Any]:
     import transformers
 
     rows = []
-    models = (TINY if virtual == 1 else STRANGERS) | MORE
+    models = TINY | MORE
     names = [name for name in models if any(part in name for part in only.split(","))]
     preload = ("everstep.engine.hf.model", *(f"transformers.models.{_module(n)}" for n in names))
     server = ForkServer(preload=preload).start()
@@ -118,10 +111,7 @@ def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any
             with tempfile.TemporaryDirectory(prefix="everstep-models-") as folder:
                 try:
                     kill = KILLS[number % len(KILLS)]
-                    if virtual == 1:
-                        row = tried(name, models[name][0], kill, Path(folder), server, shards)
-                    else:
-                        row = tried_in_parts(name, models[name][0], kill, Path(folder), server, virtual)
+                    row = tried(name, models[name][0], kill, Path(folder), server, shards)
                 except Exception as error:  # a row that fails is a row
                     row = {"ok": False, "failure": f"{type(error).__name__}: {error}"}
             rows.append({"architecture": name, "special": models[name][1], **row})
@@ -133,10 +123,7 @@ def table(only: str, shards: int, virtual: int, *, quiet: bool) -> dict[str, Any
         server.close()
     passed = sum(row["ok"] for row in rows)
     if not quiet:
-        allowed = (
-            f"tolerance of losses {TOLERANCE:g}, everything else to the bit" if virtual == 1 else "to the bit"
-        )
-        print(f"{passed} of {len(rows)}; {allowed}")
+        print(f"{passed} of {len(rows)}; tolerance of losses {TOLERANCE:g}, everything else to the bit")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return {"total": len(rows), "passed": passed, "tolerance": TOLERANCE, "rows": rows, "versions": versions}
 
@@ -212,48 +199,6 @@ def tried(
     }
     fine = row["loss_difference"] <= TOLERANCE and row["bits_equal"] and row["export_equal"]
     return {"ok": bool(fine and row["incidents"] >= 1 and ours[-1] != ours[0]), **row}
-
-
-def tried_in_parts(
-    name: str, values: dict[str, Any], kill: str, folder: Path, server: ForkServer, virtual: int
-) -> dict[str, Any]:
-    """One architecture: as many stages as there are parts; then workers with several parts, twice."""
-    import transformers
-
-    began = time.monotonic()
-    config = transformers.AutoConfig.for_model(name, **values)
-    torch.manual_seed(7)
-    start = transformers.AutoModelForCausalLM.from_config(config)
-    start.save_pretrained(folder / "base")
-    faults = {"plain": (), "clean": (), "killed": (parse_fault(kill),)}
-    found, weights = {}, {}
-    for run, planted in faults.items():
-        job = _job(folder, run)
-        parts = (job.stages * virtual, 1) if run == "plain" else (job.stages, virtual)
-        found[run] = run_job(
-            replace(job, stages=parts[0], virtual=parts[1]), faults=planted, fork_server=server
-        )
-        if found[run].failure:
-            raise RuntimeError(found[run].failure)
-        weights[run] = everstep.load(folder / run)
-    equal = {
-        run: found[run].losses == found["plain"].losses
-        and all(torch.equal(weights[run][key], value) for key, value in weights["plain"].items())
-        for run in ("clean", "killed")
-    }
-    row = {
-        "class": type(start).__name__,
-        "parts": "+".join(str(len(part)) for part in partition(everstep.hf(folder / "base"), 2 * virtual)),
-        "kill": kill,
-        "incidents": len(found["killed"].incidents),
-        "unplanned": [
-            incident_line(one) for one in [*found["clean"].incidents, *found["killed"].incidents[1:]]
-        ],
-        "clean_equal": equal["clean"],
-        "killed_equal": equal["killed"],
-        "seconds": time.monotonic() - began,
-    }
-    return {"ok": all(equal.values()) and row["incidents"] >= 1, **row}
 
 
 def _job(folder: Path, run: str) -> Job:

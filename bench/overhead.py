@@ -242,9 +242,7 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
             name: baseline("pipeline"),
             "the same, allocator as ours": baseline("pipeline", **ALLOCATOR),
             "everstep, sums in fp32": everstep("fp32"),
-            "everstep, sums in fp64": everstep("fp64"),
             "everstep, strict sums (default)": everstep("strict"),
-            "everstep, strict sums in 4 bytes": everstep("strict32"),
         }
         if args.reduce == "both":
             contestants = {
@@ -265,7 +263,6 @@ def single(args: argparse.Namespace) -> list[dict[str, Any]]:
             "the same, allocator as ours": baseline("loop", **ALLOCATOR),
             "everstep, sums in fp32": everstep("fp32"),
             "everstep, strict sums": everstep("strict"),
-            "everstep, strict sums in 4 bytes": everstep("strict32"),
         }
         if trial.device != "cpu":
             del contestants["the same, allocator as ours"]  # it is the CPU's

@@ -32,6 +32,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,7 +49,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # also where it is not installed
 
 from everstep.ranks.looks import started_with
-from harness.blame_in_logs import incident_names, torchelastic_names
 from harness.machines import Machines, absent, inside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,10 +74,21 @@ Cell = tuple[str, str, str]
 PLAIN = {"ddp": "ddp-disk", "fsdp2": "fsdp2-disk"}  # for launchers that keep no states
 
 
+def incident_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
+    """Is the rank in the logs of the machines, or, where a machine is lost, its name?"""
+    told = re.findall(r"incident \d+: (.*)", "\n".join(logs.values()))
+    return any(re.search(rf"\b{name or f'rank {rank}'}\b", line) for line in told)
+
+
+def torchelastic_names(logs: Mapping[str, str], victim: str, rank: int, name: str) -> bool:
+    """It says which local rank of its machine has ended; of machines, and of ranks that have not, nothing."""
+    return not name and "failed (exitcode" in logs.get(victim, "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     command: Callable[[str, str], list[str]]  # of a machine's python and the address of the first machine
-    named: Callable[[Mapping[str, str], str, int, str], bool]  # of the logs: see `blame_in_logs`
+    named: Callable[[Mapping[str, str], str, int, str], bool]  # of the logs: see `incident_names`
     module: str  # that must be installed
     start: Callable[[str], list[str]] | None = None  # beside them, on the first machine
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -6,10 +6,7 @@
     python bench/sweep.py --only reduce --json
     python bench/sweep.py --points 1,2,3 --in-a-row 60    all in one run, each after the rejoin of the last
     python bench/sweep.py --shard         with sharded optimizer states, and 31 points more
-    python bench/sweep.py --shards 2 --experts 4    80 points; the experts of a block are on two processes
-    python bench/sweep.py --shards 2 --context      80 points; each of two processes has a part of every row
-    python bench/sweep.py --virtual 2     every point with workers that run two parts of the model
-    python bench/sweep.py --ahead --preset gpt-1m    8 other points: deaths while pieces of parts are sent
+    python bench/sweep.py --shards 2      80 points; each worker is two processes
     python bench/sweep.py --crowded       18 other points: two replicas of a stage on each of two nodes
 
 Each point is one short job with scripted deaths. Losses are compared step by step with those of a run without
@@ -31,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by path
 
-from harness.sweep import Losses, Point, Sweep, ahead, crowded, points, sharded
+from harness.sweep import Losses, Point, Sweep, crowded, points, sharded
 
 Numbered = list[tuple[int, Point]]
 
@@ -81,16 +78,9 @@ def side_by_side(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, 
     command += [
         "--shards",
         str(given.shards),
-        "--experts",
-        str(given.experts),
-        "--virtual",
-        str(given.virtual),
-        "--virtual-order",
-        given.virtual_order,
-        *(["--context"] if given.context else []),
         *(["--shard"] if given.shard else []),
     ]
-    command += [flag for flag in ("--ahead", "--crowded") if getattr(given, flag[2:])]
+    command += ["--crowded"] if given.crowded else []
     running = [
         subprocess.Popen([*command, "--points", ",".join(str(number) for number, _ in part)])
         for part in shared_out(chosen, given.side_by_side)
@@ -108,7 +98,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--preset", default="gpt-tiny")
-    parser.add_argument("--transport", default="auto", help="auto, tcp, shm, nccl, pipe; clean runs by tcp")
+    parser.add_argument(
+        "--transport", default="auto", help="of healed runs: auto, tcp, nccl; on CPUs files, pipe"
+    )
     parser.add_argument(
         "--graphs", default="never", help="auto: healed runs record their ops, clean ones do not"
     )
@@ -119,16 +111,9 @@ def main() -> int:
     parser.add_argument(
         "--shards", type=int, default=1, help="processes per worker; kills strike each in turn"
     )
-    parser.add_argument(
-        "--experts", type=int, default=0, help="of every block; with --shards spread over them, a multiple"
-    )
-    parser.add_argument("--context", action="store_true", help="with --shards: each has a part of every row")
-    parser.add_argument("--virtual", type=int, default=1, help="parts of the model that each worker runs")
-    parser.add_argument("--virtual-order", default="v", help="v or interleaved")
     parser.add_argument("--only", default="", help="points whose name contains this")
     parser.add_argument("--after", type=int, default=0, help="leave out so many points: to resume")
     parser.add_argument("--shard", action="store_true", help="with sharded optimizer states")
-    parser.add_argument("--ahead", action="store_true", help="the points of a reduce that begins early")
     parser.add_argument("--crowded", action="store_true", help="the points of replicas that share nodes")
     parser.add_argument(
         "--in-a-row",
@@ -144,7 +129,7 @@ def main() -> int:
     if given.side_by_side > 1 and given.results is None:
         parser.error("--side-by-side needs --results")
     every = [*points(given.shards), *(sharded(given.shards) if given.shard else ())]
-    every = ahead() if given.ahead else crowded() if given.crowded else every
+    every = crowded() if given.crowded else every
     part, parts = map(int, given.part.split("/"))
     wanted = {int(number) for number in given.points.split(",") if number}
     matching = [
@@ -176,13 +161,9 @@ def one_by_one(given: argparse.Namespace, chosen: Numbered) -> list[dict[str, An
         preset=given.preset,
         transport=given.transport,
         shards=given.shards,
-        experts=given.experts,
-        context=given.context,
         shard=given.shard,
         graphs=given.graphs,
         clean=clean_in(given.results),
-        virtual=given.virtual,
-        virtual_order=given.virtual_order,
         per_node=2 if given.crowded else 0,
     )
     known = set(sweep.clean)

@@ -1,6 +1,6 @@
 """A LightningModule, as it is, on workers that heal:  everstep run examples/lightning_gpt.py
 
-everstep run --kill stage=1,replica=0,step=7 examples/lightning_gpt.py
+everstep run --kill stage=0,replica=1,step=7 examples/lightning_gpt.py
 everstep run examples/lightning_gpt.py --gpu --steps 1000
 """
 
@@ -81,9 +81,7 @@ model = Gpt()
 result = everstep.fit(
     model,
     datamodule=Text(),
-    layers="blocks",
     replicas=2,
-    stages=2,
     microbatches=2,
     steps=options.steps,
     clip=1.0,

@@ -2,7 +2,7 @@
 must hear. Workers run no ops: they take part, report a ledger, and seal when a script says so.
 
 The one crew of every world without processes: `tests.core.fake_cluster` (scripts, step by step),
-`harness.fleet` (thousands of workers in one process) and `harness.fake_agents` (real lines to a daemon).
+`tests.core.fleet` (thousands of workers in one process) and `harness.fake_agents` (real lines to a daemon).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Crew:
             address = (self._host or node, _port(node, order.slot))
             worker, sums = order.worker, self.sums.get(node, "")
             started = ev.WorkerStarted(
-                worker=worker, incarnation=order.incarnation, address=address, by_node=True, sums=sums
+                worker=worker, incarnation=order.incarnation, address=address, sums=sums
             )
             self.says(order.task, worker, started)
 

@@ -177,7 +177,6 @@ class FakeAgent:
             "done": self._done,
             "facts": self._epochs,
             "term": self._term,
-            "unpacks": True,
         }
         await line.send_str(json.dumps(said))
         welcome = await line.receive_json(timeout=10.0)

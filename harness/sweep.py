@@ -16,6 +16,7 @@ from everstep.node.fork_server import ForkServer
 from everstep.protocol.ops import Worker
 from harness.addresses import spread_over_addresses
 from harness.in_a_row import run_in_a_row
+from harness.transports import carried_by
 
 SHORT = DataSpec(kind="synthetic", rows=1, sequence=16)  # where the time of a step does not matter
 TRIES = 8  # of a point in which not all deaths happened
@@ -171,24 +172,6 @@ def sharded(shards: int = 1) -> list[Point]:
     return of_shards([*found, Point("shard one returns, then another dies", back, 3)], shards)
 
 
-def ahead() -> list[Point]:
-    """A death while pieces of parts are sent, before the backward ends. Small models have no pieces: gpt-1m
-    has, on a GPU gpt-125m.
-    """
-    last = [
-        f"stage={stage},replica={replica},step=3,op=W3,when=sending" for stage in (0, 1) for replica in (0, 1)
-    ]
-    alone = [f"stage=0,replica={replica},step=3,op=W3,when=sending" for replica in range(3)]
-    others_wait = "stage=0,replica=1,step=3,op=W3,when=before"  # they have sent ahead, and get more to do
-    return [
-        *(Point(f"ahead {text}", (text,)) for text in last),
-        Point("ahead of three", (alone[1],), 3, 1),
-        Point("ahead before the last W of one of three", (others_wait,), 3, 1),
-        Point("ahead two of three", (alone[0], alone[2]), 3, 1),
-        Point("ahead and in the reduce", (alone[0], "stage=0,replica=2,step=3,op=R,when=during"), 3, 1),
-    ]
-
-
 def crowded() -> list[Point]:
     """Two replicas of a stage on each of two nodes (`per_node=2`): sums are added up by node."""
     found = []
@@ -257,15 +240,11 @@ class Sweep:
         limit_s: float = 300.0,
         transport: str = "auto",
         shards: int = 1,
-        context: bool = False,
         shard: bool = False,
         graphs: str = "never",
         clean: dict[str, Losses] | None = None,
         data: DataSpec | None = None,
         depth: int | None = None,
-        experts: int = 0,
-        virtual: int = 1,
-        virtual_order: str = "v",
         per_node: int = 0,
         fork_server: ForkServer | None = None,
     ) -> None:
@@ -275,9 +254,7 @@ class Sweep:
         """
         self.per_node = per_node
         self.transport, self.shard, self.graphs = transport, shard, graphs
-        self.sockets = 1  # of each pair of workers, in healed runs
-        depth = depth or (3 * virtual if virtual > 1 else None)  # a part of three stages has a layer
-        options = {key: value for key, value in (("depth", depth), ("experts", experts)) if value}
+        options = {key: value for key, value in (("depth", depth),) if value}
         self.job = Job(
             model=ModelSpec(preset=preset, options=options),
             data=data or DataSpec(kind="synthetic"),
@@ -285,13 +262,9 @@ class Sweep:
             microbatches=4,
             device=device,
             precision=precision,
-            loss_scale_interval=1 if precision == "fp16" else 2000,  # steps 1, 3 and 6 overflow
             transport="tcp",
             graphs="never",
             shards=shards,
-            context_parallel=context,
-            virtual=virtual,
-            virtual_order=virtual_order,
         )  # type: ignore[arg-type]
         self.limit_s = limit_s
         self._shared = fork_server is not None
@@ -304,9 +277,7 @@ class Sweep:
             self.fork_server.close()
 
     def try_point(self, point: Point) -> dict[str, Any]:
-        """Some moments come only if others are quick (a piece that is sent ahead): where not all its deaths
-        happened it is tried again, and fails after `TRIES`.
-        """
+        """Where not all its deaths happened it is tried again, and fails after `TRIES`."""
         planned = len(point.faults) + len(point.killed)
         for _ in range(TRIES):
             result = self._try_once(point)
@@ -318,8 +289,7 @@ class Sweep:
         with tempfile.TemporaryDirectory() as folder:
             job = self._job(point)
             clean = self._clean_run(job)
-            net = replace(job.net, sockets=self.sockets)
-            job = replace(job, transport=self.transport, graphs=self.graphs, net=net)  # type: ignore[arg-type]
+            job = carried_by(replace(job, graphs=self.graphs), self.transport)  # type: ignore[arg-type]
             if point.checkpoint:
                 job = replace(job, checkpoint=CheckpointSpec(folder=folder, interval=1))
             started = time.monotonic()
@@ -372,9 +342,8 @@ class Sweep:
     def _clean_run(self, job: Job) -> Losses:
         key = (
             f"{job.model.preset} on {job.device} in {job.precision}, {job.shards} shards"
-            f"{' of rows' if job.context_parallel else ''}, "
+            ", "
             f"{job.replicas} x {job.stages}, {job.steps} steps, {job.optimizer}"
-            f"{f', {job.virtual} parts per worker, {job.virtual_order}' if job.virtual > 1 else ''}"
         )
         if key not in self.clean:
             outcome = self.run(job, ())

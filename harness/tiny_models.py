@@ -84,37 +84,6 @@ TINY: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({**_BASE, **_TOKENS}, "no attention"),
 }
 
-# The same of architectures that no test trains: for features that must not depend on the architecture.
-_J = {**_OLD, **_NO_DROPOUT, "rotary_dim": 4}
-_SEQ = {"vocab_size": VOCAB, "d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 64, **_TOKENS}
-STRANGERS: dict[str, tuple[dict[str, Any], str]] = {
-    "apertus": (_GROUPED, "a trained activation"),
-    "arcee": (_GROUPED, "squared ReLU"),
-    "biogpt": ({**_WIDE, "layerdrop": 0.0, **_NO_DROPOUT}, "no pp_plan, learned positions"),
-    "cohere2": ({**_GROUPED, "sliding_window": 8}, "parallel blocks, windows, tied"),
-    "codegen": (_J, "no pp_plan, fused projections"),
-    "ernie4_5": (_GROUPED, "rotary in pairs"),
-    "exaone4": ({**_GROUPED, "head_dim": 8, "sliding_window": 8}, "norms behind, windows"),
-    "glm4": ({**_GROUPED, "head_dim": 8}, "four norms, fused MLP"),
-    "gptj": (_J, "no pp_plan, parallel blocks"),
-    "helium": ({**_GROUPED, "head_dim": 8}, "rotary in pairs"),
-    "minicpm3": (
-        {
-            **_WIDE,
-            **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-            "num_key_value_heads": 4,
-        },
-        "latent attention",
-    ),
-    "olmo3": ({**_GROUPED, "sliding_window": 8}, "one norm for all heads, windows"),
-    "seed_oss": (
-        {**_GROUPED, "head_dim": 8, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
-        "biases",
-    ),
-    "xglm": ({**_SEQ, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}, "no pp_plan, sinusoids"),
-}
-
 # Further ones: newer, with other kinds of layers, other ways of routing.
 _HEADS = {**_GROUPED, "head_dim": 8}
 _ROUTED = {**_HEADS, "moe_intermediate_size": 32, "num_experts_per_tok": 2}

@@ -1,4 +1,4 @@
-"""docs/api/: what a user may import, from docstrings, signatures and the comments beside fields.
+"""docs/reference/api/: what a user may import, from docstrings, signatures and the comments beside fields.
 
 `PAGES` says what is public. Whatever stands there must have a docstring (`tests/docs`). Annotations are
 strings in every module of ours, so they are shown as written, on every version of Python.
@@ -22,7 +22,7 @@ from typing import Any
 PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "train": (
         "Training a model of your own",
-        "[Your own model in 15 lines](../own-model.md) shows it at work.",
+        "[Your own model in 15 lines](../../own-model.md) shows it at work.",
         {
             "everstep": (
                 "train",
@@ -41,7 +41,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     ),
     "job": (
         "A job file, as Python",
-        "The same keys as in [the job file](../job-file.md).",
+        "The same keys as in [the job file](../../job-file.md).",
         {
             "everstep.job.job": (
                 "load_job",
@@ -55,7 +55,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     ),
     "checkpoint": (
         "Checkpoints: read, write, convert",
-        "What is in the files: [the checkpoint format](../checkpoint-format.md).",
+        "What is in the files: [the checkpoint format](../../checkpoint-format.md).",
         {
             "everstep.store.folder": (
                 "open_checkpoint",
@@ -68,36 +68,11 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "clean",
             ),
             "everstep.store.reader": ("Checkpoint",),
-            "everstep.convert.conversion": ("detect", "read_state", "write_state"),
-            "everstep.convert.formats.format": ("Reading", "Target", "Format"),
-            "everstep.convert.selfcheck": ("Accepted", "Change"),
-            "everstep.convert.compare": ("compare",),
+            "everstep_convert.conversion": ("detect", "read_state", "write_state"),
+            "everstep_convert.formats.format": ("Reading", "Target", "Format"),
+            "everstep_convert.selfcheck": ("Accepted", "Change"),
+            "everstep_convert.compare": ("compare",),
         },
-    ),
-    "layout": (
-        "Where every element lives",
-        "Pure: no torch.",
-        {"everstep.layout": (), "everstep_lab.layout": ("Layout", "Piece", "merged")},
-    ),
-    "schedule": (
-        "A step as ops on workers",
-        "What the plans are worth: [schedules](../schedules.md). Pure: no torch.",
-        {"everstep.schedule": ()},
-    ),
-    "plan": (
-        "Which task gets which workers",
-        "The model behind it: [the planner](../planner.md). Pure: no torch.",
-        {"everstep.plan": (), "everstep_lab.plan.assign": ("Plan", "assign")},
-    ),
-    "diagnose": (
-        "Who is hung, who is slow",
-        "How it is read: [diagnosis](../diagnosis.md). Pure: no torch.",
-        {"everstep.diagnose": (), "everstep.diagnose.live_diagnosis": ("DiagnosisStream",)},
-    ),
-    "fabric": (
-        "Traffic over a fabric",
-        "At work: [fabrics](../fabric.md). Pure.",
-        {"everstep.fabric": (), "everstep_lab.fabric.traffic_task": ("TrafficTask", "flows_of")},
     ),
 }
 _MADE = "<!-- made by `python -m tools.docs api` from the docstrings; changes here are lost -->"
@@ -107,7 +82,7 @@ _WIDTH = 100
 def write(folder: Path) -> list[Path]:
     """Write every page; those that are no longer wanted go."""
     made = rendered()
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.md"):
         if path.name not in made:
             path.unlink()

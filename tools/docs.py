@@ -1,14 +1,14 @@
 """Makes what the documentation does not say by hand: the API reference, pictures, and outputs of commands.
 
     python -m tools.docs               everything (`make docs`; some minutes)
-    python -m tools.docs api           docs/api/, from the docstrings
-    python -m tools.docs lifecycles    docs/lifecycles.md, from the tables of transitions
-    python -m tools.docs protocol      docs/protocol.md, from the classes of the messages
-    python -m tools.docs wrap          paragraphs of docs/*.md, to 100 columns
+    python -m tools.docs api           docs/reference/api/, from the docstrings
+    python -m tools.docs lifecycles    docs/reference/lifecycles.md, from the tables of transitions
+    python -m tools.docs protocol      docs/reference/protocol.md, from the classes of the messages
     python -m tools.docs pictures      every picture of docs/, by the command that its page shows
     python -m tools.docs outputs PAGE  blocks marked `output` and `grep` (tools/pages.py), by their commands
 
-Pages show their commands; this only runs them, from the repository's root. What trains or times something
+What is made from code (api, lifecycles, protocol) is not in git. Pages show their commands; this only runs
+them, from the repository's root. What trains or times something
 comes out a little different each time, so look at the difference before you commit it.
 """
 
@@ -23,8 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import api_reference, lifecycles, protocol, wrap
+from tools import api_reference, lifecycles, protocol
 from tools.pages import DOCS, ROOT, Block, blocks, picture_commands
+
+REFERENCE = DOCS / "reference"  # not in git
 
 
 def main() -> None:
@@ -34,28 +36,24 @@ def main() -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["all", "api", "lifecycles", "protocol", "pictures", "outputs", "wrap"],
+        choices=["all", "api", "lifecycles", "protocol", "pictures", "outputs"],
         default="all",
     )
     parser.add_argument("pages", nargs="*", type=Path)
     options = parser.parse_args()
     if options.what in ("all", "api"):
-        for path in api_reference.write(DOCS / "api"):
+        for path in api_reference.write(REFERENCE / "api"):
             say(path)
-    if options.what in ("all", "lifecycles"):
-        (DOCS / "lifecycles.md").write_text(lifecycles.page())
-        say(DOCS / "lifecycles.md")
-    if options.what in ("all", "protocol"):
-        (DOCS / "protocol.md").write_text(protocol.page())
-        say(DOCS / "protocol.md")
+    for name, page in (("lifecycles", lifecycles.page), ("protocol", protocol.page)):
+        if options.what in ("all", name):
+            REFERENCE.mkdir(exist_ok=True)
+            (REFERENCE / f"{name}.md").write_text(page())
+            say(REFERENCE / f"{name}.md")
     if options.what in ("all", "outputs"):
         for page in options.pages or sorted(DOCS.glob("*.md")):
             if made := remade(page.resolve()):
                 page.write_text(made)
                 say(page.resolve())
-    if options.what in ("all", "wrap"):
-        for page in sorted(DOCS.glob("*.md")):
-            page.write_text(wrap.wrapped(page.read_text()))
     if options.what in ("all", "pictures"):
         for picture, command in sorted(picture_commands().items()):
             if one_line(command) not in _ran:  # by its page, for its output

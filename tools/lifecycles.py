@@ -1,4 +1,4 @@
-"""docs/lifecycles.md: every lifecycle of `core`, drawn from the table that the code checks.
+"""docs/reference/lifecycles.md: every lifecycle of `core`, drawn from the table that the code checks.
 
 A lifecycle is a module-level table `{state: frozenset(states that may follow)}` (`protocol.lifecycle`). The
 tables are found in the modules; `TITLES` only gives each one its heading, its sentence and its place on the

@@ -37,10 +37,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page for people, the README first."""
+    """Every page for people, the README first; not what is generated."""
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-        *sorted(DOCS.rglob("*.md")),
+        *sorted(page for page in DOCS.rglob("*.md") if DOCS / "reference" not in page.parents),
     ]
 
 

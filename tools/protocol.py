@@ -1,4 +1,4 @@
-"""docs/protocol.md: every message between coordinator, agents and workers, from the table of messages.
+"""docs/reference/protocol.md: every message between coordinator, agents and workers.
 
 `PARTS` gives the headings and the wire of each. Fields, types, defaults and comments are read from the
 classes, who may say a message and its fences from its row; a class that a field mentions is listed under
@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 from everstep.protocol import messages
 from everstep.protocol.actions import Notice
 from everstep.protocol.events import Event
-from everstep.protocol.table import PROTOCOL, TABLE, Wire, rows
+from everstep.protocol.table import ASKED, PROTOCOL, TABLE, Wire, rows
 
 
 def classes(wire: Wire) -> tuple[type, ...]:
@@ -127,9 +127,11 @@ def _said_by(message: type) -> str:
     """Who may say it, and which of its numbers must be current; empty for a value."""
     if (row := TABLE.get(message)) is None:
         return ""
-    fences = f" Counts only with the current {', '.join(row.fences)}." if row.fences else ""
-    since = f" Since version {row.since}." if row.since > 1 else ""
-    return f"Said by: {', '.join(row.by)}.{fences}{since}"
+    numbers = [fence for fence in row.fences if fence not in ASKED]
+    asked = [fence for fence in row.fences if fence in ASKED]
+    fences = f" Counts only with the current {', '.join(numbers)}." if numbers else ""
+    fences += f" From an agent it counts only as the answer to a {', '.join(asked)}." if asked else ""
+    return f"Said by: {', '.join(row.by)}.{fences}"
 
 
 def _fields(message: type) -> list[str]:

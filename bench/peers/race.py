@@ -1,11 +1,9 @@
 """A race: one fault trace, one model, equal slots, the same time; Everstep and others.
 
     python bench/peers/race.py --seconds 120 --only everstep --only torchrun
-    python bench/peers/race.py --at-once 3 --pin --out race.json --picture race.svg
+    python bench/peers/race.py --at-once 3 --pin --out race.json
     python bench/peers/race.py --seeds 1,2,3 --only everstep --only torchft --at-once 6 --pin --model large
-    python bench/peers/race.py --read race.json --picture race.svg        only the table and picture
-    python bench/peers/race.py --read race.json --clean-from clean.json --small race.json
-    python bench/peers/race.py --read race.json --into docs/benchmarks.md
+    python bench/peers/race.py --read race.json --clean-from clean.json        only the table
 
 Two workers on two nodes (groups of processes here). A seed gives the faults: three kills, a hang (SIGSTOP),
 a lost node that returns after 15 s, a slow worker. Every worker keeps a diary (step, loss, CLOCK_MONOTONIC),
@@ -33,13 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from racing.course import Course
-from racing.picture import picture
 from racing.systems import SYSTEMS
 
 from harness.race_models import CHOICE, MODELS
 from harness.race_score import apart, score
 from harness.race_trace import KINDS, Fault, trace
-from tools.race_report import NoPlace, aligned, joined, markdown, placed, races, small, sums
 
 Result = dict[str, Any]
 
@@ -55,18 +51,7 @@ def main() -> None:
     clean = json.loads(Path(args.clean_from).read_text())["losses"] if args.clean_from else {}
     for each in races(document) if clean else ():
         compare(each, clean)
-    if args.small:
-        Path(args.small).write_text(json.dumps(small(document, clean)))
-    if args.picture:
-        Path(args.picture).write_text(picture(races(document)[0]))
-    if args.into:
-        page = Path(args.into)
-        try:
-            page.write_text(placed(page.read_text(), document))
-        except NoPlace as error:
-            sys.exit(f"--into {page}: {error}")
-    shown = markdown(document) if args.markdown else table(document)
-    print(json.dumps(document) if args.json else shown)
+    print(json.dumps(document) if args.json else table(document))
 
 
 def arguments() -> argparse.Namespace:
@@ -90,11 +75,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--keep", help="folder for logs and diaries; a temporary one if not given")
     parser.add_argument("--out", help="file for the results")
-    parser.add_argument("--picture", help="file for the picture, SVG")
     parser.add_argument("--read", nargs="+", help="results of races that are over; nothing is run")
-    parser.add_argument("--small", help="file for the results with few losses, to be kept")
-    parser.add_argument("--markdown", action="store_true", help="the table as it is in docs/benchmarks.md")
-    parser.add_argument("--into", help="page with a place for the table: <!-- race large -->, <!-- end -->")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -208,6 +189,41 @@ def compare(document: Result, clean: dict[str, float]) -> None:
 
 def _by_step(losses: dict[str, float]) -> dict[int, float]:
     return {int(step): loss for step, loss in losses.items()}
+
+
+def races(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for every seed."""
+    return document.get("races", [document])
+
+
+def joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Races of one model, as one document."""
+    found = [race for document in documents for race in races(document)]
+    return found[0] if len(found) == 1 else {"races": found}
+
+
+def sums(documents: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of a table: a system under each seed, and under all."""
+    names = [name for name in documents[0]["systems"] if all(_ran(each, name) for each in documents)]
+    seeds = [f"seed {each['seed']}: useful steps, ms" for each in documents]
+    rows = [["system", *seeds, "all useful steps", "redone", "lost, s", "longest without a step, s"]]
+    for name in names:
+        found = [each["systems"][name] for each in documents]
+        per_seed = [f"{one['useful_steps']}, {1e3 * one['healthy_step_s']:.0f}" for one in found]
+        total = [sum(one[key] for one in found) for key in ("useful_steps", "redone_steps")]
+        lost = sum(sum(one["lost_s"]) for one in found)
+        longest = max((still for one in found for still in one["stalled_s"]), default=0.0)
+        rows.append([found[0]["name"], *per_seed, *map(str, total), f"{lost:.0f}", f"{longest:.1f}"])
+    return rows
+
+
+def _ran(document: dict[str, Any], name: str) -> bool:
+    return "useful_steps" in document["systems"].get(name, {})
+
+
+def aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def table(document: Result) -> str:

@@ -27,6 +27,8 @@ def main() -> None:
     ddp, optim = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
     begin = load(trial, model, optim)
     for step in range(begin, STEPS):
+        if "--snapshot" in sys.argv:
+            everstep.snapshot(step, lambda: {"model": model.state_dict(), "optim": optim.state_dict()})
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step * 1000 + trial.rank))
         stop = torch.tensor([float(trial.is_over())])
         dist.all_reduce(stop := stop.to(device), op=dist.ReduceOp.MAX)
@@ -44,7 +46,7 @@ def load(trial: Trial, model: nn.Module, optim: Any) -> int:
     path, found = trial.folder / "newest.pt", None
     if "--snapshot" in sys.argv:
         kept = everstep.restore()
-        found = None if kept is None else {"step": kept.step, **kept.state}
+        found = None if kept is None else {"step": kept.step - 1, **kept.state}
     elif path.exists():
         found = torch.load(path, weights_only=True)
     if found is None:
@@ -56,9 +58,7 @@ def load(trial: Trial, model: nn.Module, optim: Any) -> int:
 
 def save(trial: Trial, model: nn.Module, optim: Any, step: int) -> None:
     state = {"model": model.state_dict(), "optim": optim.state_dict()}
-    if "--snapshot" in sys.argv:
-        everstep.snapshot(state, step)
-    elif trial.rank == 0 and step % SAVE_EVERY == 0:
+    if "--snapshot" not in sys.argv and trial.rank == 0 and step % SAVE_EVERY == 0:
         torch.save({"step": step, **state}, trial.folder / "new.pt")
         (trial.folder / "new.pt").rename(trial.folder / "newest.pt")
 

@@ -31,6 +31,8 @@ def main() -> None:
     optim = torch.optim.AdamW(model.parameters())
     begin = load(trial, model, optim)
     for step in range(begin, STEPS):
+        if "--snapshot" in sys.argv:
+            everstep.snapshot(step, lambda: state_of(model, optim))
         stop = torch.tensor([float(trial.is_over())])
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
         if stop.item():
@@ -52,7 +54,7 @@ def load(trial: Trial, model: nn.Module, optim: Any) -> int:
         full = StateDictOptions(full_state_dict=True)
         parts = kept.state["model"], kept.state["optim"]
         set_state_dict(model, optim, model_state_dict=parts[0], optim_state_dict=parts[1], options=full)
-        return kept.step + 1
+        return kept.step
     saved = sorted(trial.folder.glob("dcp-*/.metadata"), key=lambda path: int(path.parent.name[4:]))
     if not saved:
         return 1
@@ -64,15 +66,13 @@ def load(trial: Trial, model: nn.Module, optim: Any) -> int:
 
 
 def save(trial: Trial, model: nn.Module, optim: Any, step: int) -> None:
-    is_handed = "--snapshot" in sys.argv
-    if not is_handed and step % SAVE_EVERY:
-        return
+    if "--snapshot" not in sys.argv and step % SAVE_EVERY == 0:
+        dcp.save(state_of(model, optim), checkpoint_id=trial.folder / f"dcp-{step}")
+
+
+def state_of(model: nn.Module, optim: Any) -> dict[str, Any]:
     model_state, optim_state = get_state_dict(model, optim)
-    state = {"model": model_state, "optim": optim_state}
-    if is_handed:
-        everstep.snapshot(state, step)
-    else:
-        dcp.save(state, checkpoint_id=trial.folder / f"dcp-{step}")
+    return {"model": model_state, "optim": optim_state}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.convert.export import export, load
     from everstep.engine.datasets.blend import blend
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
     from everstep.engine.prepare.context import in_worker
     from everstep.errors import EverstepError, UserError
     from everstep.launch.local.api import Result, train
+    from everstep.launch.local.export import export, load
     from everstep.launch.local.lightning import fit
-    from everstep.launch.local.loggers import CsvLog, EarlyStop, JsonlLog, MlflowLog, WandbLog
+    from everstep.launch.local.loggers import CsvLog, EarlyStop, JsonlLog, MlflowLog, TensorBoardLog, WandbLog
     from everstep.ranks.line import progress
     from everstep.ranks.snapshots import restore, snapshot
 
@@ -29,6 +29,7 @@ __all__ = [
     "MlflowLog",
     "Model",
     "Result",
+    "TensorBoardLog",
     "UserError",
     "WandbLog",
     "__version__",
@@ -57,6 +58,7 @@ _HOMES = {
     "JsonlLog": _LOGGERS,
     "WandbLog": _LOGGERS,
     "MlflowLog": _LOGGERS,
+    "TensorBoardLog": _LOGGERS,
     "train": "everstep.launch.local.api",
     "Result": "everstep.launch.local.api",
     "fit": "everstep.launch.local.lightning",
@@ -69,11 +71,11 @@ _HOMES = {
     "tokens": "everstep.engine.datasets.tokens",
     "table": "everstep.engine.datasets.table_rows",
     "stream": "everstep.engine.datasets.stream",
-    "load": "everstep.convert.export",
+    "load": "everstep.launch.local.export",
     "progress": "everstep.ranks.line",
     "snapshot": "everstep.ranks.snapshots",
     "restore": "everstep.ranks.snapshots",
-    "export": "everstep.convert.export",
+    "export": "everstep.launch.local.export",
     "UserError": "everstep.errors",
     "EverstepError": "everstep.errors",
 }

@@ -10,8 +10,12 @@ A fault of training (a death, a hang, a lost link) is not an exception: it is a 
 
 from __future__ import annotations
 
+import re
+
 MOST_SENTENCE = 2_000  # characters of an error, a reason, an exit's last words
 MOST_TRACEBACK = 16_000
+# What a terminal obeys, and what turns the direction of a text; tabs and line ends stay.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class EverstepError(Exception):
@@ -40,3 +44,17 @@ def clipped(text: str, most: int = MOST_SENTENCE) -> str:
     mark = f" … {len(text) - most} characters left out … "
     head = most // 2
     return text[:head] + mark + text[len(text) - (most - head) :]
+
+
+def named(error: BaseException) -> str:
+    """An exception with its type, also where its own text cannot be had: code outside writes that, too."""
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its text cannot be shown: {type(failed).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+def printable(text: str) -> str:
+    """Escapes are written out: names in files and words of other programs must not move a cursor."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)

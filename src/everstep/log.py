@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from everstep.errors import printable
+
 Format = Literal["plain", "text", "json"]  # the line alone; with time and level; as a JSON object
 MOST_HELD = 2000  # lines that wait to be written
 MOST_LINE = 1 << 14  # bytes
@@ -267,6 +269,8 @@ class _Lines(logging.Handler):
 
 def _words(record: logging.LogRecord, form: Format) -> str:
     line = record.getMessage()
+    if form != "json":  # which writes them out itself
+        line = printable(line)
     if form == "plain":
         return line
     at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"

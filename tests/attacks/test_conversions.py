@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from everstep.cli import main
-from everstep.convert.conversion import Target, write_state
-from everstep.convert.state import TrainingState
 from everstep.store.stored import Held
+from everstep_convert.conversion import Target, write_state
+from everstep_convert.state import TrainingState
 
 Converts = Callable[..., str]
 
@@ -167,5 +167,5 @@ def test_a_full_disk_is_one_sentence(made: Path, refusal: Converts, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("everstep.convert.formats.hf.write_file", full)
+    monkeypatch.setattr("everstep_convert.formats.hf.write_file", full)
     assert "is not written: [Errno 28] No space left on device." in refusal(made / "dcp", None, "--to", "hf")

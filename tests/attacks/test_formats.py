@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from everstep.convert.conversion import read_state
-from everstep.convert.formats import pickles
+from everstep.cli.main import run
 from everstep.errors import UserError
+from everstep.store.index import Refused
+from everstep_convert.conversion import read_state
+from everstep_convert.formats import pickles
+from everstep_convert.values import Encoder
 from tests.store.test_formats import REAL
 
 
@@ -185,3 +188,45 @@ def test_dcp_metadata_cannot_run_or_lead_outside(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(padded)
         with pytest.raises(UserError, match="cannot be read"):
             read_state(folder)
+
+
+NAMES = ("a\x1b[2J", "b\x1b]0;mine\x07", "c\x9b2J", "d\u202etxt", "e[/bold]", "f[red]")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "A"),
+        ("inspect", "A", "--match", "."),
+        ("diff", "A", "B"),
+        ("convert", "A", "C", "--to", "hf"),
+        ("verify", "A"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_names_of_tensors_do_nothing_to_a_terminal(
+    tmp_path: Path, command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They were printed as they are: one could clear the screen, or set its title. Brackets are shown too."""
+    for folder, value in (("A", 0.0), ("B", 1.0)):
+        (tmp_path / folder).mkdir()
+        save_file({name: torch.full((3,), value) for name in NAMES}, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+    run(["ckpt", *(str(tmp_path / word) if word in ("A", "B", "C") else word for word in command)])
+    said = "".join(capfd.readouterr())
+    assert not set(said) & set("\x1b\x07\x9b\u202e")
+    if command[0] in ("inspect", "diff"):
+        assert all(shown in said for shown in (r"a\x1b[2J", r"d\u202etxt", "e[/bold]", "f[red]")), said
+
+
+def test_values_that_are_the_same_list_a_million_times_are_refused() -> None:
+    """Thirty levels of ten: a few hundred bytes in a file, and no end as a table."""
+    value: Any = "x"
+    for _ in range(30):
+        value = [value] * 10
+    deep: Any = None
+    for _ in range(1000):
+        deep = [deep]
+    for odd in (value, deep, {"a": value}):
+        with pytest.raises(Refused, match="nested without end"):
+            Encoder().encode(odd, "client")

@@ -1,4 +1,4 @@
-"""A small part of `bench/fuzz.py`: what is broken is refused, and nothing else happens."""
+"""A small part of `tests/attacks/fuzz.py`: what is broken is refused, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness import fuzz_targets as targets
-from harness.fuzzing import FuzzReport
+from tests.attacks import fuzz_targets as targets
+from tests.attacks.fuzzing import FuzzReport
 from tests.server.served import served
 
 

@@ -26,7 +26,7 @@ CHANGES = {
     "wrong type": ("steps = 6", 'steps = "6"', "steps is '6'; it must be a whole number"),
     "no such module": ('preset = "gpt-tiny"\ndepth = 2', 'build = "nowhere:model"', "no module 'nowhere'"),
     "no such device": ("steps = 6", 'steps = 6\ndevice = "tpu"', "device"),
-    "data file away": ('kind = "synthetic"', 'kind = "file"\npath = "away.bin"', "away.bin' is not a file"),
+    "data file away": ('kind = "synthetic"', 'kind = "tokens"\npath = "away.bin"', "away.bin' is not a file"),
     "not toml": ("steps = 6", "steps = ", "is not TOML"),
 }
 KILLS = {
@@ -136,13 +136,19 @@ GOOD = "(torch.ones(3, 4), torch.ones(3, 2))"
         (
             f"lambda s, m: {GOOD}",
             ", optimizer='sgd'",
-            "optimizer 'sgd' is not one of torch.optim; use one of",
+            "optimizer 'sgd' is not one of torch.optim; did you mean 'SGD'?",
         ),
         (f"lambda s, m: {GOOD}", ", lr=lambda step: 0.1", "optimizer.lr is a function, and a job travels"),
         (
             f"lambda s, m: {GOOD}",
             ", clipp=1.0",
             "clipp is not an argument of everstep.train; did you mean 'clip'?",
+        ),
+        (
+            f"lambda s, m: {GOOD}",
+            ", checkpoint_interval=25",
+            "checkpoint_interval is not an argument of everstep.train; write it as a key of checkpoint: "
+            'checkpoint={"folder": "checkpoints", "interval": ...}.',
         ),
         ("lambda s, m: [1, 2, 3]", "", "gave a list of 3: int, int, int; return (inputs, targets)"),
         ("lambda s, m: (torch.ones(3, 4).numpy(), torch.ones(3, 2))", "", "torch.from_numpy"),
@@ -219,7 +225,7 @@ def test_an_override_that_does_not_fit_the_model_is_a_mistake(
     ("lines", "words"),
     [
         ("shards = 2\nmin_shards = 4", "min_shards is 4, more than shards, which is 2"),
-        ("sequence_parallel = true", "shards is 1"),
+        ("min_stages = 3", "min_stages is 3, more than stages, which is 1"),
     ],
 )
 def test_plan_memory_refuses_what_a_start_would_refuse(

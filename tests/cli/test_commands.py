@@ -215,3 +215,24 @@ def test_ctrl_c_before_a_command_is_loaded_prints_nothing(tmp_path: Path) -> Non
     ignored = ended("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
     assert ignored[0] == 1, "it went on, and met a typer without anything in it"
     assert b"AttributeError" in ignored[1]
+
+
+PLAIN = """
+import everstep, torch
+from torch import nn
+
+def batch(step, microbatch):
+    return torch.ones(2, 3), torch.ones(2, 1)
+
+layers, loss = [lambda: nn.Linear(3, 1)], nn.functional.mse_loss
+result = everstep.train(model=layers, data=batch, loss=loss, steps=4, page=False)
+"""
+
+
+def test_a_script_that_is_started_plainly_says_how_its_run_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("4 of 4 steps, loss "), done.stderr

@@ -22,20 +22,19 @@ from everstep.node.recent_ops import recorded
 from everstep.node.stacks import place_of, stacks_of
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.shape import Fold
 from everstep.server import step_timeline
 from harness.cluster import Cluster
 
 SENDER, RECEIVER = Worker(0, 0), Worker(0, 1)
 
 
-def traced(folder: Path) -> list[dict[str, Any]]:
+def traced(folder: Path, home: int = 0, number: int = 0) -> list[dict[str, Any]]:
     """Two workers of one pipeline, each on its node: an op, a parcel, an op."""
-    parcel = Parcel(ParcelKind.ACTIVATION, attempt=1, step=7, stage=1, microbatch=Microbatch(0, 0))
+    parcel = Parcel(ParcelKind.ACTIVATION, attempt=1, step=7, stage=1, microbatch=Microbatch(home, number))
     answers: dict[str, Any] = {}
     for node, me in (("a", SENDER), ("b", RECEIVER)):
         beacon = folder / f"beacon-{me.stage}"
-        recorder = WorkerRecorder.beside(str(beacon), me, replicas=1, fold=Fold(2))
+        recorder = WorkerRecorder.beside(str(beacon), me, replicas=1, stages=2)
         for step in (6, 7):
             begun = time.monotonic_ns()
             recorder.op(step, begun, begun + 5000, 5000)
@@ -81,6 +80,15 @@ def test_a_trace_has_ops_of_the_wanted_steps_and_arrows_between_nodes(tmp_path: 
     (end,) = [e for e in events if e["ph"] == "f"]
     assert start["pid"] != end["pid"]
     assert start["name"] == "activation 0.0"
+
+
+def test_a_trace_names_the_microbatches_of_large_jobs(tmp_path: Path) -> None:
+    """Above 255 replicas or microbatches they had another one's name: there were eight bits for each."""
+    workers = traced(tmp_path, 300, 700)
+    events = chrome_trace({"task": "t", "first": 7, "last": 7, "workers": workers})["traceEvents"]
+    (start,) = [event for event in events if event["ph"] == "s"]
+    assert start["name"] == "activation 300.700"
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {7}
 
 
 def test_workers_in_the_same_place_are_shown_together_and_the_odd_one_first() -> None:
@@ -153,6 +161,35 @@ def test_credentials_in_what_workers_print_are_replaced(text: str) -> None:
     assert "s3cret99" not in json.dumps(found)
     assert found["text"][1] == 5
     assert redacted("loss 0.5, 100 tokens per second") == "loss 0.5, 100 tokens per second"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"command": ["train.py", "--wandb-token", "s3cret99", "--steps", "5"]},
+        {"command": ["train.py", "--hf-api-key=s3cret99"]},
+        {"command": "train.py --password s3cret99 --steps 5"},
+        {"environment": {"WANDB_API_KEY": "s3cret99"}},
+        {"environment": [["HF_TOKEN", "s3cret99"]]},
+        {"environment": {"AWS_SECRET_ACCESS_KEY": "s3cret99"}},
+        {"a": [{"b": ["-passphrase", "s3cret99"]}]},
+    ],
+)
+def test_credentials_in_commands_and_environments_are_replaced(value: Any) -> None:
+    """A command is a list of words: name and value are no longer side by side in one text."""
+    found = json.dumps(redacted(value))
+    assert "s3cret99" not in found
+    assert "[removed]" in found
+
+
+def test_what_is_no_credential_stays() -> None:
+    value = {
+        "command": ["train.py", "--data", "tokens", "--steps", "5"],
+        "data": {"kind": "tokens", "tokens": 5},
+        "needs_token": True,
+        "evidence": ["a token was lost", "it is back"],
+    }
+    assert redacted(value) == value
 
 
 @pytest.mark.slow

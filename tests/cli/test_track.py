@@ -54,11 +54,13 @@ def test_what_is_new_is_given_on_once_also_if_steps_are_done_again() -> None:
 
 
 def test_a_coordinator_that_restarts_is_waited_for() -> None:
+    asked: list[str] = []
     answers = [document(1), PeerError("no answer"), PeerError("no answer"), document(1, 2, state="failed")]
 
     class Restarting:
         def get(self, path: str) -> Any:
-            if path == "/v1/incidents":
+            asked.append(path)
+            if path.startswith("/v1/incidents"):
                 return []
             found = answers.pop(0)
             if isinstance(found, Exception):
@@ -69,12 +71,17 @@ def test_a_coordinator_that_restarts_is_waited_for() -> None:
     client_: Any = client
     assert follow(client_, "t", TaskNews([tracker], after=0), sleep=lambda seconds: None)["state"] == "failed"
     assert tracker.told == [1, 2]
+    tasks = [path for path in asked if path.startswith("/v1/tasks")]
+    assert tasks == ["/v1/tasks/t?after=0", *["/v1/tasks/t?after=1"] * 3], "only what is new is asked for"
+    assert asked[1] == "/v1/incidents?after=0&task=t"
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(self: Client, path: str) -> Any:
-        return [] if path == "/v1/incidents" else document(1, 2, 3, state="finished", evaluations=(2,))
+        return (
+            [] if path.startswith("/v1/incidents") else document(1, 2, 3, state="finished", evaluations=(2,))
+        )
 
     monkeypatch.setattr(Client, "get", get)
 
@@ -123,5 +130,5 @@ def test_weights_and_biases_and_mlflow_get_every_step(monkeypatch: pytest.Monkey
 def test_nowhere_to_log_is_said() -> None:
     from everstep.cli.track import track_command
 
-    with pytest.raises(UserError, match="--wandb, --mlflow, --csv or --jsonl"):
+    with pytest.raises(UserError, match="--wandb, --mlflow, --tensorboard, --csv or --jsonl"):
         track_command("t")

@@ -207,7 +207,7 @@ def test_an_empty_cluster_says_what_to_do_next(
 def test_a_report_is_of_a_task_by_its_name_and_not_cut_where_it_is_piped(
     named: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lost = {"restore": 43.9, "slow": 32.3, "paused": 31.3, "wait": 30.1}
+    lost = {"fault": 43.9, "slow": 32.3, "paused": 31.3, "wait": 30.1}
     row = {"owner": "an operator", "state": "cancelled", "wall_s": 250.0, "goodput": 0.522, "lost_s": lost}
     row |= {"productive_s": 130.0}
     isolated = {"node": "a", "isolations": 1, "state": "isolated", "because": "it was slow"}
@@ -217,7 +217,7 @@ def test_a_report_is_of_a_task_by_its_name_and_not_cut_where_it_is_piped(
     monkeypatch.setattr(Client, "get", lambda self, path: document)
     assert main.run(["report", *named]) == 0
     out = capfd.readouterr().out
-    assert "restore 43.9 s, slow 32.3 s, paused 31.3 s, wait 30.1 s" in out
+    assert "fault 43.9 s, slow 32.3 s, paused 31.3 s, wait 30.1 s" in out
     assert "…" not in out
     assert "node a is isolated, isolated 1 time: it was slow" in out
     assert ("big" in out) == (not named)

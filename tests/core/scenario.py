@@ -145,7 +145,7 @@ class Scenario:
         worker = parse_worker(name)
         incarnation = self.incarnations[worker] = self.to_start.pop(worker)
         self.workers[worker] = WorkerState(worker, self.rules, incarnation=incarnation)
-        self.happens(ev.WorkerStarted(worker=worker, incarnation=incarnation, by_node=True))
+        self.happens(ev.WorkerStarted(worker=worker, incarnation=incarnation))
 
     def show(self, name: str) -> None:
         worker = self.workers[parse_worker(name)]
@@ -205,7 +205,7 @@ class Scenario:
         state = self.workers[worker]
         match item:
             case work.Contribute():
-                return (), {m: 1.0 for m, _ in state.now.accumulated()}
+                return (), dict.fromkeys(state.now.accumulated(), 1.0)
             case work.SumChunk():
                 share = self.norms.get(item.step, 1.0) ** 2 / self.rules.stages
                 return (share if worker.replica == item.routes.members[0] else 0.0,)

@@ -31,8 +31,10 @@ from everstep.protocol import messages as msg
 from everstep.protocol.actions import InterruptWorkers
 from everstep.protocol.messages import SAVING, EndWorker, OrderTaken
 from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders
 
+OPEN = msg.OpenTask(task="t", job={}, secret="s", shape=Shape(2, 2, 2), needs=msg.TaskNeeds())
 LIMITS = AgentLimits(finish_s=5.0, save_s=60.0, leave_s=20.0, kill_s=30.0)
 A, B = Worker(0, 0), Worker(1, 0)
 
@@ -56,7 +58,7 @@ class Node:
     def __init__(self, limits: AgentLimits = LIMITS) -> None:
         self.machine = NodeProcesses(DetectorLimits(), limits)
         self.now = 100.0
-        self.give(msg.OpenTask(task="t", job={}, secret="s"))
+        self.give(OPEN)
 
     def happens(self, event: Any) -> list[Any]:
         found = self.machine.handle(event, self.now)
@@ -101,28 +103,6 @@ def test_a_start_waits_until_the_process_before_it_is_gone_for_good(node: Node) 
     ]
     assert node.happens(ag.ProcessGone(sender(A, 1))) == [ag.Spawn(start(A, 2))]
     assert list(node.machine.processes) == [sender(A, 2)]
-
-
-@pytest.mark.parametrize(("cores", "crowded"), [(0, False), (1, True), (2, True), (3, False)])
-def test_an_exit_says_whether_its_node_has_two_workers_or_more_per_core(cores: int, crowded: bool) -> None:
-    node = Node(replace(LIMITS, cores=cores))
-    for slot in range(4):
-        node.up(Worker(slot, 0), slot=slot)
-    (told,) = node.happens(ag.ProcessDied(sender(), "killed by SIGKILL"))
-    assert told.report.event.crowded is crowded
-
-
-@pytest.mark.parametrize(("step_s", "crowded"), [(0.2, True), (60.0, False)])
-def test_a_long_step_hardly_feels_a_start_and_is_not_called_crowded(step_s: float, crowded: bool) -> None:
-    """Its replacement would miss one more of them."""
-    node = Node(replace(LIMITS, cores=1))
-    for slot in range(4):
-        node.up(Worker(slot, 0), slot=slot)
-    for step in (1, 2, 3):
-        glance = Glance(moment=step, step=step, busy=True, doing="0F0.0", age_s=0.0)
-        node.machine.progress.look("t", A, 1, glance, stopped=False, now=step * step_s)
-    (told,) = node.happens(ag.ProcessDied(sender(), "killed by SIGKILL"))
-    assert told.report.event.crowded is crowded
 
 
 def test_another_worker_s_start_waits_while_the_dead_one_still_holds_the_slot(node: Node) -> None:
@@ -228,6 +208,16 @@ def test_a_process_that_outlives_sigkill_is_killed_once_and_its_slot_is_told_fre
     assert node.wait(1000.0) == []
     freed = node.happens(ag.ProcessGone(sender()))
     assert freed == [ag.SendToCoordinator(msg.SlotFreed(slot=0), None)]
+
+
+def test_of_a_stuck_worker_with_shards_every_slot_is_told_free(node: Node) -> None:
+    node.give(msg.StartProcess(task="t", worker=A, incarnation=1, slot=2, more_slots=(0, 3)))
+    node.happens(ag.ProcessSpawned(sender()))
+    node.happens(ag.ProcessGreeted(sender()))
+    node.give(msg.KillProcess(task="t", worker=A, incarnation=1))
+    node.wait(30.0)
+    freed = node.happens(ag.ProcessGone(sender()))
+    assert [action.report.slot for action in freed] == [0, 2, 3]
 
 
 def test_a_worker_that_goes_on_writing_its_last_state_is_never_ended(node: Node) -> None:
@@ -483,7 +473,7 @@ def test_the_bound_holds_also_where_nothing_can_be_spared() -> None:
 
 def test_an_order_heard_twice_is_carried_out_once() -> None:
     agent = AgentState()
-    agent.handle(OrderHeard(1, msg.OpenTask(task="t", job={}, secret="s"), term=0), 0.0)
+    agent.handle(OrderHeard(1, OPEN, term=0), 0.0)
     assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == [ag.Spawn(start())]
     assert agent.handle(OrderHeard(2, start(), term=0), 0.0) == []
     assert agent.done == 2
@@ -508,7 +498,7 @@ def test_after_an_order_that_is_not_understood_nothing_of_that_line_counts() -> 
 def test_orders_of_an_older_term_are_refused_and_the_line_is_left() -> None:
     agent = AgentState()
     agent.handle(LineOpened(term=7, heard=0), 0.0)
-    agent.handle(OrderHeard(1, msg.OpenTask(task="t", job={}, secret="s"), term=7), 0.0)
+    agent.handle(OrderHeard(1, OPEN, term=7), 0.0)
     (left,) = agent.handle(OrderHeard(2, start(), term=6), 0.0)
     assert isinstance(left, LeaveLine)
     assert "term 6" in left.because
@@ -540,7 +530,7 @@ class AnyNode(RuleBasedStateMachine):
         self.ordered: set[msg.Sender] = set()
         self.ended: list[msg.Sender] = []
         self.incarnation = 0
-        self._happens(ag.OrderGiven(msg.OpenTask(task="t", job={}, secret="s")))
+        self._happens(ag.OrderGiven(OPEN))
 
     def _happens(self, event: Any) -> None:
         for action in self.machine.handle(event, self.now):
@@ -642,7 +632,7 @@ def written(step: int, stage: int = 0, share: tuple[int, int] = (0, 1)) -> ag.Pr
 
 def test_what_no_coordinator_commits_is_committed_by_the_agent_of_the_first_part() -> None:
     machine = NodeProcesses(DetectorLimits(), AgentLimits(commit_s=10.0, commit_alone_s=1.0))
-    machine.handle(ag.OrderGiven(msg.OpenTask(task="t", job={}, secret="s")), 0.0)
+    machine.handle(ag.OrderGiven(OPEN), 0.0)
     for stage in (0, 1):
         start = msg.StartProcess(task="t", worker=Worker(0, stage), incarnation=1, slot=stage)
         machine.handle(ag.OrderGiven(start), 0.0)

@@ -11,7 +11,6 @@ from everstep.core.worker.step_state import StepState
 from everstep.protocol.events import StepSealed
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Part
-from everstep.protocol.shape import Fold
 from everstep.protocol.work import Members, Resume, Send
 
 RULES = TaskRules(replicas=2, stages=1, microbatches=1, steps=900)
@@ -23,7 +22,7 @@ def order(epoch: int, live: tuple[int, ...], *, recorded: int = 0) -> Resume:
 
 
 def second_peer(steps: int) -> Announcements:
-    news = Announcements(Mailbox(Worker(1, 0), Fold(2), incarnation=1), RULES)
+    news = Announcements(Mailbox(Worker(1, 0), incarnation=1), RULES)
     news.mail.order = order(1, (0, 1))
     seal(news, steps)
     assert reported(news) == [], "the first peer does"
@@ -56,7 +55,7 @@ def test_after_the_first_peer_s_death_the_next_one_reports_all_that_is_not_on_re
 
 def test_what_is_on_record_is_not_reported_again_and_other_stages_hear_of_it_all_the_same() -> None:
     """After a kill survivors and coordinator spent 2 ms of CPU on it, before and beside the first op."""
-    news = Announcements(Mailbox(Worker(1, 0), Fold(2), incarnation=1), RULES)
+    news = Announcements(Mailbox(Worker(1, 0), incarnation=1), RULES)
     news.mail.order = replace(order(1, (1,)), members=(Members(1, ((1,), (0, 1)), (1, 1)),))
     seal(news, 6)
     news.mail.commands.clear()

@@ -12,10 +12,13 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
 from everstep.core.faults.severity import ErrorKind, known
+from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Copied, Member, Running
 from everstep.drive import thinking
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.actions import Action
+from everstep.protocol.incidents import SlotsLost
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
@@ -298,10 +301,11 @@ def test_a_silent_node_whose_workers_peers_wait_is_given_up() -> None:
 
 
 def test_a_silent_node_with_a_task_of_its_own_is_given_up_after_long() -> None:
-    cluster = FakeCluster(nodes={"a": 2})
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
     cluster.submit(shape=Shape(1, 2, 2))
+    assert {seat.node for seat in cluster.coordinator.tasks["t"].seats.values()} == {"a"}
     cluster.silence("a")
-    cluster.wait(29)
+    cluster.wait(179)
     assert cluster.coordinator.nodes["a"].state is NodeState.SILENT
     cluster.wait(2)
     assert cluster.coordinator.nodes["a"].state is NodeState.GONE
@@ -879,6 +883,52 @@ def test_a_process_that_outlives_sigkill_costs_its_slot_until_it_ends() -> None:
     cluster.says(place[0], msg.SlotFreed(slot=place[1]), None)
     assert lost.closed
     assert place in cluster.coordinator.roster.free()
+
+
+def test_a_worker_of_several_processes_that_outlives_sigkill_costs_all_its_slots() -> None:
+    """One was counted: who was seated in the others could not start, and its node was isolated for that."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit(shape=Shape(2, 1, 2, shards=2), steps=40)
+    cluster.seal()
+    seat = cluster.coordinator.tasks["t"].seats[W00]
+    held = {(seat.node, slot) for slot in seat.slots}
+    cluster.exits(W00, "still there", stuck=True)
+    assert cluster.coordinator.nodes[seat.node].lost_slots == {0, 1}
+    assert held.isdisjoint(cluster.coordinator.roster.free())
+    (lost,) = (one for one in cluster.coordinator.log.incidents if isinstance(one.subject, SlotsLost))
+    assert lost.what == f"slot 0, 1 of node {seat.node} are lost: a process there cannot be killed"
+    cluster.says(seat.node, msg.SlotFreed(slot=1), None)
+    assert not lost.closed
+    cluster.says(seat.node, msg.SlotFreed(slot=0), None)
+    assert lost.closed
+    assert held <= set(cluster.coordinator.roster.free())
+
+
+@pytest.mark.parametrize("error", [KeyError("a worker"), AssertionError(), ValueError("two\nlines")])
+def test_a_bug_in_the_machine_of_one_task_ends_that_task_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Only our own kind of error was contained; any other took the event down for all tasks."""
+    cluster = FakeCluster(nodes={"a": 4, "b": 4})
+    for name in ("t", "u"):
+        cluster.submit(name, shape=Shape(2, 1, 2), steps=9)
+        cluster.seal(name)
+    broken = cluster.coordinator.tasks["t"].managed
+    handle = Recovery.handle
+
+    def breaks(self: Recovery, event: ev.Event, now: float) -> list[Action]:
+        if self is broken and isinstance(event, ev.StepSealed):
+            raise error
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Recovery, "handle", breaks)
+    cluster.seal("t")
+    cluster.seal("u")
+    tasks = cluster.coordinator.tasks
+    assert tasks["t"].state is TaskState.FAILED
+    assert tasks["t"].because.startswith(f"an internal error: {type(error).__name__} in test_coordinator.py:")
+    assert tasks["u"].state is TaskState.RUNNING
+    assert tasks["u"].progress.recorded == 2
 
 
 def test_a_worker_that_was_lost_with_its_node_and_then_exits_twice_is_restarted() -> None:

@@ -103,20 +103,6 @@ def test_a_node_that_is_back_before_the_change_has_paid_leaves_the_shape_as_it_i
     assert (task.shape, workers(cluster, "t")) == (Shape(2, 2, 6), 4)
 
 
-def test_a_promised_repair_is_waited_for_and_a_broken_promise_is_not() -> None:
-    cluster = three_of_four()
-    cluster.hear(msg.RepairPromised(node="d", back_in_s=2.0))
-    task = cluster.coordinator.tasks["t"]
-    assert not decided(cluster)[-1].wishes, "the change would not pay in two seconds"
-    assert any("until d is back" in option.what for option in decided(cluster)[-1].weighed)
-    cluster.wait(2.1)
-    assert decided(cluster)[-1].wishes, "it did not come"
-    wait_s = decided(cluster)[-1].review_s
-    assert wait_s is not None
-    cluster.wait(wait_s + 0.1)
-    assert task.next_shape is not None
-
-
 def test_a_shape_an_operator_has_set_is_kept() -> None:
     cluster = three_of_four()
     cluster.hear(msg.ReshapeRequested(task="t", job={}, shape=Shape(1, 2, 12)))
@@ -158,14 +144,12 @@ def test_every_task_shows_what_it_could_have_done_and_why_it_did_not() -> None:
     assert behind[0] == 0 < behind[1]
 
 
-def test_a_wish_an_operators_bounds_and_a_promise_are_in_the_snapshot() -> None:
+def test_a_wish_and_an_operators_bounds_are_in_the_snapshot() -> None:
     cluster = three_of_four()
     cluster.hear(msg.ResizeRequested(task="t", workers=3))
-    cluster.hear(msg.RepairPromised(node="d", back_in_s=500.0))
     again = Coordinator()
     thaw(again, json.loads(json.dumps(freeze(cluster.coordinator))))
     assert digest(again) == digest(cluster.coordinator)
-    assert again.nodes["d"].back_at == cluster.coordinator.nodes["d"].back_at is not None
     assert again.tasks["t"].bounds.workers == 3
     assert again.due_at() == cluster.coordinator.due_at()
 
@@ -181,7 +165,9 @@ def test_after_the_loss_of_one_slot_of_a_node_fewer_shards_are_weighed_and_taken
         for _ in range(4):
             cluster.wait(1.0)
             cluster.seal()
+        seat = cluster.coordinator.tasks["t"].seats[Worker(0, 0)]
         cluster.exits(Worker(0, 0), "killed by SIGKILL", stuck=True)
+        cluster.says(seat.node, msg.SlotFreed(slot=seat.slots[1]), None)
         return cluster
 
     cluster = lost_one(least_shards=1, most_shards=2)

@@ -84,14 +84,32 @@ def test_a_worker_that_moves_again_says_so_once() -> None:
     assert watch.look(glance(3)) is None
 
 
-def test_a_stopped_process_is_reported_once_it_has_shown_nothing_for_two_looks_of_an_agent() -> None:
+def test_a_process_is_reported_as_stopped_once_it_was_so_at_every_look_for_a_second() -> None:
+    """One look was enough: `kill -STOP` to look at a worker cost it."""
     watch = Watch()
-    watch.look(glance(1))
-    assert watch.look(glance(1, age_s=0.03), stopped=True) is None
-    report = watch.look(glance(1, age_s=0.05), stopped=True)
+    watch.progress.expects("t", W, {"F": 10.0})
+    looks = [watch.look(glance(1, age_s=0.05 * number), stopped=number > 9) for number in range(40)]
+    said = [number for number, report in enumerate(looks) if report is not None]
+    assert said == [10 + 20], "once"
+    report = looks[30]
     assert isinstance(report, OpOverdue)
     assert report.stopped
-    assert watch.look(glance(1, age_s=0.07), stopped=True) is None, "it is on record"
+
+
+def test_a_process_that_is_stopped_for_a_moment_in_a_long_op_is_not_called_stopped() -> None:
+    watch = Watch()
+    watch.progress.expects("t", W, {"F": 10.0})
+    for number in range(400):
+        assert watch.look(glance(1, age_s=0.05 * number), stopped=number % 16 < 12) is None
+
+
+def test_what_was_between_two_looks_that_are_far_apart_does_not_count_as_stopped() -> None:
+    """The agent itself did not run."""
+    watch = Watch()
+    watch.progress.expects("t", W, {"F": 10.0})
+    assert watch.look(glance(1, age_s=0.0), stopped=True) is None
+    watch.now += 30.0
+    assert watch.look(glance(1, age_s=30.0), stopped=True) is None
 
 
 def test_a_worker_that_wrote_a_moment_ago_can_be_passed_over_but_not_one_that_stands_still() -> None:
@@ -158,6 +176,16 @@ def overdue(worker: Worker, *, busy: bool, elapsed_s: float, stopped: bool = Fal
     )
 
 
+def test_what_was_told_while_nobody_listened_is_told_again() -> None:
+    """Reports of progress are not kept while the line is cut: the next one would come at twice the time."""
+    watch = Watch()
+    stands = [watch.look(glance(1, age_s=tenths / 10)) for tenths in range(1, 100)]
+    assert [one.elapsed_s for one in stands if isinstance(one, OpOverdue)] == [0.5, 1.0, 2.0, 4.0, 8.0]
+    watch.progress.tell_again()
+    assert isinstance(watch.look(glance(1, age_s=10.0)), OpOverdue)
+    assert watch.look(glance(1, age_s=10.1)) is None
+
+
 def located(reports: dict[Worker, OpOverdue], members: tuple[Worker, ...]) -> Hung | Stalled | None:
     known = OverdueReports(dict(reports))
     return locate(known, is_member=members.__contains__, num_members=len(members), limits=LIMITS)
@@ -184,9 +212,8 @@ def test_reports_that_came_one_by_one_add_up_to_the_same_as_all_at_once(seed: in
                     elapsed_s=chance.choice([0.2, 1.0, 3.0, 4.0, 70.0]) + chance.random() / 8,
                     stopped=chance.random() < 0.03,
                 )
-                one_by_one.put(
-                    replace(report, unanswered_s=6 + chance.random() if chance.random() < 0.02 else 0.0)
-                )
+                deaf_s = 6 + chance.random() if chance.random() < 0.02 else 0.0
+                one_by_one.put(replace(report, unanswered_s=deaf_s), 0.0)
         found = locate(one_by_one, is_member=members.__contains__, num_members=len(members), limits=LIMITS)
         assert found == located(one_by_one.reports, members)
         theirs = [report for w, report in one_by_one.items() if w in members]

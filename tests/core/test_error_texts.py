@@ -2,7 +2,7 @@
 
 `error_texts.tsv` was written first. A third of it, by the hash of the text, is held out: patterns are written
 for the other two thirds, and for the public lists themselves. `unseen_texts.tsv` was collected from issues
-after that; what the patterns made of it before they were widened for it is in LOG.md. When you add a text,
+after that; `docs/lessons.md` says how many of them were named rightly at first sight. When you add a text,
 add its origin; if it lands in the held-out third, leave the patterns alone.
 """
 

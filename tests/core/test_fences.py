@@ -24,7 +24,7 @@ def restarted_elsewhere(at_step: int = 3) -> FakeCluster:
         cluster.seal()
     cluster.silence("a")
     cluster.join("b")
-    cluster.wait(31.0)
+    cluster.wait(cluster.coordinator.patience.cut_silence_s + 1.0)
     assert cluster.coordinator.nodes["a"].state is NodeState.GONE
     task = cluster.coordinator.tasks["t"]
     assert {seat.node for seat in task.seats.values()} == {"b"}

@@ -19,7 +19,7 @@ from everstep.protocol.ops import Microbatch, Replicas, Worker, parse_op
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import EpochFacts, Ledger, Members, OwnOrders, StateDirections, changes
 
-OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1B1.2", "1R", "1U"]))
+OPS = tuple(map(parse_op, ["1F0.0", "1F1.2", "1I0.0", "1W0.0", "1W1.2", "1R", "1U"]))
 W = Worker(0, 1)
 FACTS = EpochFacts(
     epoch=3,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from everstep.core.faults.severity import TABLE, ErrorKind
-from everstep.core.task.recovery import OTHER_SUMS
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from tests.core.fake_cluster import FakeCluster
@@ -31,7 +30,6 @@ RAISED = {  # what a worker raises, by kind
     ErrorKind.DISK_FULL: "OSError: [Errno 28] No space left on device",
     ErrorKind.CONNECTION_REFUSED: "ConnectionRefusedError: [Errno 111] Connection refused",
     ErrorKind.CONNECTION_RESET: "ConnectionResetError: [Errno 104] Connection reset by peer",
-    ErrorKind.MIXED_VERSIONS: f"UserError: {OTHER_SUMS.format(peer=Worker(1, 1))}",
     ErrorKind.USER_CODE: "ValueError: the batch is empty",
 }
 ENDED = {  # how a process ends, by kind
@@ -108,6 +106,15 @@ def line_cut(cluster: FakeCluster) -> None:
     cluster.join("b")
 
 
+def mixed_versions(cluster: FakeCluster) -> None:
+    cluster.crew.sums = dict.fromkeys("abc", "40 bits")
+    cluster.exits(W01, "killed by SIGKILL")
+    cluster.crew.sums.clear()
+    for _ in range(3):
+        cluster.wait(61.0)
+        cluster.seal()
+
+
 def node_drained(cluster: FakeCluster) -> None:
     cluster.hear(msg.DrainRequested(node="a"))
 
@@ -118,6 +125,7 @@ SCENES: dict[str, Callable[[FakeCluster], None]] = {
     **{f"kernel-{kind}": kernel(text) for kind, text in KERNEL.items()},
     "remedy-restart-fails-then-isolate": crash_loop,
     "progress-hang": hang,
+    "start-mixed-versions": mixed_versions,
     "progress-stopped": stopped,
     "remedy-retry-in-place-all-workers-wait": all_workers_wait,
     "remedy-retry-fails-then-restart": flapping_link,

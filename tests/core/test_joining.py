@@ -5,14 +5,13 @@ from everstep.core.worker.mailbox import Mailbox
 from everstep.protocol.events import StateCopied
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import StateTransfer
-from everstep.protocol.shape import Fold
 from everstep.protocol.work import Resume
 
 DROP, BEGIN, ADD = FrameUse
 
 
 def joiner() -> Joiner:
-    return Joiner(Mailbox(Worker(0, 1), Fold(2), incarnation=3))
+    return Joiner(Mailbox(Worker(0, 1), incarnation=3))
 
 
 def transfer(number: int, state_step: int, *, source: int = 1, incarnation: int = 3) -> StateTransfer:
@@ -57,7 +56,7 @@ def test_a_member_needs_no_state() -> None:
 
 
 def test_a_source_names_what_it_sends_and_keeps_the_name_when_it_sends_again() -> None:
-    feeder = Feeder(Mailbox(Worker(1, 1), Fold(2), incarnation=1))
+    feeder = Feeder(Mailbox(Worker(1, 1), incarnation=1))
     feeder.copy_to(0, incarnation=3, transfer=7)
     first = feeder.next(5)
     assert first is not None
@@ -75,6 +74,6 @@ def test_a_source_names_what_it_sends_and_keeps_the_name_when_it_sends_again() -
 
 def test_a_joiner_that_never_got_a_snapshot_is_not_fed() -> None:
     """The order to copy found no address for it; the order to resume that follows lists it."""
-    feeder = Feeder(Mailbox(Worker(1, 1), Fold(2), incarnation=1))
+    feeder = Feeder(Mailbox(Worker(1, 1), incarnation=1))
     feeder.obey(Resume(epoch=2, attempts=((0, 0),), step=4, feeds={0: None}))
     assert feeder.feeds == {}

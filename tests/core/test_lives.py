@@ -340,7 +340,7 @@ def test_a_node_that_falls_silent_after_its_peers_have_failed_is_given_up_at_onc
     cluster.wait(0.3)
     assert len(cluster.begun) == 2, "its keeper has not said that its ranks are gone"
     cluster.now += 0.7
-    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.0))
+    cluster.hear(msg.NodeFellSilent(node="n1", silent_s=1.1))
     assert {cluster.task.seats[order.worker].node for order in cluster.life} == {"n0", "n2"}
 
 
@@ -472,6 +472,29 @@ def test_a_hang_is_called_one_when_no_node_moves_and_names_the_rank_the_others_w
     because = "rank 2 has not entered collective 8 of process group 0, in which 3 ranks wait"
     assert because in [each.text for each in cluster.incident.evidence]
     assert len(cluster.begun) == 4
+
+
+def test_no_rank_is_called_hung_while_its_node_is_not_heard() -> None:
+    """They stood still for a moment when the coordinator's line was cut, and trained on behind it."""
+    cluster = Cluster(2)
+    cluster.submit(hang_after_s=10.0)
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=2.0)
+    cluster.now += 0.9
+    for node in ("n0", "n1"):
+        cluster.deaf.add(node)
+        cluster.hear(msg.NodeFellSilent(node=node, silent_s=1.0))
+    for _ in range(200):
+        cluster.wait(1.0)
+    assert looks(cluster) == 0
+    assert not [order for order in cluster.sent if isinstance(order, msg.EndLife)]
+    for node in ("n0", "n1"):
+        cluster.deaf.discard(node)
+        cluster.hear(msg.NodeJoined(node=node, boot="1", slots=2, host=node))
+    assert len(cluster.begun) == 2
+    for group in (0, 1):
+        cluster.tell(group, msg.RanksStill, still_s=12.0)
+    assert looks(cluster) == 2
 
 
 def at(rank: int, number: int, **more: Any) -> RankPosition:

@@ -118,3 +118,20 @@ def test_one_word_is_shown_and_death_comes_first() -> None:
     for admin in NodeAdmin:
         assert shown(admin, NodeLiveness.GONE) is NodeState.GONE
     assert shown(NodeAdmin.UP, NodeLiveness.HEARD) is NodeState.UP
+
+
+def test_a_persons_drain_of_a_node_that_leaves_anyway_lasts_when_it_is_back() -> None:
+    """Whose word it was was read from a sentence, which the notice had written."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.hear(msg.LeaveAnnounced(node="b", leaves_in_s=60.0, by="the cloud"))
+    cluster.wait(31.0)
+    node = cluster.coordinator.nodes["b"]
+    assert node.admin is NodeAdmin.DRAINING
+    cluster.hear(msg.DrainRequested(node="b", by="ann"))
+    cluster.join("b", boot="2")
+    assert node.admin is NodeAdmin.DRAINING
+    cluster.hear(msg.ReadmitRequested(node="b", by="ann"))
+    cluster.hear(msg.LeaveAnnounced(node="b", leaves_in_s=60.0, by="the cloud"))
+    cluster.wait(31.0)
+    cluster.join("b", boot="3")
+    assert node.admin is NodeAdmin.UP, "nobody's word keeps it out"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from everstep.core.cluster.checkpoints import MOST_BROKEN
 from everstep.core.cluster.progress import costs_of_drain, why_stalled
 from everstep.core.cluster.skipped_steps import MOST_IN_A_ROW, NOT_FINITE, SkippedSteps
 from everstep.core.cluster.task import Task, TaskState
+from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
 from everstep.server import views
-from everstep.server.outlook import foresee
+from everstep.server.record import ClusterRecord
 from tests.core.fake_cluster import FakeCluster
 
 
@@ -127,23 +130,29 @@ def test_a_drain_by_force_ends_the_workers_at_once() -> None:
 def test_a_task_without_a_worker_in_a_stage_does_not_train_whatever_it_is_meant_to() -> None:
     """Page and status said "running" and "work re-routed"."""
     cluster = pipeline({"a": 1, "b": 1})
-    assert why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1) == ""
+    assert (
+        why_stalled(cluster.coordinator.roster, task_of(cluster), since_step_s=60.0, usual_step_s=0.1) == ""
+    )
     cluster.hear(msg.DrainRequested(node="a", force=True))
     assert task_of(cluster).state is TaskState.RUNNING
-    said = why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=0.1)
+    said = why_stalled(cluster.coordinator.roster, task_of(cluster), since_step_s=60.0, usual_step_s=0.1)
     assert said.startswith("no step for 60 s: stage")
-    assert why_stalled(task_of(cluster), since_step_s=2.0, usual_step_s=0.1) == ""
-    assert why_stalled(task_of(cluster), since_step_s=60.0, usual_step_s=30.0) == ""
+    assert why_stalled(cluster.coordinator.roster, task_of(cluster), since_step_s=2.0, usual_step_s=0.1) == ""
+    assert (
+        why_stalled(cluster.coordinator.roster, task_of(cluster), since_step_s=60.0, usual_step_s=30.0) == ""
+    )
 
 
-def test_if_the_only_node_is_lost_the_task_stops() -> None:
-    """The page said that every task keeps its workers."""
-    cluster = FakeCluster(nodes={"a": 2})
-    cluster.submit(shape=Shape(1, 2, 2))
-    cluster.seal()
-    (lost,) = (told for told in foresee(cluster.coordinator) if "fails" in told["if"])
-    assert lost["then"] == [{"task": "t", "before": 2, "after": 0}]
-    assert "stops (slots needed: 2, left: 0), and resumes from the beginning" in lost["because"]
+def test_a_task_of_which_no_node_is_heard_is_not_said_to_train() -> None:
+    """Its workers may, behind a cut line; or they are all dead. Nobody knows, and that is what is said."""
+    cluster = pipeline({"a": 1, "b": 1, "c": 1})
+    roster, task = cluster.coordinator.roster, task_of(cluster)
+    cluster.silence("a")
+    assert why_stalled(roster, task, since_step_s=60.0, usual_step_s=0.1) == ""
+    cluster.silence("b")
+    assert why_stalled(roster, task, since_step_s=2.0, usual_step_s=0.1) == ""
+    said = why_stalled(roster, task, since_step_s=60.0, usual_step_s=0.1)
+    assert said == "no step for 60 s: none of its nodes is heard; its workers may train on"
 
 
 def test_a_run_whose_every_step_was_skipped_fails_with_an_incident() -> None:
@@ -229,3 +238,62 @@ def test_a_closing_step_is_not_counted_among_the_steps_of_its_task() -> None:
     rows = SimpleNamespace(first=1, last=400, committed=1600)
     assert views._recorded(task) == 400  # type: ignore[arg-type]
     assert views._microbatches(task, rows) == {"issued": 1600, "committed": 1600}  # type: ignore[arg-type]
+
+
+def test_a_step_done_again_after_going_back_far_has_a_loss_for_its_checkpoint() -> None:
+    """The last 64 steps were kept by their numbers: what was done again was forgotten at once."""
+    cluster = FakeCluster()
+    cluster.submit(steps=400)
+    for _ in range(100):
+        cluster.seal()
+    progress = task_of(cluster).progress
+    book = SkippedSteps(incidents=cluster.coordinator.incidents)
+    row = next(action.record for action in reversed(cluster.actions) if isinstance(action, msg.RecordRow))
+    book.recorded(task_of(cluster), replace(row, step=11), None)  # type: ignore[arg-type]
+    assert list(progress.losses) == [11]
+    for step in range(12, 100):
+        book.recorded(task_of(cluster), replace(row, step=step), None)  # type: ignore[arg-type]
+    assert list(progress.losses) == list(range(36, 100))
+
+
+def test_an_exception_that_says_what_an_incident_of_ours_says_is_not_taken_for_it() -> None:
+    """Incidents were found by their words: the next good step "updated again" what a worker had raised."""
+    cluster = FakeCluster()
+    cluster.submit(steps=40)
+    cluster.seal()
+    worker = next(iter(task_of(cluster).seats))
+    cluster.says(
+        task_of(cluster).seats[worker].node,
+        msg.TaskEvent(
+            task="t", event=ev.WorkerRaised(worker=worker, incarnation=1, error=NOT_FINITE, where="step 2")
+        ),
+        msg.Sender("t", worker, 1),
+    )
+    (incident,) = cluster.coordinator.log.incidents
+    assert incident.what == NOT_FINITE
+    cluster.seal()
+    assert not incident.closed
+
+
+def test_a_save_that_fails_after_going_back_is_remembered() -> None:
+    cluster = FakeCluster()
+    cluster.submit(steps=400, has_checkpoints=True)
+    known = task_of(cluster).checkpoints
+    known.broken = dict.fromkeys(range(100, 100 + MOST_BROKEN), 1)
+    worker = next(iter(task_of(cluster).seats))
+    attempt = task_of(cluster).managed.attempt_of(7)
+    cluster.report("t", worker, msg.SaveFailed(task="t", step=7, attempt=attempt, because="no space left"))
+    assert known.broken[7] == attempt
+    assert 100 not in known.broken
+    assert len(known.broken) == MOST_BROKEN
+
+
+def test_a_task_that_is_over_has_no_workers() -> None:
+    """The page showed 4/4, 2/4 or 6/6, `everstep status` 0/4."""
+    cluster = pipeline({"a": 1, "b": 1})
+    record = ClusterRecord()
+    record.begin(cluster.coordinator, record.hearts, 0, None)
+    assert views.task_row(record, task_of(cluster))["working"] == 2
+    cluster.hear(msg.CancelRequested(task="t", by="me"))
+    row = views.task_row(record, task_of(cluster))
+    assert (row["state"], row["working"], row["workers"]) == ("cancelled", 0, 0)

@@ -34,8 +34,8 @@ W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
 class Task:
     """A recovery, and the answers that a world without surprises gives it."""
 
-    def __init__(self, *, replicas: int = 2, max_restarts: int = 3, computes_on_cores: bool = False) -> None:
-        policy = RecoveryPolicy(max_restarts=max_restarts, computes_on_cores=computes_on_cores)
+    def __init__(self, *, replicas: int = 2, max_restarts: int = 3) -> None:
+        policy = RecoveryPolicy(max_restarts=max_restarts)
         self.recovery = Recovery(Shape(replicas, 2, 1), Course(steps=9), policy=policy)
         self.recovery.begin()
         for worker in self.recovery.shape.workers():
@@ -51,12 +51,10 @@ class Task:
         place: Any = self.recovery.places[worker]
         return self.happens(ev.WorkerStarted(worker=worker, incarnation=place.incarnation))
 
-    def exit(self, worker: Worker, *, crowded: bool = False) -> list[act.Action]:
+    def exit(self, worker: Worker) -> list[act.Action]:
         place: Any = self.recovery.places[worker]
         return self.happens(
-            ev.WorkerExited(
-                worker=worker, incarnation=place.incarnation, reason="killed by SIGKILL", crowded=crowded
-            )
+            ev.WorkerExited(worker=worker, incarnation=place.incarnation, reason="killed by SIGKILL")
         )
 
     def seal(self, step: int) -> list[act.Action]:
@@ -108,37 +106,6 @@ def test_a_death_interrupts_the_members_and_the_plan_resumes_them() -> None:
     assert isinstance(resumed, act.ResumeWorkers)
     assert list(resumed.orders) == [W00, W10, W11]
     assert task.recovery.phase == Running(2)
-
-
-def starts(actions: list[act.Action]) -> list[Worker]:
-    return [action.worker for action in actions if isinstance(action, act.StartWorker)]
-
-
-def test_on_a_crowded_node_a_replacement_starts_after_the_healed_step() -> None:
-    """Its start took a core from the survivors: the next step came after 1.1 healthy ones instead of 0.8."""
-    task = Task(computes_on_cores=True)
-    assert starts(task.exit(W01, crowded=True)) == []
-    for worker in (W00, W10, W11):
-        assert starts(task.report(worker)) == []
-    assert starts(task.plan()) == []
-    assert starts(task.seal(1)) == [W01]
-
-
-@pytest.mark.parametrize(("computes_on_cores", "crowded"), [(False, True), (True, False)])
-def test_where_a_device_computes_or_a_core_is_free_a_replacement_starts_at_once(
-    computes_on_cores: bool, crowded: bool
-) -> None:
-    task = Task(computes_on_cores=computes_on_cores)
-    assert starts(task.exit(W01, crowded=crowded)) == [W01]
-
-
-def test_the_last_worker_of_a_stage_is_replaced_at_once_also_on_a_crowded_node() -> None:
-    task = Task(computes_on_cores=True)
-    assert starts(task.exit(W01, crowded=True)) == []
-    assert starts(task.exit(W11, crowded=True)) == [W11]
-    for worker in (W00, W10):
-        back = task.report(worker)
-    assert starts(back) == [W01], "all go back to a kept state, and wait for every worker"
 
 
 def test_a_task_begins_without_a_worker_whose_slot_is_lost_while_it_starts() -> None:

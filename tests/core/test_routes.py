@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from everstep.core.worker.mailbox import Mailbox
 from everstep.protocol.ops import Replicas, Worker
 from everstep.protocol.routes import Routes
-from everstep.protocol.shape import Fold
 from everstep.protocol.work import Members, Resume
 
 
@@ -68,15 +67,14 @@ def test_eight_nodes_of_eight_need_fourteen_partners_instead_of_sixty_three() ->
     assert {len(Routes.direct(k, range(64)).partners) for k in range(64)} == {63}
 
 
-def test_without_the_ability_of_all_or_the_address_of_one_every_part_goes_directly() -> None:
+def test_without_the_address_of_one_every_part_goes_directly() -> None:
     book = {Worker(k, 0): (f"host-{k // 2}", 1000 + k) for k in range(4)}
 
-    def partners(by_node: frozenset[int], known: dict[Worker, tuple[str, int]]) -> set[int]:
-        mail = Mailbox(Worker(0, 0), Fold(1, 1, True), incarnation=1)
-        row = Members(1, (Replicas(range(4)),), (1,), by_node=by_node)
+    def partners(known: dict[Worker, tuple[str, int]]) -> set[int]:
+        mail = Mailbox(Worker(0, 0), incarnation=1)
+        row = Members(1, (Replicas(range(4)),), (1,))
         mail.order = Resume(epoch=1, attempts=((0, 0),), step=1, members=(row,), book=known)
         return set(mail.routes(1).mates)
 
-    assert partners(frozenset({0}), book) == {1}
-    assert partners(frozenset(), book) == set()
-    assert partners(frozenset({0}), {w: at for w, at in book.items() if w.replica != 3}) == set()
+    assert partners(book) == {1}
+    assert partners({w: at for w, at in book.items() if w.replica != 3}) == set()

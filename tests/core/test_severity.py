@@ -453,6 +453,7 @@ def test_every_kind_has_a_severity_a_meaning_and_a_way_to_be_found() -> None:
         E.WRONG_NUMBERS,
         E.DAMAGED_TENSOR,
         E.NOT_DETERMINISTIC,
+        E.MIXED_VERSIONS,
     }
     assert {symptom.kind for symptom in SYMPTOMS} | {kind for kind, _ in XIDS.values()} | by_source == set(E)
 
@@ -552,3 +553,11 @@ def test_where_something_is_used_up_a_restart_waits_and_then_escalates_as_usual(
     first, later = choose(at(1), Patience()), choose(at(9), Patience())
     assert (first.what, first.wait_s) == ("restart the worker after a pause", 5.0)
     assert later.what == "isolate the node"
+
+
+@pytest.mark.parametrize("kind", [E.GPU_OUT_OF_MEMORY, E.DISK_FULL, E.RESOURCE_LIMIT])
+def test_a_remedy_that_two_rules_refuse_alike_is_refused_once_in_the_reason(kind: ErrorKind) -> None:
+    """ "2 restarts on n1 have not helped; 2 restarts on n1 have not helped"."""
+    situation = Situation(judgement=known(kind, "no room"), node="n1", failures=3, can_leave_node=True)
+    because = choose(situation, Patience()).because
+    assert because.count("have not helped") == 1, because

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep.core.cluster.silence import Silence
-from everstep.core.cluster.task import KeptState
+from everstep.core.cluster.snapshot import freeze, thaw
+from everstep.core.cluster.task import KeptState, Task
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
@@ -93,7 +96,9 @@ def test_a_node_with_the_only_copy_of_a_waiting_tasks_state_is_waited_for() -> N
     cluster.wait(PATIENCE.start_silence_s + 0.1)
     assert node.state != "gone"
     waiting.copies.states[1].copies[0]["a"] = {}
-    assert "to start" in Silence(cluster.coordinator.roster, PATIENCE).why_given_up(node, cluster.now)
+    assert "to start" in Silence(cluster.coordinator.roster, cluster.coordinator.policy).why_given_up(
+        node, cluster.now
+    )
 
 
 # ------------------------------------------------------------------ what waiting and healing cost
@@ -158,9 +163,9 @@ def test_a_node_that_never_got_its_orders_is_told_of_its_tasks_again() -> None:
     """Its agent was away when a task came to it, and it was given up. Back again, it started no worker:
     the coordinator took the task for known there.
     """
-    cluster = FakeCluster(nodes={"d": 1})
+    cluster = FakeCluster(nodes={"d": 1, "e": 1})
     cluster.cut.add("d")
-    cluster.submit(shape=Shape(1, 1, 2), steps=40)
+    cluster.submit(shape=Shape(2, 1, 2), steps=40)
     cluster.hear(msg.NodeFellSilent(node="d", silent_s=1.0))
     cluster.wait(PATIENCE.lonely_silence_s + 1)
     assert cluster.coordinator.nodes["d"].state == "gone"
@@ -168,3 +173,230 @@ def test_a_node_that_never_got_its_orders_is_told_of_its_tasks_again() -> None:
     cluster.join("d", 1)
     orders = [type(action.order) for action in cluster.actions if isinstance(action, msg.Dispatch)]
     assert orders.index(msg.OpenTask) < orders.index(msg.StartProcess)
+
+
+# ------------------------------------------------------------------ several silent nodes
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.3])
+@pytest.mark.parametrize("copy_s", [3.0, 9.0])
+def test_two_silent_nodes_whose_workers_wait_are_given_up_in_one_look(copy_s: float, gap: float) -> None:
+    """The first one's workers had waited for the second: they had no seats any more, and the look failed
+    again and again, until `awaited_silence_s` made it take another way.
+    """
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.submit(shape=Shape(3, 1, 2), steps=40)
+    cluster.seal()
+    task = cluster.coordinator.tasks["t"]
+    task.starts.longest_copy_s = copy_s
+    for worker in list(task.seats):
+        cluster.overdue(worker, busy=False, doing="no parcel", elapsed_s=1.5)
+    for node in ("a", "b"):
+        cluster.silence(node)
+        cluster.wait(gap)
+    for _ in range(30):
+        cluster.wait(1.0)
+    nodes = cluster.coordinator.nodes
+    assert [nodes[name].state for name in "abc"] == ["gone", "gone", "up"]
+
+
+# ------------------------------------------------------------------ the listener is cut off
+
+
+def two_tasks(*, spare: int = 0, checkpoints: bool = False) -> FakeCluster:
+    """Task t of two nodes, task u of two others, each node full; some slots to spare on one more."""
+    nodes = {"a": 2, "b": 2, "c": 2, "d": 2} | ({"e": spare} if spare else {})
+    cluster = FakeCluster(nodes=nodes)
+    for name in ("t", "u"):
+        cluster.submit(name, shape=Shape(2, 2, 2), steps=400, has_checkpoints=checkpoints)
+        for _ in range(3):
+            cluster.seal(name)
+    assert nodes_of(cluster, "t") == {"a", "b"}
+    return cluster
+
+
+def nodes_of(cluster: FakeCluster, name: str) -> set[str]:
+    return {seat.node for seat in task(cluster, name).seats.values()}
+
+
+def task(cluster: FakeCluster, name: str = "t") -> Task:
+    return cluster.coordinator.tasks[name]
+
+
+def life(cluster: FakeCluster, name: str = "t") -> tuple[object, ...]:
+    """What is another one if any worker was ended, or any step is done again."""
+    recovery = task(cluster, name).recovery
+    assert recovery is not None
+    seats = {worker: (seat.node, seat.incarnation) for worker, seat in task(cluster, name).seats.items()}
+    return seats, recovery.epoch, recovery.attempt_of(recovery.recorded + 1)
+
+
+def waits_for_time(cluster: FakeCluster, seconds: float) -> None:
+    until = cluster.now + seconds
+    while cluster.now < until:
+        cluster.wait(min(1.0, until - cluster.now))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("cut_s", [5.0, 35.0, 120.0, 7200.0])
+def test_a_coordinator_that_hears_nobody_gives_up_nobody(cut_s: float, checkpoints: bool) -> None:
+    """After 30 s all nodes were gone. On return all workers, which trained on, were ended."""
+    cluster = two_tasks(spare=8, checkpoints=checkpoints)
+    before = life(cluster, "t"), life(cluster, "u")
+    for node in "abcde":
+        cluster.silence(node)
+    waits_for_time(cluster, cut_s)
+    for node in "ecadb":
+        cluster.join(node)
+        cluster.wait(2.0)
+    assert (life(cluster, "t"), life(cluster, "u")) == before
+    for name in ("t", "u"):
+        cluster.seal(name)
+        assert task(cluster, name).progress.recorded == 4
+    assert not cluster.coordinator.log.incidents
+
+
+@pytest.mark.parametrize("cut_s", [5.0, 35.0, 120.0])
+def test_a_coordinator_that_hears_nobody_of_one_task_waits_though_others_could_run_it(cut_s: float) -> None:
+    cluster = two_tasks(spare=8)
+    before = life(cluster)
+    for node in "ab":
+        cluster.silence(node)
+    waits_for_time(cluster, cut_s)
+    for node in "ab":
+        cluster.join(node)
+        cluster.wait(2.0)
+    assert life(cluster) == before
+    cluster.seal()
+    assert task(cluster).progress.recorded == 4
+
+
+def test_a_task_on_one_node_is_waited_for_as_long() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2})
+    cluster.submit(shape=Shape(1, 2, 2), steps=40)
+    cluster.seal()
+    before = life(cluster)
+    cluster.silence("a")
+    waits_for_time(cluster, 120.0)
+    cluster.join("a")
+    assert life(cluster) == before
+
+
+def test_a_task_that_really_died_goes_on_elsewhere_within_a_known_time() -> None:
+    cluster = two_tasks(spare=8, checkpoints=True)
+    cluster.save(2)
+    for node in "ab":
+        cluster.crew.lose(node)
+        cluster.silence(node)
+    waits_for_time(cluster, PATIENCE.cut_silence_s - 1.0)
+    assert nodes_of(cluster, "t") == {"a", "b"}
+    waits_for_time(cluster, 2.0)
+    assert {cluster.coordinator.nodes[node].state for node in "ab"} == {"gone"}
+    assert "every node of t" in cluster.coordinator.nodes["a"].because
+    assert nodes_of(cluster, "t") == {"e"}
+    cluster.seal()
+    assert task(cluster).progress.recorded == 3
+
+
+def test_a_task_that_no_free_slots_could_take_is_waited_for_until_some_can() -> None:
+    cluster = two_tasks()
+    before = life(cluster)
+    for node in "ab":
+        cluster.silence(node)
+    waits_for_time(cluster, 3600.0)
+    assert life(cluster) == before
+    assert cluster.coordinator.due_at() is None
+    cluster.join("e", 4)
+    cluster.wait(0.1)
+    assert nodes_of(cluster, "t") == {"e"}
+
+
+def test_agents_that_come_back_without_their_workers_are_believed_at_once() -> None:
+    """All lost their power, the coordinator's line was cut as well."""
+    cluster = two_tasks(checkpoints=True)
+    cluster.save(2)
+    for node in "abcd":
+        cluster.crew.lose(node)
+        cluster.silence(node)
+    waits_for_time(cluster, 120.0)
+    for node in "abcd":
+        cluster.join(node, boot="2")
+    assert nodes_of(cluster, "t") == {"a", "b"}
+    cluster.seal()
+    assert task(cluster).progress.recorded == 3
+
+
+def test_of_those_that_return_the_last_is_not_taken_for_dead_by_the_first() -> None:
+    """Workers died in the cut, so others wait; the first agent to return says so."""
+    cluster = two_tasks()
+    before = life(cluster)[0]
+    for node in "abcd":
+        cluster.silence(node)
+    waits_for_time(cluster, 35.0)
+    cluster.join("a")
+    waiting = next(worker for worker, seat in task(cluster).seats.items() if seat.node == "a")
+    cluster.overdue(waiting, busy=False, doing="no parcel", elapsed_s=30.0)
+    waits_for_time(cluster, PATIENCE.awaited_silence_s - 1.0)
+    assert cluster.coordinator.nodes["b"].state == "silent"
+    cluster.join("b")
+    assert life(cluster)[0] == before
+
+
+def test_of_those_that_return_one_that_stays_away_and_is_missed_is_given_up() -> None:
+    cluster = two_tasks(spare=2)
+    for node in "abcd":
+        cluster.silence(node)
+    waits_for_time(cluster, 35.0)
+    cluster.join("a")
+    waiting = next(worker for worker, seat in task(cluster).seats.items() if seat.node == "a")
+    cluster.overdue(waiting, busy=False, doing="no parcel", elapsed_s=30.0)
+    waits_for_time(cluster, PATIENCE.awaited_silence_s + 1.0)
+    assert cluster.coordinator.nodes["b"].state == "gone"
+    assert nodes_of(cluster, "t") == {"a", "e"}
+
+
+def test_a_worker_that_died_in_the_cut_is_replaced_when_its_agent_is_back() -> None:
+    cluster = two_tasks()
+    task_before = life(cluster, "u")
+    for node in "abcd":
+        cluster.silence(node)
+    waits_for_time(cluster, 35.0)
+    for node in "abcd":
+        cluster.join(node)
+    dead = next(worker for worker, seat in task(cluster).seats.items() if seat.node == "b")
+    cluster.exits(dead, "killed by SIGKILL")
+    cluster.wait(1.0)
+    seats = task(cluster).seats
+    assert [seat.incarnation for worker, seat in sorted(seats.items()) if worker != dead] == [1, 1, 1]
+    assert seats[dead].incarnation == 2
+    assert life(cluster, "u") == task_before
+    cluster.seal()
+    assert task(cluster).progress.recorded == 4
+
+
+def test_what_was_said_before_a_cut_speaks_against_nobody_in_it() -> None:
+    """Its workers on silent nodes waited for a moment when the cut came."""
+    cluster = two_tasks(spare=8)
+    before = life(cluster)
+    for worker in list(task(cluster).seats):
+        cluster.overdue(worker, busy=False, doing="no parcel", elapsed_s=1.5)
+    cluster.wait(0.9)  # the coordinator heard the first of them 1.0 s before it notices
+    for node in "ab":
+        cluster.silence(node)
+        cluster.wait(0.1)
+    waits_for_time(cluster, 120.0)
+    for node in "ab":
+        cluster.join(node)
+    assert life(cluster) == before
+
+
+def test_a_restarted_coordinator_waits_as_the_one_before() -> None:
+    cluster = two_tasks(spare=8)
+    for node in "ab":
+        cluster.silence(node)
+        cluster.wait(1.0)
+    cluster.join("a")
+    again = FakeCluster(nodes={}).coordinator
+    thaw(again, freeze(cluster.coordinator))
+    assert again.due_at() == cluster.coordinator.due_at()
+    assert again.nodes["b"].last_heard_at == cluster.coordinator.nodes["b"].last_heard_at is not None

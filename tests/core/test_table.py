@@ -19,8 +19,8 @@ from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.events import Event
 from everstep.protocol.ops import Worker
-from everstep.protocol.table import AGENT, PROTOCOL, TABLE, WORKER, Fence, Handlers, Row, rows
-from harness.fuzzing import Maker
+from everstep.protocol.table import AGENT, TABLE, WORKER, Fence, Handlers, Row, rows
+from tests.attacks.fuzzing import Maker
 from tests.core.fake_cluster import FakeCluster
 
 MACHINES = (Coordinator, NodeProcesses, Training, Recovery, WorkerControl)
@@ -47,10 +47,13 @@ def test_a_row_agrees_with_its_class(row: Row) -> None:
         Fence.EPOCH: {"epoch"},
         Fence.ATTEMPT: {"step", "attempt"},
         Fence.NEXT_ATTEMPT: {"step", "attempt"},
+        Fence.SEARCH: {"search"},
+        Fence.COMMIT: {"step"},
+        Fence.PROBE: {"unreached"},
+        Fence.PAIR: {"peer", "key"},
     }
     for fence in row.fences:
         assert needed[fence] <= names
-    assert 1 <= row.since <= PROTOCOL
     assert [w for w in row.kind.__mro__[1:-1] if not issubclass(w, tuple)], "it is on no wire"
 
 
@@ -90,9 +93,10 @@ def test_whatever_a_worker_may_say_passes_the_fence(row: Row) -> None:
     said = decode(row.kind, made)
     report = said if isinstance(said, msg.NodeReport) else msg.TaskEvent(task="t", event=said)
     sender = msg.Sender("t", worker, seat.incarnation)
-    assert fences.refused(seat.node, report, sender, cluster.coordinator.tasks) == ""
+    node, tasks = cluster.coordinator.nodes[seat.node], cluster.coordinator.tasks
+    assert fences.refused(node, report, sender, tasks) == ""
     elsewhere = msg.Sender("t", worker, seat.incarnation + 1)
-    assert "given up" in fences.refused(seat.node, report, elsewhere, cluster.coordinator.tasks)
+    assert "given up" in fences.refused(node, report, elsewhere, tasks)
 
 
 @pytest.mark.parametrize(
@@ -100,5 +104,6 @@ def test_whatever_a_worker_may_say_passes_the_fence(row: Row) -> None:
 )
 def test_what_only_the_coordinator_says_is_refused_from_nodes(row: Row) -> None:
     event = decode(row.kind, Maker(1).made(row.kind))
+    node = FakeCluster(nodes={"a": 1}).coordinator.nodes["a"]
     for sender in (None, msg.Sender("t", Worker(0, 0), 1)):
-        assert fences.refused("a", msg.TaskEvent(task="t", event=event), sender, {})
+        assert fences.refused(node, msg.TaskEvent(task="t", event=event), sender, {})

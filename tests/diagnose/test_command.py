@@ -3,6 +3,7 @@
 import http.server
 import json
 import pickle
+import shutil
 import socketserver
 import subprocess
 import sys
@@ -56,12 +57,6 @@ def test_words_and_table(hung: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "left out: notes.txt" in shown
 
 
-def test_pictures(hung: Path, tmp_path: Path) -> None:
-    assert run(["diagnose", str(hung), "--json", "--pictures", str(tmp_path / "out"), "--png"]) == 0
-    assert {f.name for f in (tmp_path / "out").iterdir()} >= {"waiting.svg", "waiting.png", "timeline.svg"}
-    assert (tmp_path / "out" / "waiting.svg").read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize("what", ["missing", "empty", "foreign"])
 def test_a_folder_that_holds_nothing_is_one_sentence(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -73,6 +68,34 @@ def test_a_folder_that_holds_nothing_is_one_sentence(
         (path / "a.txt").write_text("x")
     assert run(["diagnose", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_two_jobs_in_a_folder_are_asked_about_and_not_mixed(
+    hung: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each rank the newest file counted, whichever job had left it: "unknown"."""
+    other = tmp_path / "jobs" / "b"
+    shutil.copytree(hung, tmp_path / "jobs" / "a" / "host")
+    shutil.copytree(hung, other)
+    for rank in range(4):
+        rows = [entry(n, retired=True, time_created_ns=2 * 10**18 + n * 10**7) for n in range(5)]
+        rows += [entry(5, time_created_ns=2 * 10**18 + 6 * 10**7)] if rank else []
+        (other / f"trace_rank_{rank}").write_bytes(pickle.dumps(dump(*rows), protocol=2))
+    jobs = ["diagnose", str(tmp_path / "jobs")]
+    assert run(jobs) == 2
+    said = capsys.readouterr().err
+    assert "has files of rank 0 in 2 folders (a/host, b): of several jobs, or of several attempts" in said
+    assert "Choose with --only a/host." in said
+    for only, suspect in (("a/host", 2), ("b", 0)):
+        assert run([*jobs, "--only", only, "--json"]) == 0
+        (incident,) = json.loads(capsys.readouterr().out)["incidents"]
+        assert [s["rank"] for s in incident["suspects"]] == [suspect]
+    assert run([*jobs, "--only", "c"]) == 2
+    assert "not found" in capsys.readouterr().err
+    shutil.copytree(hung, tmp_path / "parts" / "host0")
+    (tmp_path / "parts" / "host1").mkdir()
+    (tmp_path / "parts" / "host0" / "trace_rank_3").rename(tmp_path / "parts" / "host1" / "trace_rank_3")
+    assert run(["diagnose", str(tmp_path / "parts"), "--json"]) == 0, "one job, a folder per host"
 
 
 def test_it_works_without_torch(hung: Path) -> None:

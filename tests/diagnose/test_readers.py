@@ -138,9 +138,42 @@ def test_gloo_says_completed_by_retired_and_names_no_group() -> None:
     case = join(parts)
     assert case.groups[0].members == (0, 1, 2, 3)
     assert not case.has_device
-    (finding,) = analyse(parts).diagnosis.incidents
+    (finding,) = analyse(parts).incidents
     assert [s.rank for s in finding.suspects] == [3]
     assert finding.where == "host"
+
+
+@pytest.mark.parametrize("asleep", range(5))
+def test_no_rank_is_named_that_there_is_not(asleep: int) -> None:
+    """Five ranks of gloo in groups of three and two, which their dumps do not list, and one of them asleep.
+    Groups were taken for equal blocks: rank 5 had stopped first, and there was none.
+    """
+    groups, parts = [(0, 1, 2), (3, 4)], []
+    nameless = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    for rank in range(5):
+        mine = next(at for at, group in enumerate(groups) if rank in group)
+        ours, all_of_us = (str(mine + 1), "undefined"), ("0", "default_pg")
+        calls = [(name, step) for step in range(1, 6) for name in (ours, all_of_us)]
+        stuck = 6 if asleep in groups[mine] else 7  # in the group's all-reduce, or in that of all
+        rows = [
+            entry(
+                step, process_group=name, pg_id=int(name[0]), profiling_name="gloo:all_reduce",
+                retired=at < stuck, time_created_ns=10**18 + at * 10**7 + rank,
+            )
+            for at, (name, step) in enumerate(calls[: stuck + (rank != asleep)])
+        ]  # fmt: skip
+        parts.append(read(f"rank_{rank}", pickled(dump(*rows, pg_config=nameless, version="2.10"))))
+    assert join(parts).world == (0, 1, 2, 3, 4)
+    (finding,) = analyse(parts).incidents
+    assert [suspect.rank for suspect in finding.suspects] == [asleep]
+
+
+def test_dumps_of_gloo_after_a_failure_accuse_nobody_and_say_why() -> None:
+    """What failed is marked as what completed, so nothing tells who stopped first."""
+    rows = [entry(n, profiling_name="gloo:all_reduce", retired=True) for n in range(1, 9)]
+    said = analyse([read(f"rank_{rank}", pickled(dump(*rows[: 8 - rank]))) for rank in range(2)])
+    assert said.incidents == []
+    assert any("do not show which rank stopped first" in note for note in said.notes)
 
 
 def test_of_two_dumps_of_one_rank_the_later_counts() -> None:
@@ -185,7 +218,7 @@ def test_inspector_the_last_to_arrive_has_the_shortest_operation() -> None:
     for rank in range(4):
         lines = [inspector(rank, n, 200 + (0 if rank == 2 else 800) + (n * 7 + rank) % 5) for n in range(30)]
         parts.append(read(f"node-{rank}.log", ("\n".join(lines) + '\n{"header": {"id"').encode()))
-    (finding,) = analyse(parts).diagnosis.incidents
+    (finding,) = analyse(parts).incidents
     assert [(s.rank, s.node) for s in finding.suspects] == [(2, "node1")]
     assert finding.syndrome == "non-communication slow"
 
@@ -216,20 +249,20 @@ def ras(counts: dict[int, int], **more: Any) -> str:
 
 def test_ras_a_count_that_stays_behind_is_a_stuck_host() -> None:
     stuck = {0: 101, 1: 100, 2: 101, 3: 101}
-    (finding,) = analyse([read_ras("ras.json", ras(stuck), before=ras(stuck))]).diagnosis.incidents
+    (finding,) = analyse([read_ras("ras.json", ras(stuck), before=ras(stuck))]).incidents
     assert [s.rank for s in finding.suspects] == [1]
     assert finding.where == "host"
 
 
 def test_ras_counts_that_move_accuse_nobody() -> None:
     before, now = {0: 100, 1: 99, 2: 100}, {0: 104, 1: 103, 2: 104}
-    assert analyse([read_ras("ras.json", ras(now), before=ras(before))]).diagnosis.incidents == []
+    assert analyse([read_ras("ras.json", ras(now), before=ras(before))]).incidents == []
 
 
 def test_ras_one_status_accuses_no_rank_that_answers() -> None:
     """A count that is one short may be a rank on its way."""
     text = ras({0: 101, 1: 100, 2: 101, 3: 101})
-    assert analyse([read("ras.json", text.encode())]).diagnosis.incidents == []
+    assert analyse([read("ras.json", text.encode())]).incidents == []
 
 
 def test_ras_two_files_of_a_folder_tell_who_stands_still(
@@ -254,7 +287,7 @@ def test_ras_two_files_of_a_folder_tell_who_stands_still(
 )
 def test_ras_a_rank_that_it_misses_is_named(status: dict[str, bool], words: str) -> None:
     text = ras({0: 50, 1: 50}, missing_ranks=[{"rank": 2, "status": status}])
-    (finding,) = analyse([read("ras.json", text.encode())]).diagnosis.incidents
+    (finding,) = analyse([read("ras.json", text.encode())]).incidents
     assert [s.rank for s in finding.suspects] == [2]
     assert words in finding.suspects[0].evidence
 
@@ -264,7 +297,7 @@ def test_ras_the_comma_that_nccl_forgets_where_a_rank_is_missing_is_not_needed()
     written = json.dumps(json.loads(text), indent=2)
     forgotten = written.replace('"rank": 2,', '"rank": 2')
     assert forgotten != written
-    (finding,) = analyse([read("ras.json", forgotten.encode())]).diagnosis.incidents
+    (finding,) = analyse([read("ras.json", forgotten.encode())]).incidents
     assert [s.rank for s in finding.suspects] == [2]
 
 
@@ -286,6 +319,6 @@ def test_the_rank_that_raised_first_is_the_one_whose_error_is_its_own() -> None:
         read(f"attempt_0/{r}/error.json", error("ValueError: bad batch" if r == 2 else lost))
         for r in range(4)
     ]
-    (finding,) = analyse(parts).diagnosis.incidents
+    (finding,) = analyse(parts).incidents
     assert [s.rank for s in finding.suspects] == [2]
     assert "bad batch" in finding.suspects[0].evidence

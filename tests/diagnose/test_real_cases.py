@@ -1,4 +1,4 @@
-"""Real dumps and traces, each with its truth beside it; and the same dumps put in worse shape."""
+"""Real dumps, each with its truth beside it; and the same dumps put in worse shape."""
 
 import json
 import re
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.diagnose import _columns
-from everstep.diagnose import Analysis, UnusableFileError, analyse, read
+from everstep.diagnose import Diagnosis, UnusableFileError, analyse, read
 from everstep.diagnose.flight import unpickle
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -25,8 +24,8 @@ def dumps(folder: Path) -> dict[int, bytes]:
     return {int(f.name.split("_")[-1]): f.read_bytes() for f in folder.glob("_dump_*")}
 
 
-def accused(analysis: Analysis) -> dict[int, str]:
-    return {s.rank: str(finding.where) for finding in analysis.diagnosis.incidents for s in finding.suspects}
+def accused(diagnosis: Diagnosis) -> dict[int, str]:
+    return {s.rank: str(finding.where) for finding in diagnosis.incidents for s in finding.suspects}
 
 
 @needs_data
@@ -34,7 +33,7 @@ def accused(analysis: Analysis) -> dict[int, str]:
 def test_the_true_ranks_and_no_one_else(folder: Path) -> None:
     analysis = analyse([read(f"_dump_{rank}", content) for rank, content in dumps(folder).items()])
     assert accused(analysis) == truth(folder)
-    (finding,) = analysis.diagnosis.incidents
+    (finding,) = analysis.incidents
     assert set(finding.victims) == set(range(16)) - set(truth(folder))
 
 
@@ -79,7 +78,7 @@ def test_counters_that_are_gone_cost_confidence_not_the_verdict() -> None:
         parts.append(read(f"rank_{rank}.json", json.dumps(dump).encode()))
     analysis = analyse(parts)
     assert set(accused(analysis)) == {9, 14}
-    assert all(s.confidence < 0.9 for s in analysis.diagnosis.incidents[0].suspects)
+    assert all(s.confidence < 0.9 for s in analysis.incidents[0].suspects)
 
 
 @needs_data
@@ -87,26 +86,3 @@ def test_a_truncated_dump_is_refused_by_name() -> None:
     content = next(iter(dumps(CASES[0]).values()))
     with pytest.raises(UnusableFileError, match="truncated"):
         read("_dump_3", content[: len(content) // 2])
-
-
-def table(name: str) -> Analysis:
-    path = DATA / "straggler" / f"trace-{name}.parquet"
-    if not path.exists():
-        pytest.skip("the real traces are not on this machine")
-    return analyse([], {name: _columns(path.read_bytes())})
-
-
-def test_the_slow_worker_of_trace_ar_is_named() -> None:
-    analysis = table("AR")
-    (finding,) = analysis.diagnosis.incidents
-    assert str(finding.syndrome) == "non-communication slow"
-    assert [s.rank for s in finding.suspects] == [0]
-    assert "replica 0, stage 0" in finding.suspects[0].evidence
-
-
-def test_trace_st_accuses_nobody_and_names_the_stage() -> None:
-    analysis = table("ST")
-    assert analysis.diagnosis.incidents == []
-    (imbalance,) = analysis.diagnosis.imbalances
-    assert imbalance.kind == "stage"
-    assert imbalance.because.startswith("stage 3")

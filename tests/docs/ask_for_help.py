@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # Installed, so every program finds them from anywhere; `bench` and `harness` are left to the programs.
-for installed in ("torch", "everstep.launch.local.api", "everstep.server.serve", "everstep_lab.storm.run"):
+for installed in ("torch", "everstep.launch.local.api", "everstep.server.serve"):
     importlib.import_module(installed)
 
 

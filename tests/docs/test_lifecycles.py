@@ -1,18 +1,15 @@
-"""docs/lifecycles.md is what the tables say, and the tables are whole."""
+"""The tables of transitions are whole."""
 
 import pytest
 
 from tools import lifecycles
-from tools.pages import DOCS
 
 FOUND = lifecycles.lifecycles()
 
 
-def test_the_page_is_current(request: pytest.FixtureRequest) -> None:
-    path = DOCS / "lifecycles.md"
-    if request.config.getoption("--rewrite"):
-        path.write_text(lifecycles.page())
-    assert path.read_text() == lifecycles.page(), "run python -m tools.docs lifecycles"
+def test_the_page_draws_every_table() -> None:
+    page = lifecycles.page()
+    assert all(f"`{found.name.rpartition('.')[0]}`" in page for found in FOUND)
 
 
 @pytest.mark.parametrize("found", FOUND, ids=lambda found: found.name)

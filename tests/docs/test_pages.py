@@ -13,7 +13,7 @@ import typer
 
 from everstep.cli.main import build_app
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
-from tools import api_reference, wrap
+from tools import api_reference
 from tools.pages import DOCS, PICTURES, ROOT, Block, blocks, commands, links, pages, picture_commands
 
 PAGES = pages()
@@ -91,21 +91,6 @@ def test_every_program_a_page_names_is_there(page: Path) -> None:
             assert words[1] in targets, line
 
 
-def test_every_finding_about_the_control_plane_has_a_row_and_its_test() -> None:
-    """A row names a file of tests, or the row that has it; one without says what is not done."""
-    text = (DOCS / "faults.md").read_text()
-    section = text.split("## The control plane at its size")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\| [ABN]\d", line)]
-    findings = {name.strip() for row in rows for name in row[0].split(",")}
-    asked = {f"A{number}" for number in range(1, 18)} | {f"B{number}" for number in range(1, 10)}
-    assert asked - findings == set()
-    for row in rows:
-        tested = re.search(r"`tests/\S+\.py`|row \d+", row[-1])
-        assert tested or "not done" in row[2], row[0]
-    named = set(re.findall(r"`((?:tests|bench|harness)/[\w/]+\.py)", text))
-    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
-
-
 @named
 def test_no_link_is_dead(page: Path) -> None:
     for _, target in links(page):
@@ -148,13 +133,6 @@ def test_blocks_that_are_made_stand_below_commands() -> None:
             before = block if block.language == "bash" else before
 
 
-def test_the_api_reference_is_what_the_docstrings_say() -> None:
-    made = api_reference.rendered()
-    assert {path.name for path in (DOCS / "api").glob("*.md")} == set(made)
-    stale = [name for name, text in made.items() if (DOCS / "api" / name).read_text() != text]
-    assert not stale, f"{stale}: run `python -m tools.docs api` and commit what it writes"
-
-
 def test_what_a_user_may_import_has_a_docstring() -> None:
     silent = [
         name
@@ -170,34 +148,6 @@ def test_every_key_of_a_job_is_in_the_page_about_it() -> None:
         keys = {field.name for field in dataclasses.fields(spec)} - {"options", "base", "code"}
         missing = {key for key in keys if f"`{key}`" not in page and f"`[{key}]`" not in page}
         assert not missing, f"docs/job-file.md says nothing of {sorted(missing)}"
-
-
-def _letters(text: str) -> str:
-    return " " + re.sub(r"\W+", " ", text.lower())
-
-
-def test_the_words_of_the_glossary_are_those_of_the_code() -> None:
-    words = re.findall(r"\*\*([^*]+)\*\*", (DOCS / "glossary.md").read_text())
-    code = " ".join(_letters(path.read_text()) for path in (ROOT / "src").rglob("*.py"))
-    foreign = [word for word in words if _letters(word) not in code]
-    assert len(words) > 60
-    assert not foreign, "one word, one meaning: these are not in the code"
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
-def test_paragraphs_are_wrapped(page: Path) -> None:
-    text = page.read_text()
-    assert text == wrap.wrapped(text), "run `python -m tools.docs wrap`"
-
-
-def test_wrapping_moves_words_and_nothing_else() -> None:
-    word = "word " * 30
-    page = f"# {word}\n\n{word}\n- `{word}` {word}\n  {word}\n\n    {word}\n\n```\n{word}\n```\n| {word} |\n"
-    made = wrap.wrapped(page)
-    assert made.split() == page.split()
-    assert wrap.wrapped(made) == made
-    wide = [line for line in made.splitlines() if len(line) > wrap.WIDTH]
-    assert [line[:6] for line in wide] == ["# word", "- `wor", "    wo", "word w", "| word"]
 
 
 def test_no_page_names_a_folder_of_somebodys_machine() -> None:

@@ -13,7 +13,7 @@ from tools.pages import DOCS, blocks
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 ENTRY = re.compile(r" *\+\d+ ms +(evidence|verdict|remedy) +(.*)")
 PLAIN = [
-    (r"\b\d[FIWB]\d+\.\d+\b", "OP"),
+    (r"\b\d[FIW]\d+\.\d+\b", "OP"),
     (r"\b[A-Z]\[[^\]]*\]", "PARCEL"),
     (r"\b\d+:\d+\b", "W"),
     (r"\bworkers? W(, W)* waits?\b", "OTHERS wait"),

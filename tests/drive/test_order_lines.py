@@ -16,7 +16,6 @@ from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.drive.order_lines import FactTexts, OrderLine, unpacked
 from everstep.errors import PeerError
 from everstep.protocol import messages as msg
-from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import OpLists, Replicas, Worker, parse_op, parse_replicas
 from everstep.protocol.shape import Shape
@@ -73,7 +72,6 @@ def test_replicas_come_back_from_their_text(seed: int) -> None:
     some = Replicas(sorted(chance.sample(range(60), chance.randint(0, 60))))
     assert parse_replicas(str(some)) == some
     assert decode(Replicas, encode(some)) == some
-    assert decode(Replicas, list(some)) == some, "as the version before wrote them"
     assert str(Replicas(range(1024))) == "0-1023"
 
 
@@ -89,7 +87,6 @@ def test_the_ops_of_replicas_that_do_the_same_are_one_pattern() -> None:
     assert len(ops.patterns) == 3
     assert ops == lists
     assert decode(OpLists, json.loads(json.dumps(encode(ops)))) == lists
-    assert decode(OpLists, [["0:0", "0F0.0 0R"]]) == {A: (parse_op("0F0.0"), parse_op("0R"))}
     assert Worker(1, 1) not in ops
     assert ops.text(Worker(12, 1)) == "1F1.0 1F12.0 1F112.1"
 
@@ -143,7 +140,7 @@ def resume(before: EpochFacts | None, facts: EpochFacts, *workers: Worker) -> ms
 def running() -> tuple[Line, list[EpochFacts]]:
     line, chance = Line(), random.Random(3)
     epochs = [facts_of(epoch, chance) for epoch in range(1, 9)]
-    line.send(msg.OpenTask(task="t", job={}, secret="s"))
+    line.send(msg.OpenTask(task="t", job={}, secret="s", shape=Shape(2, 2, 2), needs=msg.TaskNeeds()))
     line.start(A, B)
     line.send(resume(None, epochs[0], A, B))
     return line, epochs
@@ -211,51 +208,25 @@ def test_facts_are_encoded_once_for_all_lines() -> None:
         assert sent["facts" if name == "news" else "news"] is None
 
 
-def test_facts_of_many_workers_are_packed_for_agents_that_can_unpack_them() -> None:
+def test_facts_of_many_workers_are_packed() -> None:
     """Those of 16,384 workers were 0.5 MB for each of 2,048 nodes."""
     book = {Worker(r, 0): (f"10.0.{r // 256}.{r % 256}", 32768 + 7919 * r % 28000) for r in range(1000)}
     large = replace(facts_of(1, random.Random(1)), book=book)
     texts, order = FactTexts(), resume(None, large, A)
     action = msg.Dispatch(node="a", number=1, order=order, because="so")
-    plain, packed = (OrderLine({}, packs=packs).text(action, texts, term=1) for packs in (False, True))
-    assert decode(msg.Order, json.loads(plain)["order"]) == order
+    packed, plain = OrderLine({}).text(action, texts, term=1), encode(order)
     assert decode(msg.Order, unpacked(json.loads(packed)["order"])) == order
-    assert unpacked(json.loads(plain)["order"]) == json.loads(plain)["order"], "what is not packed stays"
-    assert 2 * len(packed) < len(plain)
+    assert unpacked(plain) == plain, "what is not packed stays"
+    assert 2 * len(packed) < len(json.dumps(plain, separators=(",", ":")))
     small = resume(None, facts_of(1, random.Random(1)), A)
     action = msg.Dispatch(node="a", number=1, order=small, because="so")
-    assert json.loads(OrderLine({}, packs=True).text(action, texts, term=1))["order"]["facts"]["epoch"] == 1
+    assert json.loads(OrderLine({}).text(action, texts, term=1))["order"]["facts"]["epoch"] == 1
 
 
 @pytest.mark.parametrize("text", ["", "not base 85 \N{EURO SIGN}", "c$~aa", "VQh"])
 def test_facts_that_cannot_be_unpacked_are_a_peers_error(text: str) -> None:
     with pytest.raises(PeerError, match="the facts of an order cannot be read"):
         unpacked({"is": "ResumeTask", "facts": text})
-
-
-def test_an_agent_of_the_version_before_is_told_in_its_own_words_and_understood() -> None:
-    """It knows no order for a whole node: each worker gets its own, numbered, and everything in it."""
-    cluster = FakeCluster(nodes={})
-    cluster.hear(msg.NodeJoined(node="a", boot="1", slots=4, host="h", memory_port=9, protocol=3))
-    cluster.numbers["a"] = 0
-    cluster.submit()
-    orders = [a.order for a in cluster.actions if isinstance(a, msg.Dispatch)]
-    kinds = {type(order) for order in orders}
-    assert kinds <= {msg.KeepOnly, msg.OpenTask, msg.StartProcess, msg.NotifyWorker, msg.OlderOrder}
-    told = [order.data for order in orders if isinstance(order, msg.OlderOrder)]
-    assert len(told) == 4
-    assert told[0]["words"]["order"]["members"][0]["live"] == [[0, 1], [0, 1]]
-    back = decode(msg.Order, older.order_of_protocol_3(told[0]))
-    assert isinstance(back, msg.ResumeTask)
-    facts = cluster.coordinator.tasks["t"].progress.facts
-    assert facts is not None
-    assert back.facts == facts, "also who votes: peers that decide otherwise wait for each other"
-    del told[0]["words"]["order"]["votes_from"]  # that version has no votes
-    back = decode(msg.Order, older.order_of_protocol_3(told[0]))
-    assert isinstance(back, msg.ResumeTask)
-    assert back.facts == replace(facts, votes_from=None)
-    numbers = [a.number for a in cluster.actions if isinstance(a, msg.Dispatch)]
-    assert numbers == list(range(1, len(numbers) + 1))
 
 
 def test_a_snapshot_has_the_facts_that_waiting_orders_share_once_and_gives_them_back() -> None:
@@ -278,20 +249,3 @@ def test_a_snapshot_has_the_facts_that_waiting_orders_share_once_and_gives_them_
     assert digest(again) == digest(cluster.coordinator)
     orders = [node.pending[0].order for node in again.nodes.values()]
     assert all(isinstance(one, msg.ResumeTask) and one.facts == facts for one in orders)
-
-
-def test_a_snapshot_of_the_version_before_is_read() -> None:
-    cluster = FakeCluster()
-    cluster.submit()
-    cluster.overdue(Worker(0, 0), busy=True, elapsed_s=0.2)
-    frozen = json.loads(json.dumps(freeze(cluster.coordinator)))
-    before = {**frozen, "format": 3}
-    del before["epochs"]
-    for one in before["tasks"]:
-        overdue = one["task"]["failures"]["overdue"]
-        one["task"]["failures"]["overdue"] = overdue["reports"]
-        del one["task"]["progress"]["facts"]
-    again = Coordinator()
-    thaw(again, before)
-    assert again.tasks["t"].failures.overdue == cluster.coordinator.tasks["t"].failures.overdue
-    assert again.tasks["t"].seats == cluster.coordinator.tasks["t"].seats

@@ -61,3 +61,15 @@ def test_a_row_has_the_loss_that_judges_and_checkpoints_have() -> None:
     losses = tuple((Microbatch(0, m), loss) for m, loss in enumerate((0.1, 0.2, 0.3)))
     row = StepRows().add(replace(record(1), losses=losses), 1.0)
     assert row.loss == mean_loss(losses) != (0.1 + 0.2 + 0.3) / 3
+
+
+def test_evaluations_of_steps_done_again_are_kept() -> None:
+    """The last ones were kept by the numbers of their steps."""
+    rows = StepRows()
+    scored = [replace(record(step), scores=((Microbatch(0, 0), (1.0, 1.0)),)) for step in range(1, 400)]
+    for one in scored:
+        rows.evaluate(one, ("loss",))
+    last = max(rows.evaluations)
+    assert last == 398
+    rows.evaluate(scored[10], ("loss",))
+    assert list(rows.evaluations) == [10]

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from everstep.errors import PeerError
-from everstep.net import frames
-from everstep.net.arena import Arena, Location, Mappings, SharedFiles, UnmappableError
+from everstep.net import frames, plane
+from everstep.net.arena import Arena, Location, Mappings, UnmappableError
 from everstep.net.envelope import Envelope
 from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
+from harness.transports import SharedFiles, use_files
 
 READER = """
 import sys, torch
-from everstep.net.arena import Location, Mappings, SharedFiles
+from everstep.net.arena import Location, Mappings
+from harness.transports import SharedFiles
 handle, slab, offset = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 read = Mappings(SharedFiles()).tensor("owner", Location(handle, slab, offset), (3,), torch.float32)
 print(read.tolist(), flush=True)
@@ -47,7 +49,7 @@ def test_another_process_reads_what_is_there_and_what_is_written_later() -> None
 
 def test_memory_outlives_the_owner_as_long_as_somebody_reads_it() -> None:
     code = (
-        "import torch\nfrom everstep.net.arena import Arena, SharedFiles\n"
+        "import torch\nfrom everstep.net.arena import Arena\nfrom harness.transports import SharedFiles\n"
         "a = Arena(SharedFiles())\nt = a.empty((4,), dtype=torch.int64)\nt.copy_(torch.arange(4))\n"
         "print(*a.location(t), sep='|', flush=True)\ninput()"
     )
@@ -81,10 +83,10 @@ def test_a_block_returns_when_its_last_tensor_is_gone_and_a_mapping_closes_when_
     del part
     gc.collect()
     assert arena.empty((8,), dtype=torch.float32).data_ptr() == address
+    assert mappings.num_open == 1
     del read
     gc.collect()
-    mappings.keep(set())
-    assert mappings.num_open == 0
+    assert mappings.num_open == 0, "without another change of membership"
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,13 @@ def test_memory_that_a_live_peer_cannot_map_goes_to_it_by_tcp_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As between two containers that share a GPU, and not each other's memory."""
-    settings = PlaneSettings(secret=b"t" * 32, host="127.0.0.1", device=torch.device("cpu"), transport="shm")
+    for name in ("CudaMemory", "_memory_and_lanes"):
+        monkeypatch.setattr(plane, name, getattr(plane, name))  # as it was, after this test
+    use_files()
+    settings = PlaneSettings(secret=b"t" * 32, host="127.0.0.1", device=torch.device("cpu"))
     planes = sender, receiver = DataPlane(settings), DataPlane(settings)
-    for plane in planes:
-        plane.start()
+    for each in planes:
+        each.start()
     try:
         to = receiver.links.address
         sender.links.connect(to)
@@ -120,7 +125,7 @@ def test_memory_that_a_live_peer_cannot_map_goes_to_it_by_tcp_from_then_on(
         assert receiver._mappings is not None
         monkeypatch.setattr(receiver._mappings.memory, "open", unmappable)
         lost = post()
-        assert sender.carriers[to] == "shm"
+        assert sender.carriers[to] == "ipc"
         with pytest.raises(PeerError, match="cannot be mapped"):
             receiver.opened(lost)
         assert sender.inbox.get(timeout=20) == LinkBroke(to), "what it is owed is sent again"
@@ -129,8 +134,8 @@ def test_memory_that_a_live_peer_cannot_map_goes_to_it_by_tcp_from_then_on(
         assert found.envelope.beside == {"tree": 1}
         assert torch.equal(receiver.opened(found)[0], values)
     finally:
-        for plane in planes:
-            plane.stop()
+        for each in planes:
+            each.stop()
 
 
 def unmappable(handle: str, nbytes: int) -> int:

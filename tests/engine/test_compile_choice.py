@@ -35,7 +35,7 @@ def hugging_face(folder: Path, **config: Any) -> dict[str, Any]:
     ("changes", "chosen", "because"),
     [
         ({}, True, "1000 steps are worth"),
-        ({"precision": "bf16", "replicas": 2, "stages": 3, "virtual": 2, "recompute": True}, True, "faster"),
+        ({"precision": "bf16", "replicas": 2, "stages": 3, "recompute": True}, True, "faster"),
         ({"data": {"kind": "table", "path": "x", "rows": 8, "pack": True}}, True, "faster"),
         ({"compile": True, "device": "cpu", "steps": 1}, True, ""),
         ({"compile": False}, False, ""),
@@ -45,7 +45,6 @@ def hugging_face(folder: Path, **config: Any) -> dict[str, Any]:
         ({"python": "/envs/llm/bin/python"}, False, "the Python of its workers"),
         ({"shards": 2}, False, "split over shards"),
         ({"recompute": True, "recompute_part": "attention"}, False, ""),
-        ({"offload": True}, False, "offload = true"),
         ({"model": {"build": "mine:model"}}, False, "the layers are your own"),
         ({"data": {"build": "mine:Data"}}, False, "many lengths"),
         ({"data": {"kind": "table", "path": "x", "rows": 8}}, False, "many lengths"),

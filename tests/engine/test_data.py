@@ -1,14 +1,11 @@
 """Data is a function of (step, microbatch) and the seed, and of nothing else."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from everstep.engine import keys
-from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile
-from everstep.errors import UserError
+from everstep.engine.datasets.data import Synthetic
 
 
 def test_a_batch_depends_on_its_keys_alone() -> None:
@@ -40,34 +37,6 @@ def test_a_token_nearly_tells_the_next_one() -> None:
     odds = counts / counts.sum(1, keepdims=True)
     entropy = -(counts / counts.sum() * np.log(np.where(odds > 0, odds, 1))).sum()
     assert entropy == pytest.approx(Synthetic.floor, abs=0.02)
-
-
-@pytest.mark.parametrize("token", ["uint8", "uint16"])
-def test_a_file_is_read_in_windows(tmp_path: Path, token: str) -> None:
-    path = tmp_path / "tokens"
-    np.arange(200, dtype=token).tofile(path)
-    data = TokenFile(path, sequence=10, rows=5, seed=1, token=token)
-    assert isinstance(data, Dataset)
-    inputs, targets = data.batch(3, 2)
-    assert torch.equal(inputs + 1, targets)
-    assert torch.equal(inputs[:, :1] + torch.arange(10), inputs)
-    assert torch.equal(inputs, TokenFile(path, sequence=10, rows=5, seed=1, token=token).batch(3, 2)[0])
-    starts = {int(start) for m in range(300) for start in data.batch(0, m)[0][:, 0]}
-    assert starts == set(range(190)), "every window that fits, no other"
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda path: TokenFile(path / "no", sequence=4, rows=1), "is not a file"),
-        (lambda path: TokenFile(path / "short", sequence=4, rows=1), "holds 3 tokens; a row needs 5"),
-        (lambda path: TokenFile(path / "short", sequence=1, rows=1, token="int4"), "data.token"),
-    ],
-)
-def test_a_bad_file_is_one_sentence(tmp_path: Path, make, says: str) -> None:
-    (tmp_path / "short").write_bytes(b"abc")
-    with pytest.raises(UserError, match=says):
-        make(tmp_path)
 
 
 def test_keys_are_spread_and_ordered() -> None:

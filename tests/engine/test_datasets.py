@@ -146,9 +146,12 @@ def test_the_header_of_llm_c_is_skipped(tmp_path: Path) -> None:
     assert x.tolist() == [list(range(19))]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", pytest.param("datasets", marks=pytest.mark.slow)])
-def test_tables_are_rows(tmp_path: Path, kind: str) -> None:
-    arrow = pytest.importorskip("pyarrow")
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "datasets"])
+def test_tables_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tmp_path = tmp_path / "table"
+    tmp_path.mkdir()
     table = arrow.table({"input_ids": [[i, i + 1] for i in range(30)], "name": [str(i) for i in range(30)]})
     if kind == "parquet":
         import pyarrow.parquet as parquet
@@ -162,10 +165,20 @@ def test_tables_are_rows(tmp_path: Path, kind: str) -> None:
         ):
             out.write_table(table)
     else:
-        datasets = pytest.importorskip("datasets")
         datasets.Dataset(table).save_to_disk(str(tmp_path))
     data = everstep.table(tmp_path, columns=["input_ids"], rows=3)
     seen = [row for step in range(1, 11) for row in data.batch(step, 0)["input_ids"].tolist()]
     assert sorted(seen) == [[i, i + 1] for i in range(30)]
     with pytest.raises(UserError, match="no column 'tokens'; it has input_ids, name"):
         everstep.table(tmp_path, columns=["tokens"])
+
+
+def test_a_table_that_cannot_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1" + bytes(40))
+    with pytest.raises(UserError, match=r"torn\.parquet' cannot be read: ArrowInvalid: [^\n]*\.$"):
+        everstep.table(tmp_path / "torn.parquet")
+    (tmp_path / "b.arrow").write_bytes(b"")
+    with pytest.raises(UserError, match="one of these kinds"):
+        everstep.table(tmp_path)

@@ -102,6 +102,16 @@ def test_without_positions_a_document_would_see_the_one_before_it() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(2, 17))
+def test_every_token_but_the_first_of_a_document_is_learned_once(lengths: list[int], sequence: int) -> None:
+    """Of a document longer than a row, the token at each cut was no target of any other."""
+    count = iter(range(1, 10_000))
+    given = [{"input_ids": [next(count) for _ in range(length)]} for length in lengths]
+    found = PackedDocuments(given, sequence)
+    learned = [int(t) for index in range(len(found)) for t in found[index]["targets"] if t >= 0]
+    assert sorted(learned) == sorted(token for one in given for token in one["input_ids"][1:])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(2, 17))
 def test_every_token_is_in_one_row_at_one_place(lengths: list[int], sequence: int) -> None:
     found = PackedDocuments(documents(*lengths), sequence)
     pieces = sorted(piece for row in found.rows for piece in row)
@@ -144,9 +154,11 @@ def test_tokens_of_a_file_know_their_documents(tmp_path: Path) -> None:
     assert targets.tolist() == [[6, END, -100, 8, 9, END, -100, 3]]
 
 
-def test_a_job_file_packs_a_table(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
+def test_a_job_file_packs_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     from pyarrow import parquet
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     lists = [row["input_ids"] for row in documents(3, 9, 14, 5, 1)]
     parquet.write_table(arrow.table({"input_ids": lists}), tmp_path / "t.parquet", row_group_size=2)

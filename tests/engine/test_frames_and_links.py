@@ -22,11 +22,8 @@ from everstep.net.envelope import (
     FrameKind,
     OnLane,
     OpenLane,
-    PartAhead,
-    PartRest,
     StateEnd,
     StatePiece,
-    Stretch,
     type_number,
 )
 from everstep.net.handshake import ANSWER, HELLO, PROOF, Acceptor, Opener
@@ -47,7 +44,7 @@ SAID = {  # of every kind that has a value
     ParcelKind.HASHES: StepHashes(2, "cpu", {"w": "a1"}, {"0.1": {"loss": "b2"}}),
     ParcelKind.ANSWER: RunHashes(2, ({"loss": "b2"}, {})),
 }
-PIECE = {ParcelKind.FILL: StateEnd(3), ParcelKind.PART: PartRest(1, (Stretch(0, 2, 5),), (), (0,), (5,))}
+PIECE = {ParcelKind.FILL: StateEnd(3)}
 
 
 def received(data: bytes, chunk: int = 1 << 20) -> frames.Incoming:
@@ -86,7 +83,6 @@ def test_a_message_arrives_as_it_was_sent(what, numbers, microbatch, chunk, form
     [
         (ParcelKind.PART, Envelope(PART)),
         (ParcelKind.PART, Envelope(PART._replace(scores=((Microbatch(0, 1), (1.5, 2.0)),)))),
-        (ParcelKind.PART, Envelope(piece=PartAhead(1, Stretch(0, 2, 5), 9))),
         (ParcelKind.COPY, Envelope((0.25, PART))),
         (ParcelKind.COPY, Envelope((None, None))),
         (ParcelKind.SUM, Envelope((1.0, 2.5))),
@@ -109,8 +105,6 @@ OPEN = {"is": "OpenLane", "lane": "a", "host": "h", "port": "1", "meet": ""}
     [
         ("PART", [None, None, None, None]),
         ("PART", [[["0.0"], [], "many", [1.0], []], None, None, None]),
-        ("PART", [None, None, None, {"is": "PartAhead", "of": 1, "piece": [0, 0], "size": 1}]),
-        ("PART", [None, None, None, {"is": "PartAhead", "of": "x", "piece": [0, 0, 1], "size": 1}]),
         ("SUM", [7, None, None, None]),
         ("NEWS", [None, None, None, None]),
         ("NEWS", [1.0, None, None, {"is": "StateEnd", "pieces": 1}]),

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.hf import weights
 from everstep.engine.hf.model import hf
-from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.model import Model, partition, skeleton, slots
 from everstep.engine.layers.taken_over import share_in_two
-from everstep.engine.prepare.figures import layer_figures, stage_figures
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.program import Program
 from everstep.engine.stage.evaluation import Evaluation
@@ -98,33 +96,6 @@ class Masked:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.parametrize(
-    "config", [LLAMA, CONFIGS[_GEMMA], CONFIGS[_MIXTRAL]], ids=["llama", "gemma2", "mixtral"]
-)
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_the_memory_model_knows_what_a_stage_holds(config: Any, recompute: int) -> None:
-    model = hf(config)
-    figures = layer_figures(model, PLAIN.batch(1, 0), "fp32")
-    pipeline = stages(model, 2, PLAIN, recompute=recompute)
-    x = None
-    for stage in pipeline:
-        x = stage.forward(1, 0, x)
-        found = stage_figures(figures, stage.layers, recompute=recompute)
-        assert found.held_forward == pytest.approx(stage.stash_bytes(), rel=0.05)
-
-
-def test_of_layers_that_are_compiled_whole_the_memory_model_counts_what_matrices_and_attention_read() -> None:
-    model = hf(LLAMA)
-    eager, compiled = (
-        [one.held_forward for one in layer_figures(model, PLAIN.batch(1, 0), "fp32", compiled=compiled)]
-        for compiled in (False, True)
-    )
-    tokens = 2 * 16 * 4  # bytes of one number of each
-    # Inputs of q, k and v, of o, of gate and up, of down; queries, keys and values.
-    assert compiled[1] == tokens * (32 + 32 + 32 + 48 + 32 + 16 + 16)
-    assert eager[1] > 1.5 * compiled[1]
-
-
 def step_of(pipeline: list[Stage]) -> tuple[Tensor, dict[str, Tensor]]:
     losses = run_step(pipeline, 1, 2, (1, 0))
     return losses, by_name(pipeline, [stage.take_gradients() for stage in pipeline])
@@ -162,27 +133,6 @@ def test_losses_and_gradients_are_those_of_transformers_under_every_cut(name: st
         ours = gradients[key] + (gradients[second[key]] if key in second else 0)
         wanted = torch.zeros_like(ours) if parameter.grad is None else parameter.grad  # None: of an index
         assert (ours - wanted).norm() <= 1e-6 * wanted.norm() + 1e-9 * largest, key
-
-
-def test_in_fp8_the_linears_of_decoder_layers_multiply_8_bit_numbers() -> None:
-    config = transformers.LlamaConfig(**SMALL | {"hidden_size": 64, "intermediate_size": 96})
-    found = {precision: stages(hf(config), 2, Masked(), precision=precision) for precision in ("bf16", "fp8")}
-    kinds = {
-        name: isinstance(part.forward, ScaledLinear)
-        for stage in found["fp8"]
-        for module in stage._modules
-        for name, part in module.named_modules()
-        if "forward" in vars(part)
-    }
-    assert kinds["self_attn.q_proj"]
-    assert kinds["mlp.down_proj"]
-    assert not kinds["self_attn.k_proj"]  # 32 outputs
-    assert list(kinds.values()).count(True) == 5  # and not the head, which is a Linear by itself
-    (loss, gradients), (wanted, theirs) = step_of(found["fp8"]), step_of(found["bf16"])
-    assert not loss.equal(wanted)
-    assert torch.allclose(loss, wanted, rtol=0.01)
-    for name, gradient in gradients.items():
-        assert nn.functional.cosine_similarity(gradient.flatten(), theirs[name].flatten(), dim=0) > 0.97, name
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2: no plan, Conv1D, positions added"])
@@ -575,16 +525,6 @@ def test_what_a_model_sets_when_it_is_built_alone_cannot_be_drawn_by_the_seed(tm
         hf(config).assembly.check(tokens, tokens)
     transformers.ApertusForCausalLM(config).save_pretrained(tmp_path / "apertus")
     hf(tmp_path / "apertus").assembly.check(tokens, tokens)
-
-
-def test_rows_of_models_that_count_positions_behind_padding_are_not_split() -> None:
-    """Context parallel gives positions from 0; losses of camembert were 0.7 % off."""
-    kinds = {"roberta's kin": transformers.CamembertConfig, "bert": transformers.BertConfig}
-    made = {name: without_dropout(kind(**NUMBERS, is_decoder=True)) for name, kind in kinds.items()}
-    assert {name: hf(config).assembly.split_rows is None for name, config in made.items()} == {
-        "roberta's kin": True,
-        "bert": False,
-    }
 
 
 def test_positions_made_of_a_mask_of_ones_are_cut_too(tmp_path: Path) -> None:

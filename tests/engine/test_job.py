@@ -36,7 +36,7 @@ dropout = 0.1
 tied = true
 
 [data]
-kind = "file"
+kind = "tokens"
 path = "corpus.bin"
 rows = 2
 sequence = 32
@@ -68,7 +68,7 @@ def test_a_full_job_file_is_read(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, FULL))
     assert job == Job(
         model=ModelSpec(preset="gpt-1m", options={"dropout": 0.1, "tied": True}),
-        data=DataSpec(kind="file", path="corpus.bin", rows=2, sequence=32, token="uint16"),
+        data=DataSpec(kind="tokens", path="corpus.bin", rows=2, sequence=32, token="uint16"),
         optimizer=OptimizerSpec(
             lr=1.0, betas=(0.9, 0.99), weight_decay=0.0, warmup=5, decay="linear", clip=None, stagger="never"
         ),
@@ -137,7 +137,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         ('[model]\npreset = "gpt-1n"', "model preset 'gpt-1n' is not known; did you mean 'gpt-1m'?"),
         (
             f"{MODEL}dropuot = 0.1",
-            "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: capacity_factor,",
+            "model.dropuot is not a key of gpt-tiny; did you mean 'dropout'? Its keys: context,",
         ),
         (f'{MODEL}width = "64"', "model.width is '64'; it must be a whole number"),
         (f"{MODEL}heads = 7", "not an even head size"),
@@ -155,7 +155,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         (f"device = 1\n{MODEL}", "device is 1; it must be text in quotes"),
         (f'precision = "b16"\n{MODEL}', "precision is 'b16'; did you mean 'bf16'?"),
         (f"{MODEL}[data]", "data.kind or data.build is missing"),
-        (f'{MODEL}[data]\nkind = "file"', "data.path is missing"),
+        (f'{MODEL}[data]\nkind = "tokens"', "data.path is missing"),
         (f'{MODEL}[data]\nkind = "sinthetic"', "data.kind is 'sinthetic'; did you mean 'synthetic'?"),
         (
             f'{MODEL}[data]\nkind = "synthetic"\nrow = 2',
@@ -179,7 +179,7 @@ MODEL = '[model]\npreset = "gpt-tiny"\n'
         ),
         (
             f'{MODEL}[data]\nkind = "synthetic"\npath = "x.bin"',
-            'data.path is for data.kind = "file" or "tokens"',
+            'data.path is for data.kind = "tokens" or "table"',
         ),
         (f"{MODEL}[checkpoint]\ninterval = 3", "checkpoint.folder is missing"),
         (f'{MODEL}[checkpoint]\nfolder = "a"\nkeep = 0', "checkpoint.keep is 0; it must be at least 1"),
@@ -271,7 +271,6 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"shards": 2, "min_shards": 4}, "min_shards is 4, more than shards, which is 2; give at most 2"),
         ({"min_stages": 3}, "min_stages is 3, more than stages, which is 1; give at most 1"),
-        ({"sequence_parallel": True}, "sequence_parallel = true splits the sequence over the shards"),
     ],
 )
 def test_settings_that_could_have_no_effect_are_refused_before_the_start(
@@ -284,7 +283,7 @@ def test_settings_that_could_have_no_effect_are_refused_before_the_start(
 
 
 def test_a_change_of_shape_may_leave_the_smallest_number_of_shards_above_the_present_one() -> None:
-    words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "min_shards": 2, "sequence_parallel": True}
+    words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "min_shards": 2}
     fewer = Job.from_dict(words).reshaped(1, 1, shards=1)
     assert Job.from_dict(fewer.to_dict()) == fewer
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,26 +16,21 @@ import torch
 from torch import Tensor
 
 from everstep.engine.layers.software import computes_with
-from everstep.errors import PeerError, UserError
-from everstep.job.job import Job, NetSpec
-from everstep.net import frames, lanes, nccl, seal
-from everstep.net.bundle import BundleWire
+from everstep.errors import PeerError
+from everstep.net import frames, lanes, nccl
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
 from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState, LaneTransfer
 from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.nccl import NcclWire
-from everstep.net.pipe_wire import PipeWire
 from everstep.net.plane import (
     MAX_COMPUTES,
-    DataPlane,
     Identity,
-    PlaneSettings,
     bits_differ,
     chosen,
-    identity_of,
 )
 from everstep.net.turns import Traffic, Turns
 from everstep.protocol.parcels import Parcel, ParcelKind
+from harness.transports import PipeWire
 
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
 
@@ -49,9 +43,6 @@ GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
         (GPU_A, Identity("ipc", "boot b", "nccl 22907"), "tcp"),  # two versions do not talk
         (GPU_A, Identity("ipc", "boot b"), "tcp"),
         (Identity("tcp", "", "nccl 22809"), Identity("tcp", "", "nccl 22809"), "nccl"),  # asked for
-        (Identity("shm", "pids"), Identity("shm", "pids"), "shm"),
-        (Identity("shm", "pids"), Identity("shm", "others"), "tcp"),
-        (Identity("tcp", "", "pipe pids"), Identity("tcp", "", "pipe pids"), "pipe"),
         (Identity("tcp", ""), Identity("tcp", ""), "tcp"),
         (GPU_A, Identity("tcp", ""), "tcp"),
     ],
@@ -202,119 +193,6 @@ class SlowWire(PipeWire):
     def begin(self, tensors: tuple[Tensor, ...]) -> None:
         time.sleep(0.05)
         super().begin(tensors)
-
-
-def bundle(secret: bytes = b"secret", *, encrypt: bool = False) -> BundleWire:
-    net = NetSpec(encrypt=encrypt, authenticate="auto" if encrypt else "always", sockets=3)
-    return BundleWire(secret, "127.0.0.1", 3, partial(seal.accepted, net))
-
-
-def connected(*, encrypt: bool = False) -> tuple[BundleWire, BundleWire]:
-    sender, receiver = bundle(encrypt=encrypt), bundle(encrypt=encrypt)
-    name = sender.name()
-    sender.begin_open(name, sends=True)
-    opening = threading.Thread(target=receiver.begin_open, args=(name,), kwargs={"sends": False})
-    opening.start()
-    until(sender.is_open)
-    opening.join()
-    assert receiver.is_open()
-    return sender, receiver
-
-
-def carried(sender: BundleWire, receiver: BundleWire, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    into = tuple(torch.zeros_like(tensor) for tensor in tensors)
-    receiver.begin(into)
-    sender.begin(tensors)
-    over = [False, False]
-
-    def both() -> bool:
-        over[:] = [over[0] or sender.is_done(), over[1] or receiver.is_done()]
-        return all(over)
-
-    until(both)
-    return into
-
-
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_pieces_of_a_transfer_go_over_all_sockets_of_a_bundle_and_come_to_their_places(encrypt: bool) -> None:
-    if encrypt and not seal.is_available(seal.Suite.AES_GCM):
-        pytest.skip("the package cryptography is not installed")
-    sender, receiver = connected(encrypt=encrypt)
-    for size in (1, 7, 2_000_003, 900_000):
-        sent = (torch.randn(size), torch.arange(size, dtype=torch.int16))
-        for there, here in zip(carried(sender, receiver, sent), sent, strict=True):
-            assert torch.equal(there, here)
-    assert all(each.sent for each in sender._sending)
-    sender.leave()
-    receiver.leave()
-
-
-def test_a_socket_that_is_slow_gets_fewer_pieces() -> None:
-    sender, receiver = connected()
-    slow = receiver._receiving[0]
-    take, turns = receiver._receive_some, [0]
-
-    def one_in_twenty(of: Any) -> None:
-        turns[0] += of is slow
-        if of is not slow or turns[0] % 20 == 0 or not receiver._left:
-            take(of)
-
-    receiver._receive_some = one_in_twenty  # type: ignore[method-assign]
-    sent = (torch.randn(8_000_000),)
-    assert torch.equal(carried(sender, receiver, sent)[0], sent[0])
-    by_port = {each.socket.getpeername()[1]: each.sent for each in sender._sending}
-    of_slow = by_port.pop(slow.socket.getsockname()[1])
-    assert of_slow < min(by_port.values())
-    sender.leave()
-    receiver.leave()
-
-
-def test_a_stranger_at_a_bundle_is_turned_away_and_a_peer_that_closes_breaks_it() -> None:
-    sender, other = bundle(), bundle(b"another secret")
-    name = sender.name()
-    sender.begin_open(name, sends=True)
-    failed: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            other.begin_open(name, sends=False)
-        except (PeerError, OSError) as error:
-            failed.append(error)
-
-    calling = threading.Thread(target=call)
-    calling.start()
-    until(lambda: sender.is_open() or failed)
-    calling.join()
-    assert failed
-    assert not sender.is_open()
-    sender.leave()
-    first, second = connected()
-    second.leave()
-    first.begin((torch.zeros(4_000_000),))
-    with pytest.raises(PeerError):
-        until(first.is_done)
-    first.leave()
-
-
-def test_several_sockets_are_for_cpu_workers() -> None:
-    assert identity_of(torch.device("cpu"), "tcp", sockets=4).lanes == "bundle 4"
-    model = {"model": {"preset": "gpt-tiny"}, "data": {"kind": "synthetic"}, "steps": 1}
-    with pytest.raises(UserError, match=r"net\.sockets is 4, which is for CPU workers"):
-        Job.from_dict({**model, "device": "cuda", "net": {"sockets": 4}})
-    with pytest.raises(UserError, match=r"net\.sockets"):
-        Job.from_dict({**model, "net": {"sockets": 40}})
-
-
-def test_a_lane_of_several_sockets_does_what_lanes_do(ends: Callable[..., End]) -> None:
-    a, b = ends(bundle), ends(bundle)
-    sent = [torch.randn(300_000 + i) for i in range(6)]
-    for number, tensor in enumerate(sent):
-        a.send(b, number, tensor, torch.empty(0))
-    for number, tensor in enumerate(sent):
-        frame = b.got.get(timeout=20)
-        assert frame.parcel is not None
-        assert frame.parcel.step == number
-        assert torch.equal(frame.tensors[0], tensor)
 
 
 def test_what_a_lane_has_sent_and_how_long_that_took_is_counted(ends: Callable[..., End]) -> None:
@@ -801,33 +679,3 @@ def test_an_opening_that_cannot_be_is_refused(ends: Callable[..., End], opening:
     with pytest.raises(PeerError):
         end.lanes.take(frames.Incoming.whole(FrameKind.LANE, Envelope(opening), ()))
     assert end.lanes.take(frames.Incoming.whole(FrameKind.LANE, Envelope(LaneBroke("of nobody")), ()))
-
-
-def test_large_tensors_go_by_several_sockets_and_small_ones_by_that_of_the_link() -> None:
-    settings = PlaneSettings(
-        secret=b"t" * 32, host="127.0.0.1", device=torch.device("cpu"), net=NetSpec(sockets=3)
-    )
-    planes = sender, receiver = DataPlane(settings), DataPlane(settings)
-    for plane in planes:
-        plane.start()
-    try:
-        to = receiver.links.address
-        sender.prepare({to})
-        parcel = Parcel(ParcelKind.ACTIVATION, 0, 1, 0, None, 0, 0, 1)
-
-        def carrier(size: int) -> str:
-            values = torch.randn(size)
-            sender.post(to, parcel, Envelope(), (values,))
-            found = receiver.inbox.get(timeout=20)
-            while not isinstance(found, frames.Incoming):
-                found = receiver.inbox.get(timeout=20)
-            assert torch.equal(receiver.opened(found)[0], values)
-            return sender.carriers[to]
-
-        until(lambda: carrier(1_000_000) == "bundle")
-        assert carrier(1000) == "tcp"
-        assert carrier(1_000_000) == "bundle"
-        until(lambda: sender.progress()[to].acked_bytes > 4_000_000)
-    finally:
-        for plane in planes:
-            plane.stop()

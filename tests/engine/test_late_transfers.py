@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from everstep.net import frames, nccl
+from everstep.net import plane as net_plane
 from everstep.net.envelope import Envelope
 from everstep.net.links import Address
 from everstep.net.nccl import NcclWire
-from everstep.net.pipe_wire import PipeWire
 from everstep.net.plane import DataPlane, PlaneSettings
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke
+from harness.transports import PipeWire, use_pipe
 
 NUMBERS = 300_000
 BEHIND_S = 9.0  # the sender's device comes to a transfer that it has announced
@@ -29,6 +30,8 @@ BEHIND_S = 9.0  # the sender's device comes to a transfer that it has announced
 
 def plane_of(transport: str) -> DataPlane:
     device = torch.device("cuda", 0) if transport == "nccl" else torch.device("cpu")
+    if transport == "pipe":
+        use_pipe()
     return DataPlane(
         PlaneSettings(secret=b"s" * 32, host="127.0.0.1", device=device, transport=transport, waits=True)
     )
@@ -81,6 +84,7 @@ def test_a_transfer_that_does_not_come_on_is_interrupted_and_sent_again(
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
         monkeypatch.setenv("NCCL_HOSTID", "a receiver")  # two ranks of one GPU
+    monkeypatch.setattr(net_plane, "_memory_and_lanes", net_plane._memory_and_lanes)  # as it was, afterwards
     plane = plane_of(transport)
     plane.start()
     context = multiprocessing.get_context("spawn")

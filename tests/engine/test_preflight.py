@@ -95,6 +95,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "needs.py").write_text("import surely_not_installed")
     (tmp_path / "wrong.py").write_text("1 / 0")
+    (tmp_path / "script.py").write_text(
+        "import everstep\nlayers = list\ntry:\n    everstep.train()\nexcept Exception:\n    pass\n"
+    )
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(sys.argv[1:])\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "mine", raising=False)
 
@@ -172,15 +176,25 @@ def test_a_script_gives_its_things_itself() -> None:
     [
         (lambda: tiny(stages=7), "stages is 7, more stages than layers; the model has 6 layers."),
         (lambda: tiny(device="gpu"), "device 'gpu' is not known"),
-        (lambda: tiny(data=DataSpec(kind="file", path="no")), "is not a file"),
+        (lambda: tiny(data=DataSpec(kind="tokens", path="no")), "is not a file"),
         (lambda: tiny(data=DataSpec(build="mine:data")), "a GPT takes token numbers"),
         (lambda: tiny(log="mine.py"), "log 'mine.py' is there and is not a folder"),
         (lambda: tiny(log="mine.py/runs"), "log 'mine.py/runs': mine.py is there and is not a folder"),
         (lambda: tiny(log="circle/runs"), "log 'circle/runs' cannot be used: circle: Too many levels of"),
+        (
+            lambda: tiny(checkpoint=CheckpointSpec(folder="/proc/nope")),
+            "checkpoint.folder '/proc/nope': no file can be made in /proc (No such file or directory)",
+        ),
+        (lambda: tiny(log="/dev/full/runs"), "log '/dev/full/runs': /dev/full is there and is not a folder"),
         (lambda: users("mine"), "model.build is 'mine'; write it as \"module:function\""),
         (lambda: users("nowhere:layers"), "there is no module 'nowhere' beside the job file"),
         (lambda: users("needs:layers"), "imports 'surely_not_installed', which is not installed"),
-        (lambda: users("wrong:layers"), "cannot be imported: ZeroDivisionError: division by zero"),
+        (lambda: users("wrong:layers"), "cannot be imported: ZeroDivisionError: division by zero (line 1)."),
+        (
+            lambda: users("script:layers"),
+            "module 'script' calls everstep.train while it is imported (line 4); put",
+        ),
+        (lambda: users("exits:layers"), "module 'exits' ends Python while it is imported (line 2); put that"),
         (lambda: users("mine:layer"), "module 'mine' has no 'layer'; did you mean 'layers'?"),
         (lambda: users("mine:not_a_function"), "is a int; it must be a function"),
         (lambda: users("mine:raises"), "model.build raised ValueError: no such thing."),
@@ -239,7 +253,7 @@ def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes([200]) * 100)
     job = Job(
         model=ModelSpec(preset="gpt-tiny", options={"vocab": 128}),
-        data=DataSpec(kind="file", path="text"),
+        data=DataSpec(kind="tokens", path="text"),
         base=str(tmp_path),
     )
     with pytest.raises(UserError, match=r"tokens 200 to 200 and the model knows 0 to 127; raise model.vocab"):

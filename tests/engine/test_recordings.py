@@ -11,11 +11,11 @@ from torch import Tensor
 
 from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers.gpt import gpt
+from everstep.engine.stage import weight_sums
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.recordings import ATTEMPTS, WARM_UP, has_room
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sums import GradientSums
-from everstep.schedule import footprint
 
 DATA = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
 SMALL = {"vocab": 64, "width": 16, "heads": 2, "hidden": 24, "depth": 2}
@@ -145,7 +145,7 @@ def test_the_last_microbatch_of_a_step_needs_no_tensors_beside_those_of_the_next
 
 def test_recorded_ops_are_not_waited_for_in_the_middle_of_w(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check lets tensors go, and those of recordings stay."""
-    monkeypatch.setattr(footprint, "CHECKED", 1)
+    monkeypatch.setattr(weight_sums, "CHECKED", 1)
     for is_recorded in (False, True):
         pipe = pipeline(1, recorded=is_recorded, late=True)
         for step in (1, 2):

@@ -54,8 +54,6 @@ KINDS = {
     "40 bits": Sums("strict40", late=True, limit=4),
     "40 bits, sums beyond 32": Sums("strict40", late=True, limit=-3),
     "40 bits, some promoted": Sums("strict40", late=True, limit=-8),
-    "31 bits": Sums("strict32"),
-    "fp64": Sums("fp64"),
     "fp32": Sums("fp32"),
 }
 
@@ -193,7 +191,7 @@ def test_parts_that_are_added_up_on_their_node_give_the_same_means(
     assert not sharded or any(len(one) == 1 for one in found["squares"].values()), "no odd number of chunks"
 
 
-@pytest.mark.parametrize("kind", ["strict", "40 bits", "31 bits"])
+@pytest.mark.parametrize("kind", ["strict", "40 bits"])
 def test_a_gradient_that_is_not_finite_is_not_lost_on_its_way(kind: str) -> None:
     right = Reduce(((0,), (1,), (2,), (3,)), KINDS[kind], sharded=False, spoiled=2).run()
     found = Reduce(((0, 1), (2, 3)), KINDS[kind], sharded=False, spoiled=2).run()

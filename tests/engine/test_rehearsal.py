@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from everstep.engine.layers.model import Slot
-from everstep.engine.sums.grids import NO_LIMIT
+from everstep.engine.sums.grids import MOST_SHORT, NO_LIMIT
 from everstep.engine.sums.rehearsal import launch_all, rehearse
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import GradientSums
-from everstep.schedule.footprint import MOST_SHORT
 
-KINDS: list[Accumulate] = ["strict", "strict40", "strict32"]
+KINDS: list[Accumulate] = ["strict", "strict40"]
 SIZES = (70_000, 4096, 2048, 777, 300, 16, 1)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -131,43 +131,6 @@ def test_recompute_and_dropout_are_functions_of_the_logical_tensors() -> None:
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_split_sequence_gives_the_losses_of_one_process(count: int) -> None:
-    """Tied weights, dropout and recompute together: the norms' gradients are added up, masks are those of the
-    whole sequence.
-    """
-    run = partial(trained, partial(small_gpt, dropout=0.1, tied=True), recompute=True)
-    one, found = run(), in_shards(count, run, splits_sequence=True)
-    assert all(shard == found[0] for shard in found)
-    assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
-    assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
-
-
-def sent_on(shards: GroupCollectives) -> list[Any]:
-    stage = Stage(small_gpt(), range(2), data=DATA, device=CPU, shards=shards)
-    made = stage.forward(1, 0)
-    assert made is not None
-    sent = sliced(made, shards)
-    return [list(sent.tensors[0].shape), sent is made, together(sent, shards, CPU) is made]
-
-
-def test_a_split_sequence_is_sent_to_the_next_stage_without_a_collective() -> None:
-    assert in_shards(2, sent_on, splits_sequence=True) == [[[2, 8, 32], True, True]] * 2
-
-
-def test_a_sequence_that_cannot_be_split_is_refused_by_name() -> None:
-    words = {"model": {"preset": "gpt-tiny"}, "shards": 2, "sequence_parallel": True}
-    with pytest.raises(UserError, match=r"shards is 2, which does not divide data\.sequence 31"):
-        Job.from_dict({**words, "data": {"kind": "synthetic", "sequence": 31}})
-    bare = Model(
-        layers={"up": lambda: nn.Linear(8, 8), "down": lambda: nn.Linear(8, 8)},
-        loss="mse",
-        shard_plan={"up": "column", "down": "row"},
-    )
-    with pytest.raises(UserError, match="sequence_parallel = true needs a shard_plan"):
-        preflight(Job.from_dict({**words, "data": {"kind": "synthetic"}}), model=bare)
-
-
 def scored(shards: GroupCollectives | None = None) -> list[float]:
     """The evaluation loss and a metric of the first weights."""
     model = small_gpt()
@@ -270,16 +233,15 @@ PER_HEAD, PER_TOKEN = partial(nn.Linear, 8, 8), partial(nn.Linear, 32, 32)
     [
         (PER_HEAD, True, "whole_summed"),
         (Biased, True, "whole_summed"),
-        (PER_TOKEN, False, "sequence"),
         (PER_TOKEN, False, "whole"),
     ],
-    ids=["a Linear per head", "an Embedding per head", "a Linear per token", "a Linear on whole values"],
+    ids=["a Linear per head", "an Embedding per head", "a Linear on whole values"],
 )
 def test_whole_linears_and_tables_are_trained_alike_on_every_shard(
     each: Callable[[], nn.Module], inside: bool, style: str
 ) -> None:
     run = partial(trained, partial(kept_model, each, inside, style))
-    one, found = run(), in_shards(2, run, splits_sequence=style == "sequence")
+    one, found = run(), in_shards(2, run)
     assert found[0] == found[1], "losses, norms and whole parameters, to the bit"
     assert found[0]["losses"] == pytest.approx(one["losses"], rel=2e-6)
     assert found[0]["norms"] == pytest.approx(one["norms"], rel=2e-5)
@@ -291,14 +253,9 @@ def refused(build: Callable[[], Model], shards: GroupCollectives) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("inside", "splits_sequence"), [(False, True), (True, False)], ids=["part of a sequence", "some heads"]
-)
-def test_a_whole_linear_on_split_values_is_refused_where_the_plan_does_not_name_it(
-    inside: bool, splits_sequence: bool
-) -> None:
-    build = partial(kept_model, PER_HEAD if inside else PER_TOKEN, inside, "whole")
-    for words in in_shards(2, partial(refused, build), splits_sequence=splits_sequence):
+def test_a_whole_linear_on_split_values_is_refused_where_the_plan_does_not_name_it() -> None:
+    build = partial(kept_model, PER_HEAD, True, "whole")
+    for words in in_shards(2, partial(refused, build)):
         assert words.startswith("net.each.weight is whole on every shard, and its gradient differs")
 
 
@@ -328,10 +285,9 @@ def left_behind(shards: GroupCollectives, *, recompute: bool) -> int:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("splits_sequence", [False, True])
-def test_no_input_of_a_column_matrix_outlives_its_microbatch(recompute: bool, splits_sequence: bool) -> None:
+def test_no_input_of_a_column_matrix_outlives_its_microbatch(recompute: bool) -> None:
     work = partial(left_behind, recompute=recompute)
-    assert in_shards(2, work, splits_sequence=splits_sequence) == [0, 0]
+    assert in_shards(2, work) == [0, 0]
 
 
 def resident_mib(shards: GroupCollectives, *, recompute: bool) -> list[float]:
@@ -359,20 +315,11 @@ def resident_mib(shards: GroupCollectives, *, recompute: bool) -> list[float]:
 
 
 # That no input outlives its microbatch is asked of every case above; here the process as a whole is weighed.
-@pytest.mark.parametrize(
-    ("recompute", "splits_sequence"),
-    [
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        (True, True),
-    ],
-)
-def test_the_memory_of_shards_does_not_grow_with_the_microbatches(
-    recompute: bool, splits_sequence: bool
-) -> None:
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_memory_of_shards_does_not_grow_with_the_microbatches(recompute: bool) -> None:
     """Where the inputs of column matrices were kept, 10 microbatches left 120 MiB behind, or 220."""
     work = partial(resident_mib, recompute=recompute)
-    for before, after in in_shards(2, work, splits_sequence=splits_sequence):
+    for before, after in in_shards(2, work):
         assert after - before < 20
 
 
@@ -434,12 +381,10 @@ def test_shards_drop_other_elements_of_their_heads_and_the_same_of_what_is_whole
 def ordered_sums(shards: GroupCollectives) -> list[list[float]]:
     draw = torch.Generator().manual_seed(shards.index)
     numbers = torch.randn(7, 3, generator=draw) * 10.0 ** torch.randint(-4, 5, (7, 3), generator=draw)
-    parts = torch.randn(shards.count, 5, generator=draw)
     found = [
         shards.sum(numbers.clone()),
         shards.sum(numbers.clone().bfloat16()),
         shards.sum(torch.tensor(1.5)),
-        torch.cat(shards.gather(shards.sum_of_part(parts))),
     ]
     return [one.float().flatten().tolist() for one in found]
 
@@ -453,7 +398,7 @@ def test_sums_of_three_and_more_shards_are_added_in_the_order_of_the_shards(coun
     for index in range(count):
         draw = torch.Generator().manual_seed(index)
         numbers = torch.randn(7, 3, generator=draw) * 10.0 ** torch.randint(-4, 5, (7, 3), generator=draw)
-        own.append([numbers, numbers.bfloat16(), torch.tensor(1.5), torch.randn(count, 5, generator=draw)])
+        own.append([numbers, numbers.bfloat16(), torch.tensor(1.5)])
     for place, got in enumerate(found[0]):
         total = own[0][place].float()
         for other in own[1:]:
@@ -591,8 +536,6 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 class Alone:
     """A shard without the others, for what needs no collective."""
-
-    splits_sequence = splits_context = False
 
     def __init__(self, count: int) -> None:
         self.index, self.count = 0, count

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -40,14 +41,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_and_losses_are_those_of_the_plain_model(count: int, recompute: bool, tied: bool) -> None:
     model = gpt(**SMALL, dropout=0.2, tied=tied, kv_heads=2)
-    pipeline = stages(model, count, DATA, recompute=recompute, accumulate="fp64", seed=5)
+    pipeline = stages(model, count, DATA, recompute=recompute, seed=5)
     losses = run_step(pipeline, 7, 4)
     expected, expected_losses = plain(model, weights(pipeline), DATA, 7, 4, seed=5)
     assert torch.equal(losses, expected_losses)
     gradients = by_name(pipeline, [stage.take_gradients() for stage in pipeline])
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        # The products are the same bits; only the sum over microbatches is better here, in fp64.
+        # The products are the same bits; only the sum over microbatches is better here.
         assert relative(gradient, expected[name]) < 2e-7, name
 
 
@@ -73,7 +74,7 @@ def test_a_step_leaves_no_cycle_that_would_keep_its_memory(recompute: bool) -> N
 
 def test_one_microbatch_gives_the_bits_of_the_plain_model() -> None:
     model = gpt(**SMALL, dropout=0.2)
-    pipeline = stages(model, 3, DATA, accumulate="fp64")
+    pipeline = stages(model, 3, DATA, accumulate="fp32")
     run_step(pipeline, 0, 1)
     expected, _ = plain(model, weights(pipeline), DATA, 0, 1)
     for name, gradient in by_name(pipeline, [stage.take_gradients() for stage in pipeline]).items():
@@ -90,16 +91,15 @@ def test_fp32_accumulation_is_within_rounding_of_the_plain_sum() -> None:
         assert relative(gradient, expected[name]) < 5e-7, name
 
 
-@pytest.mark.parametrize("accumulate", ["strict", "strict32", "fp64"])
-def test_sums_are_the_same_bits_in_any_order_and_under_any_split(accumulate: str) -> None:
+def test_sums_are_the_same_bits_in_any_order_and_under_any_split() -> None:
     """A re-routed step sums in another order, over other hosts' buffers; the curve must not show it."""
     model = gpt(**SMALL, dropout=0.1)
     sums = []
     for order in [range(6), (5, 3, 1, 0, 2, 4)]:
-        pipeline = stages(model, 2, DATA, accumulate=accumulate)
+        pipeline = stages(model, 2, DATA)
         run_step(pipeline, 1, 6, order)
         sums.append([stage.take_gradients().float() for stage in pipeline])
-    hosts = [stages(model, 2, DATA, accumulate=accumulate) for _ in range(3)]
+    hosts = [stages(model, 2, DATA) for _ in range(3)]
     parts = [[0, 4], [5], [3, 1, 2]]
     for host, part in zip(hosts, parts, strict=True):
         for microbatch in part:
@@ -133,16 +133,15 @@ class _Rows:
         return x, y
 
 
-@pytest.mark.parametrize("accumulate", ["strict", "strict32"])
 @pytest.mark.parametrize("kind", ["gpt", "twice", "recompute"])
 def test_gradients_made_in_i_by_torch_or_by_us_have_the_bits_of_those_made_in_w(
-    kind: str, accumulate: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = _Rows() if kind == "twice" else DATA
     model = Model({"a": _Twice, "b": _Twice}, nn.functional.mse_loss) if kind == "twice" else gpt(**SMALL)
 
     def trained() -> tuple[Tensor, list[int], int]:
-        (stage,) = stages(model, 1, data, accumulate=accumulate, recompute=int(kind == "recompute"))
+        (stage,) = stages(model, 1, data, recompute=int(kind == "recompute"))
         for microbatch in range(3):
             stage.forward(1, microbatch)
             stage.input_grad(1, microbatch)
@@ -177,9 +176,8 @@ class _Across(nn.Module):
         return x + mixed + folded + thrice + self.frozen(x.view(4, 16, 8).transpose(0, 1)).reshape(64, 8)
 
 
-@pytest.mark.parametrize("accumulate", ["strict", "strict32"])
 @pytest.mark.parametrize("kind", ["gpt", "tied", "recompute", "across", "twice"])
-def test_one_stage_has_the_bits_of_two(kind: str, accumulate: str) -> None:
+def test_one_stage_has_the_bits_of_two(kind: str) -> None:
     """A task that is reshaped goes on with the bits it would have had."""
     across = {"across": _Across, "twice": _Twice}.get(kind)
     if across is None:
@@ -188,7 +186,7 @@ def test_one_stage_has_the_bits_of_two(kind: str, accumulate: str) -> None:
         data, model = _Rows(), Model({"a": across, "b": across}, nn.functional.mse_loss)
     found = []
     for count in (1, 2):
-        made = stages(model, count, data, accumulate=accumulate, recompute=int(kind == "recompute"))
+        made = stages(model, count, data, recompute=int(kind == "recompute"))
         run_step(made, 1, 3)
         found.append(by_name(made, [stage.take_gradients() for stage in made]))
     one, two = found
@@ -407,6 +405,24 @@ def test_a_layer_that_changes_its_buffer_on_real_data_is_named() -> None:
     stage = Stage(model, range(1), data=SameTensors(), device=CPU)
     with pytest.raises(UserError, match=r"^layer 'first' changes its buffer 'bias_of_router' in its forward"):
         stage.forward(1, 0)
+
+
+class SwitchesOff(nn.Linear):
+    def forward(self, value: Tensor) -> Tensor:
+        out = super().forward(value)
+        torch.set_grad_enabled(False)
+        return out
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_layer_that_switches_gradients_off_for_good_is_refused(count: int) -> None:
+    """A loop of torch raises in backward; here its stage was not trained any more, without a word."""
+    layers = {"first": partial(SwitchesOff, 4, 8), "second": partial(nn.Linear, 8, 1)}
+    model = Model(layers=layers, loss=nn.functional.mse_loss)
+    pipeline = stages(model, count, Regression(), seed=1)
+    with pytest.raises(UserError, match="switched gradients off and not on again"):
+        forward(pipeline, 1, 0)
+    assert torch.is_grad_enabled()
 
 
 def test_what_layers_and_loss_do_to_a_batch_is_not_done_to_the_data() -> None:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +105,45 @@ def test_a_state_spares_the_skipping(tmp_path: Path) -> None:
     assert first(data.batch(30, 0)) == 58
     assert again.begun[0] == 1
     data.close()
+
+
+class Augmented(Stateful):
+    """Draws with every batch, as augmentation does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 1000:
+            self.next += 1
+            yield {
+                "x": torch.tensor([self.next - 1]),
+                "noise": torch.cat([torch.rand(2), torch.tensor([random.random(), np.random.rand()])]),
+            }
+
+
+class Forgetful:
+    """The same without a state: it is read again from its beginning."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Augmented())
+
+
+@pytest.mark.parametrize("source", [Augmented, Forgetful])
+def test_what_a_stream_draws_is_what_it_would_have_drawn_without_a_death(tmp_path: Path, source: Any) -> None:
+    """The generators of a new reader began at the beginning: batches after a death were others."""
+
+    def noise(data: BufferedStream, step: int) -> list[list[float]]:
+        return [data.batch(step, m)["noise"].tolist() for m in (0, 1)]
+
+    whole = bound(tmp_path / "a", source)
+    expected = [noise(whole, step) for step in range(1, 16)]
+    whole.close()
+    data = bound(tmp_path / "b", source)
+    found = [noise(data, step) for step in range(1, 5)]
+    data.close()
+    data = bound(tmp_path / "b", source)
+    found += [noise(data, step) for step in range(5, 16)]
+    data.close()
+    assert found == expected
+    assert len({tuple(one) for step in expected for one in step}) == 30
 
 
 def test_the_buffer_is_bounded_and_says_how_far_it_goes_back(tmp_path: Path) -> None:

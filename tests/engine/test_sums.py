@@ -18,6 +18,7 @@ from everstep.engine.datasets.data import Synthetic
 from everstep.engine.layers import taken_over
 from everstep.engine.layers.gpt import gpt
 from everstep.engine.layers.model import Slot
+from everstep.engine.stage import weight_sums
 from everstep.engine.sums import grids, kernels, sum_units
 from everstep.engine.sums import sums as gradient_sums
 from everstep.engine.sums.device_sums import reciprocal
@@ -30,7 +31,6 @@ from everstep.engine.sums.sum_parts import (
 )
 from everstep.engine.sums.sums import GradientSums
 from everstep.errors import PeerError
-from everstep.schedule import footprint
 
 CPU = torch.device("cpu")
 SLOTS = {"small": Slot(0, (5,)), "matrix": Slot(64, (9, 8)), "lone": Slot(192, ())}
@@ -38,7 +38,7 @@ SIZE = 256
 WHOLE = slice(0, SIZE)
 COUNT = 13
 LIMITS = [-3, 0, 2]
-STRICT: list[grids.StrictKind] = ["strict", "strict40", "strict32"]
+STRICT: list[grids.StrictKind] = ["strict", "strict40"]
 KINDS = [(kind, late) for kind in STRICT for late in (False, True)]
 
 Contribution = tuple[torch.Tensor, ...]
@@ -291,7 +291,7 @@ def test_a_sum_is_the_sum_of_what_was_rounded_once(kind: str, late: bool) -> Non
                 unit = Fraction(2) ** made.grid.unit(made.limits[index], level)
                 totals = levels.setdefault(level, [Fraction(0)] * slot.size)
                 for i, value in enumerate(x.tolist()):
-                    totals[i] += _rounded(Fraction(value) / unit, away=kind != "strict32" and not late) * unit
+                    totals[i] += _rounded(Fraction(value) / unit, away=not late) * unit
             expected = [
                 # One after the other: from Python 3.12 on `sum` makes up for what floats lose.
                 reduce(operator.add, (float(levels[level][i]) for level in sorted(levels)), 0.0)
@@ -337,7 +337,7 @@ def test_no_single_number_depends_on_its_neighbours(
     assert torch.equal(total(values), total(random.Random(seed).sample(values, len(values))))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("strict", 40), ("strict40", 30), ("strict32", 20)])
+@pytest.mark.parametrize(("kind", "bits"), [("strict", 40), ("strict40", 30)])
 def test_sums_are_as_close_to_the_truth_as_their_bits_allow(kind: str, bits: int) -> None:
     contributions = [tuple(x.clamp(-1, 1) for x in one) for one in drawn(random.Random(3), wild=0)]
     found = added(sums(kind, late=False, limits=[1, 1, 1]), contributions).values()
@@ -371,7 +371,7 @@ def test_peaks_are_those_of_all_workers_and_a_tensor_without_any_has_none() -> N
     assert peaks_of([one.part(WHOLE), other.part(WHOLE)]) == [3, 0, grids.NO_PEAK]
 
 
-@pytest.mark.parametrize(("kind", "rise", "fall"), [("strict", 2, 2), ("strict40", 4, 1), ("strict32", 2, 2)])
+@pytest.mark.parametrize(("kind", "rise", "fall"), [("strict", 2, 2), ("strict40", 4, 1)])
 def test_limits_follow_the_peaks_a_few_bits_per_step(kind: grids.StrictKind, rise: int, fall: int) -> None:
     grid = grids.grid(kind, 64)
     limits = grids.Limits(["a", "b"], grid)
@@ -414,7 +414,7 @@ def test_how_many_contributions_are_added_at_once_does_not_show(
     assert torch.equal(pieces.flat, whole.flat)
 
 
-@pytest.mark.parametrize("kind", [*STRICT, "fp64", "fp32"])
+@pytest.mark.parametrize("kind", [*STRICT, "fp32"])
 def test_where_nothing_counts_there_is_no_mean(kind: str) -> None:
     """The step behind the last one only evaluates: on a GPU its sums ended the run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -453,7 +453,7 @@ def test_a_stretch_without_any_tensor_is_zeros(kind: str, late: bool) -> None:
 def test_only_integers_of_40_bits_are_sent_in_fewer_bytes_than_they_may_need() -> None:
     for kind, late in KINDS:
         made = sums(kind, late)
-        least = 4 if kind == "strict32" or (kind == "strict40" and late) else 8
+        least = 4 if kind == "strict40" and late else 8
         (sent,), told = made.sent(WHOLE, made.part(WHOLE))
         assert sent.nbytes == least * SIZE, kind
         assert sent.data_ptr() == made.flat.data_ptr(), "nothing is copied"
@@ -537,7 +537,7 @@ def test_a_peers_sums_that_do_not_belong_to_its_part_are_refused(kind: str, late
 
 def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
     """After deaths a worker may compute more than 63, and their sum may have more than 40 bits."""
-    for count in (footprint.MOST_SHORT - 1, footprint.MOST_SHORT, 2 * footprint.MOST_SHORT):
+    for count in (grids.MOST_SHORT - 1, grids.MOST_SHORT, 2 * grids.MOST_SHORT):
         made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
         made.begin(1, LIMITS)
         for _ in range(count):
@@ -553,16 +553,14 @@ def test_many_microbatches_of_one_worker_are_sent_whole() -> None:
         part = made.part(WHOLE)
         tensors, told = made.sent(WHOLE, part)
         _, high = tensors
-        assert high.dtype == (torch.int8 if count < footprint.MOST_SHORT else torch.int32)
+        assert high.dtype == (torch.int8 if count < grids.MOST_SHORT else torch.int32)
         came = made.arrived(WHOLE, tensors, part.peaks, told)
         assert came.high is not None
         assert torch.equal(joined(came.tensors[0], came.high), flat)
 
 
 @pytest.mark.parametrize("with_kernels", [False, True], ids=["", "kernels"])
-@pytest.mark.parametrize(
-    ("kind", "late"), [("fp32", False), ("strict32", False), ("strict32", True), ("strict40", True)]
-)
+@pytest.mark.parametrize(("kind", "late"), [("fp32", False), ("strict40", True)])
 def test_means_in_the_place_of_the_sums_have_the_same_bits(
     kind: str, late: bool, with_kernels: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -595,7 +593,7 @@ def test_means_in_the_place_of_the_sums_have_the_same_bits(
         assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "strict", "strict32", "strict40"])
+@pytest.mark.parametrize("kind", ["fp32", "strict", "strict40"])
 def test_sums_of_a_stage_without_parameters_are_never_means(kind: str) -> None:
     """No memory lies at one place with any other. A peer may ask for them after the sum."""
     made = GradientSums({}, 0, kind=kind, contributions=4, device=CPU)
@@ -613,13 +611,13 @@ def test_what_does_not_fit_is_taken_back_also_where_sums_become_longer(
     if with_kernels:
         request.getfixturevalue("kernel")
     fitting = -(2.0**-3) * (1 - 2**-24)
-    for at in range(footprint.MOST_SHORT - 3, footprint.MOST_SHORT + 2):
+    for at in range(grids.MOST_SHORT - 3, grids.MOST_SHORT + 2):
         made = GradientSums(SLOTS, SIZE, kind="strict40", contributions=200, device=CPU, late=True)
         made.begin(1, LIMITS)
-        for k in range(footprint.MOST_SHORT + 3):
+        for k in range(grids.MOST_SHORT + 3):
             made.add(0, lambda k=k, at=at: torch.full((5,), odd if k == at else fitting))
             made.added()
-        expected = (footprint.MOST_SHORT + 2) * round(fitting * 2.0**36)
+        expected = (grids.MOST_SHORT + 2) * round(fitting * 2.0**36)
         assert own(made)[:5].tolist() == [expected] * 5
 
 
@@ -670,7 +668,7 @@ def test_of_a_large_microbatch_little_is_held_for_the_check_after_its_w(
     data = Synthetic(vocab=64, sequence=16, rows=2, seed=3)
     found, left = [], []
     for most in (1 << 40, 1 << 14):
-        monkeypatch.setattr(footprint, "CHECKED", most)
+        monkeypatch.setattr(weight_sums, "CHECKED", most)
         (stage,) = stages(gpt(vocab=64, width=32, heads=4, hidden=48, depth=4), 1, data)
         slots, size = stage.slots, stage.size
         late = GradientSums(slots, size, kind="strict", contributions=256, device=CPU, late=True)

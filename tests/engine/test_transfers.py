@@ -18,7 +18,6 @@ from everstep.net.links import Address, LinkEvents, Links
 from everstep.net.transfers import ArrivingFills, ArrivingState, StateSender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
-from everstep.protocol.shape import Fold
 
 TOKEN = b"t" * 32
 NAMES = ("model/w", "adam/m", "adam/v")
@@ -62,7 +61,7 @@ def test_a_state_is_never_made_of_two_transfers(processes: tuple[Process, Proces
     name of their tensor alone: the joiner loaded a mixture of step 5 and step 8.
     """
     slow, good, target = processes
-    joiner = Joiner(Mailbox(Worker(0, 0), Fold(2), incarnation=1))
+    joiner = Joiner(Mailbox(Worker(0, 0), incarnation=1))
     arriving = ArrivingState(joiner.take_state)
     late, counts = StateTransfer(1, 5, 1, 1), StateTransfer(2, 8, 2, 1)
     send_state(good.links, target.links.address, counts, state(8))
@@ -81,7 +80,7 @@ def test_a_transfer_with_a_frame_lost_is_no_state_until_it_is_sent_again(
     processes: tuple[Process, Process, Process],
 ) -> None:
     source, _, target = processes
-    joiner = Joiner(Mailbox(Worker(0, 0), Fold(2), incarnation=1))
+    joiner = Joiner(Mailbox(Worker(0, 0), incarnation=1))
     arriving = ArrivingState(joiner.take_state)
     transfer = StateTransfer(1, 5, 1, 1)
     send_state(source.links, target.links.address, transfer, state(5))
@@ -95,6 +94,26 @@ def test_a_transfer_with_a_frame_lost_is_no_state_until_it_is_sent_again(
 
 MIB = 1 << 20
 WINDOW, REST, PIECE = 2 * MIB, 8 * MIB, MIB // 2
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_error_in_the_thread_that_copies_ends_the_worker(
+    processes: tuple[Process, Process, Process], monkeypatch: pytest.MonkeyPatch, filled: bool
+) -> None:
+    """It was lost, and the joiner waited for the end of the state for ever."""
+
+    def copy(self: object, piece: Tensor) -> Tensor:
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr("everstep.net.transfers._Host.copy", copy)
+    source, _, target = processes
+    sender = StateSender(source.links)
+    if filled:
+        sender.begin_fill(target.links.address, fill(0), Envelope(None), (torch.ones(4),))
+    else:
+        sender.begin(target.links.address, StateTransfer(1, 5, 1, 1), state(5))
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        sender.settle()
 
 
 class SlowJoiner(Process):
@@ -146,7 +165,7 @@ def test_a_large_state_for_a_slow_joiner_takes_bounded_memory_and_is_that_of_one
         sender.settle()
         for tensor in live.values():
             tensor.fill_(-1.0)  # the next update
-        arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), Fold(2), incarnation=1)).take_state)
+        arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state)
         found = None
         while found is None:
             found = arriving.take(joiner.events.get(timeout=60))
@@ -191,7 +210,7 @@ def test_pieces_go_to_their_place_and_others_are_kept() -> None:
         sender.begin(target.links.address, transfer, live)
         sender.settle()
         arriving = ArrivingState(
-            Joiner(Mailbox(Worker(0, 0), Fold(2), incarnation=1)).take_state,
+            Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state,
             lambda name, shape, dtype: home if name == "model/w" else None,
         )
         found = None
@@ -315,7 +334,7 @@ def test_pieces_of_a_chunk_that_do_not_fit_are_refused_and_those_of_an_older_sta
 )
 def test_pieces_of_a_state_that_cannot_be_are_refused_before_memory_is_taken(bad: StatePiece | None) -> None:
     """A shape of 2^50 elements ended the joining worker."""
-    arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), Fold(2), incarnation=1)).take_state)
+    arriving = ArrivingState(Joiner(Mailbox(Worker(0, 0), incarnation=1)).take_state)
     envelope = Envelope(StateTransfer(1, 5, 1, 1), piece=bad)
     with pytest.raises(PeerError):
         arriving.take(frames.Incoming.whole(FrameKind.STATE, envelope, (torch.ones(4),)))

@@ -2,18 +2,13 @@
 
 import tomllib
 
-import numpy as np
 import pytest
 
 from everstep.errors import UserError
-from everstep.fabric import Flow, allocate, clos
+from everstep.fabric import Flow, clos
 from everstep.fabric.catalogue import Catalogue, Tuple4
 from everstep.fabric.discovery import PathTrace, topology_of
 from everstep.fabric.document import topology_document, topology_from
-from everstep_lab.fabric import picture
-from everstep_lab.fabric.policies import ecmp
-from everstep_lab.fabric.roce import plan_file
-from everstep_lab.fabric.traffic_task import tasks_from
 
 LAB = """
 [fabric]
@@ -63,11 +58,6 @@ def test_a_fabric_file_says_what_is_connected_and_comes_back_as_it_was() -> None
     [
         ('leaf = "l1", gbps', 'leaf = "l9", gbps', r"h1: its port names leaf 'l9', which is not a leaf"),
         ("gbps = 0.1, address", "gbps = -1, address", r"h1: gbps of NIC 0 must be more than 0"),
-        ("gradient_bytes = 1e6\n", "", r"task t: gradient_bytes is missing"),
-        ("gradient_bytes = 1e6", 'gradient_bytes = "x"', r"gradient_bytes of task t: 'x' is not a number"),
-        ('"h2:0"', '"h7"', r"task t: worker 'h7' is on no node of fabric lab"),
-        ('"h2:0"', '"h2:3"', r"h2 has NICs 0 to 0"),
-        ('["h1", "h2:0"]', '["h1"]', r"task t: no place for replica 1, stage 0"),
         (
             'spine = "s1"\ngbps = 0.1',
             'spine = "s5"\ngbps = 0.1',
@@ -81,7 +71,7 @@ def test_a_mistake_in_the_file_is_one_sentence_that_names_it(was, becomes, sente
     assert was in LAB
     document = tomllib.loads(LAB.replace(was, becomes, 1))
     with pytest.raises(UserError, match=sentence):
-        tasks_from(document, topology_from(document))
+        topology_from(document)
 
 
 def test_three_leaves_traced_from_every_side_are_one_fabric() -> None:
@@ -138,32 +128,3 @@ def crossing(spines: int = 4) -> tuple:
         for n in range(4)
     ]
     return topology, flows
-
-
-def test_the_picture_shows_a_crowd_before_and_a_level_line_after() -> None:
-    topology, flows = crossing()
-    before = ecmp(topology, flows, np.random.default_rng(1))
-    text = picture.text([("hashed", before), ("planned", allocate(topology, flows))])
-    first, second = text.split("\n\n")
-    assert "█" in first
-    up = second.splitlines()[2].split()[1]
-    assert len(set(up)) == 1
-    assert len(up) == 4
-    drawing = picture.svg([("a < b", before)])
-    assert drawing.count("<line") == 8
-    assert "a &lt; b" in drawing
-
-
-def test_the_rdma_plan_says_that_it_is_untested_and_has_a_row_for_each_queue_pair() -> None:
-    topology = topology_from(tomllib.loads(LAB))
-    flows = [
-        Flow(name=f"f{n}", task="t", phase="p", group="g", source=("h1", 0), target=("h2", 0), bytes=1e9)
-        for n in range(2)
-    ]
-    catalogue = Catalogue()
-    key = Tuple4(protocol="udp", source="10.1.1.2", target="10.1.2.2", target_port=4791)
-    catalogue.learn(key, {50000: ("10.11.1.2", "10.12.1.1")}, now_s=0.0)
-    document = plan_file(allocate(topology, flows), catalogue, 0.0)
-    assert document["untested"].startswith("Untested")
-    assert [row["udp_source_port"] for row in document["queue_pairs"]] == [50000, None]
-    assert document["environment"]["NCCL_IB_QPS_PER_CONNECTION"] == "2"

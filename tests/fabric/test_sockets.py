@@ -3,8 +3,6 @@
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -180,27 +178,3 @@ def test_a_message_sent_between_a_break_and_its_notice_does_not_hide_the_break()
     finally:
         sender.stop()
         receiver.stop()
-
-
-STRANGER = """
-import socket, sys
-from harness.intercept import Interceptor
-server = socket.create_server(("127.0.0.1", 0))
-target = server.getsockname()[1]
-wanted = int(sys.argv[1])
-interceptor = Interceptor(lambda host, port: ("127.0.0.1", wanted) if port == target else None)
-interceptor.install()
-print(socket.create_connection(("127.0.0.1", target)).getsockname()[1])
-print(interceptor.steered == [("127.0.0.1", target, wanted)])
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is Linux's")
-def test_a_connect_of_code_that_knows_nothing_gets_the_planned_source_port() -> None:
-    (wanted,) = free_ports(1)
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(wanted)], capture_output=True, text=True, timeout=60, check=False
-    )
-    if "cannot be steered" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.stdout.split() == [str(wanted), "True"], done.stderr

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.main import run as everstep
 from everstep.errors import UserError
 from everstep_lab.study import readers
 from everstep_lab.study.failures import Seen, Trace
 from everstep_lab.study.request import Request
-from everstep_lab.study.slurm_events import expand
 from everstep_lab.study.study import run_study
 
 INFINITEHBD = Path(__file__).parents[2].parent / "shared" / "data" / "traces" / "infinitehbd.json"
@@ -89,36 +87,6 @@ JOBS = """JobID|State|Start|End|NodeList|FailedNode
 """
 
 
-def test_slurms_node_events_are_outages() -> None:
-    trace = read(EVENTS)
-    assert trace.horizon_s == 2 * 86_400
-    assert [(f.at_s / 3600, f.node, f.repair_s / 3600, f.cause) for f in trace.failures] == [
-        (6.0, 1, 2.0, "Not responding"),
-        (24.0, 0, math.inf, "Xid 79"),
-        (24.0, 2, math.inf, "Xid 79"),
-    ]
-    assert not trace.spot
-
-
-def test_jobs_that_lost_a_node_name_it_and_the_next_job_on_it_ends_the_outage() -> None:
-    trace = read(JOBS)
-    assert [(f.at_s / 3600, f.node, f.repair_s / 3600) for f in trace.failures] == [
-        (10.0, 1, 4.0),
-        (20.0, 0, math.inf),
-    ]
-    assert Request(trace="jobs", text=JOBS, nodes=16).traces()[0].nodes == 16
-    with pytest.raises(UserError, match="names 3; give at least those"):
-        Request(trace="jobs", text=JOBS, nodes=2).traces()
-
-
-def test_lists_of_nodes() -> None:
-    assert expand("gpu[08-10,3]-ib,login", "x") == ["gpu08-ib", "gpu09-ib", "gpu10-ib", "gpu3-ib", "login"]
-    assert expand("None assigned", "x") == []
-    for wrong in ("gpu[1-x]", "gpu[1", "a[0-99999999]"):
-        with pytest.raises(UserError):
-            expand(wrong, "line 7")
-
-
 SEGMENTS = """# made up
 [0, "add", {"nodes": ["n0", "n1", "n2"], "duration": 60000, "liveput_truth_strategy": [1, 3]}]
 [60000, "no-op", {"nodes": [], "duration": 60000}]
@@ -170,23 +138,6 @@ def test_infinitehbd_is_read_whole() -> None:
     assert away == pytest.approx(9.2, abs=0.2), "nodes away on average"
 
 
-def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> None:
-    with pytest.raises(UserError) as caught:
-        read("when;what\n1;2\n")
-    for words in (
-        "add,node7",
-        "2021-12-11, 11:11:30",
-        "time,up",
-        "gap_seconds",
-        "sacctmgr",
-        "sacct -P",
-        "SN,",
-        '"add", {"nodes"',
-        "fault_start",
-    ):
-        assert words in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -197,7 +148,6 @@ def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> No
         ("0,4\n10,-1\n", "below 0"),
         ("0,4\nnan,1\n", "line 2"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds is 0"),
-        ("JobID|State|Start|End|NodeList\n1|NODE_FAIL|x|y|a\n", "line 2: Start is 'x'"),
         ('[0, "add", {"nodes": ["a"]}]\n[5, "take", {"nodes": ["a"]}]\n', "line 2 is not of the form"),
         ('[0, "add", {"nodes": ["a"]}]\n[5, "remove"]\n', "line 2"),
         ('[0, "add", {"nodes": ["a"]}]\n[5, "remove", {"nodes": 3}]\n', "line 2"),
@@ -214,7 +164,6 @@ def test_a_file_of_no_form_is_refused_by_a_sentence_that_names_all_forms() -> No
             ),
             "entry 1",
         ),
-        ("NodeName|TimeStart\na|2024-05-01T00:00:00\n", None),
     ],
 )
 def test_a_wrong_line_is_named(text: str, says: str | None) -> None:
@@ -223,17 +172,6 @@ def test_a_wrong_line_is_named(text: str, says: str | None) -> None:
         return
     with pytest.raises(UserError, match=says):
         read(text)
-
-
-def test_a_market_that_takes_everything_and_gives_it_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No policy, the planner's among them, trips over a cluster without a node."""
-    path = tmp_path / "log.txt"
-    path.write_text("0,4\n4000,0\n8000,4\n12000,2\n16000,0\n20000,4\n30000,4\n")
-    assert everstep(["simulate", "--trace", str(path), "--seeds", "1", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["policies"]
-    assert all(0 < row["share_of_healthy"] < 1 for name, row in rows.items() if name != "megatron")
 
 
 def test_a_state_is_on_disk_alone_once_no_node_is_left() -> None:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from everstep.plan import reroute
 from everstep.plan.curve import from_table
 from everstep.plan.holes import ratio, with_holes
 from everstep.plan.pipeline_orders import RESCHEDULED
-from everstep_lab.study import churn, readers, sources
+from everstep_lab.study import readers, sources
 from everstep_lab.study.failures import CAUSES, Failure, Seen, Trace
 from everstep_lab.study.life import StudyTask
-from everstep_lab.study.markets import market
 from everstep_lab.study.policies import concave_hull
 from everstep_lab.study.request import Request, from_document
 from everstep_lab.study.setting import _curve
@@ -267,9 +265,6 @@ def test_a_wrong_study_file_is_told_in_one_sentence(document: dict, says: str) -
         "simulate --trace poisson --rate -1",
         "simulate --checkpoint-minutes nan",
         "simulate --repair-hours 1:inf",
-        "simulate --plot missing/folder/life.svg",  # was a traceback, after the whole study
-        "sim storm --seeds 9:3",
-        "sim storm --seeds 0:9 --transcript",
     ],
 )
 def test_wrong_flags_end_with_code_2_and_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,32 +298,9 @@ def test_a_damaged_trace_is_told_in_one_sentence(
     assert says in capsys.readouterr().err
 
 
-def test_a_storm_by_command_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert everstep(["sim", "storm", "--seeds", "0:5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["passed"], found["failed"]) == (5, [])
-
-
 def share_of_ideal(kind: str, days: float, *names: str) -> dict[str, float]:
     results = earned(Request(trace=kind, seeds=1, days=days, tasks=("gpt3-1.3b",)), *names, "ideal")
     return {name: results[name].accumulated_waf / results["ideal"].accumulated_waf for name in names}
-
-
-@pytest.mark.parametrize("kind", ["churn-minutes", "churn-diurnal"])
-def test_on_churn_ours_is_above_those_who_have_one_of_its_means(kind: str) -> None:
-    """It lost to re-routing alone: a newcomer stayed idle unless it made a shape whole."""
-    got = share_of_ideal(kind, 0.25, "recycle", "unicron", "everstep")
-    assert got["everstep"] > max(got["recycle"], got["unicron"]) + 0.01
-
-
-def test_every_kind_of_churn_is_the_same_for_the_same_seed() -> None:
-    for kind in churn.KINDS:
-        trace = churn.churn(kind, 3, days=1.0)
-        assert trace == churn.churn(kind, 3, days=1.0)
-        assert trace != churn.churn(kind, 4, days=1.0)
-        assert trace.spot
-        assert trace.failures
-        assert trace.nodes == churn.NODES
 
 
 def test_nodes_that_join_at_once_are_one_change() -> None:
@@ -342,19 +314,6 @@ def test_nodes_that_join_at_once_are_one_change() -> None:
     assert task.stalls == [("transition", 4.0), ("transition", 2.0)]
 
 
-def test_a_picture_has_a_strip_per_policy_and_no_clipped_label(tmp_path: Path) -> None:
-    path = tmp_path / "life.svg"
-    flags = "--trace churn-drought --days 0.5 --seeds 1 --nodes 8 --policies oobleck,everstep,ideal"
-    assert everstep(["simulate", *flags.split(), "--plot", str(path)]) == 0
-    picture = path.read_text()
-    width = re.search(r'width="([\d.]+)pt"', picture)
-    assert width is not None
-    for name in ("oobleck", "everstep", "ideal"):
-        at = re.findall(rf'<text[^>]* x="([-\d.]+)"[^>]*>{name}</text>', picture)
-        assert len(at) == 2, "once beside its strip, once beside its bar"
-        assert all(4 * len(name) < float(x) < float(width[1]) for x in at), "they end there"
-
-
 def test_more_than_100_per_cent_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", "trace-b", "--seeds", "1", "--policies"]
     assert everstep(["simulate", *flags, "ideal"]) == 0
@@ -363,36 +322,12 @@ def test_more_than_100_per_cent_gets_a_sentence(capsys: pytest.CaptureFixture[st
     assert "More than 100 %" not in capsys.readouterr().out
 
 
-def test_who_is_charged_earns_no_more_than_idealised() -> None:
-    names = ("varuna", "bamboo", "oobleck", "recycle")
-    request = Request(trace="churn-bursts", seeds=1, days=0.1, tasks=("gpt3-7b",))
-    got = earned(request, *names, *(f"{name}-idealised" for name in names))
-    for name in names:
-        assert got[name].accumulated_waf < got[f"{name}-idealised"].accumulated_waf, name
-
-
 def test_pipelines_reduce_once_per_step_whatever_their_number_of_microbatches() -> None:
     """They were as fast as in the nearest whole shape, with its many microbatches to share one reduction."""
     table = from_table([0.0, 0, 0, 0, 8.0], stages=1, batch=16)
     cut = replace(table.cuts[0], per_step=np.full(5, 0.5))
     # Four workers: 2 s a step, one for 4 sequences each, one to reduce. Three: ceil(16 / 3) = 6 sequences.
     assert by_templates(replace(table, cuts=(cut,)), 3) == pytest.approx(8.0 / (6 / 4 * 0.5 + 0.5))
-
-
-@pytest.mark.parametrize("kind", ["churn-hours", "churn-slow-refill", "churn-diurnal"])
-def test_where_losses_are_rare_ours_is_not_behind_pipelines_of_two_depths(kind: str) -> None:
-    """It was, by up to 3 %: a task with empty places was charged its reduction once per microbatch."""
-    got = share_of_ideal(kind, 0.5, "oobleck", "everstep")
-    assert got["everstep"] > got["oobleck"] * 0.99
-
-
-def test_markets_in_three_forms_are_read_and_begin_with_their_first_row() -> None:
-    for name in ("seldom", "random-walk", "waves"):
-        text = market(name, 3, days=0.5)
-        assert text == market(name, 3, days=0.5) != market(name, 4, days=0.5)
-        trace = Request(trace=name, text=text, seeds=1).traces()[0]
-        assert 0 < trace.horizon_s <= 0.5 * 86_400
-        assert trace.nodes - len(trace.absent) > 8
 
 
 def test_pipelines_of_two_depths_share_a_batch_in_whole_microbatches() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.engine.datasets.data import Synthetic
-from everstep.net.pipe_wire import PipeWire
+from harness.transports import PipeWire, use_pipe
 
 
 class Data:
@@ -15,6 +15,7 @@ class Data:
     """
 
     def __init__(self, step: int, folder: str) -> None:
+        use_pipe()
         self._data = Synthetic(vocab=256, sequence=32, rows=2)
         self._step, self._folder = step, Path(folder)
         self._goes_on = threading.Event()

@@ -1,6 +1,6 @@
 """A LightningModule of plain parts, trained by everstep.fit or by Lightning's own Trainer: losses as JSON.
 
-python lit.py OUT              by workers, replicas and stages as the flags say
+python lit.py OUT              by two replicas
 python lit.py OUT --plain      by lightning.Trainer in one process, the same batches, in the same order
 """
 
@@ -21,8 +21,6 @@ from everstep.engine.prepare.context import current_worker
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--plain", action="store_true")
-parser.add_argument("--stages", type=int, default=2)
-parser.add_argument("--whole", action="store_true", help="do not cut it")
 parser.add_argument("--dropout", type=float, default=0.0)
 options = parser.parse_args()
 STEPS, REPLICAS, MICROBATCHES = 6, 2, 2
@@ -109,9 +107,7 @@ else:
         model,
         loader,
         loader,
-        layers=None if options.whole else "blocks",
         replicas=REPLICAS,
-        stages=options.stages,
         microbatches=MICROBATCHES,
         steps=STEPS,
         clip=0.2,

@@ -126,6 +126,22 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tensorboard_reads_back_what_was_logged_also_by_a_later_start(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed_from, steps in ((0, (1, 2)), (2, (3,))):
+        told = watcher([everstep.TensorBoardLog(tmp_path / "runs")], tmp_path, resumed_from=resumed_from)
+        told._begin(SimpleNamespace(outcome=Outcome(resumed_from=resumed_from)))
+        for step in steps:
+            told("step", row(step, loss=1 / step))
+        told("evaluation", (steps[-1], {"accuracy": 0.5}))
+        told.end(None)
+    found = events.EventAccumulator(str(tmp_path / "runs"))
+    found.Reload()
+    losses = [(one.step, pytest.approx(one.value)) for one in found.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert [one.step for one in found.Scalars("eval/accuracy")] == [2, 3]
+
+
 def test_wandb_gets_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)

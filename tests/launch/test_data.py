@@ -16,7 +16,7 @@ from everstep.launch.local.run import LocalNode, LocalTask
 from everstep.node.fork_server import ForkServer
 from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
-from harness.counted_rows import ROWS, elements
+from tests.launch.counted_rows import ROWS, elements
 
 JOB = Job(
     model=ModelSpec(build="counted_rows:model"),
@@ -26,7 +26,7 @@ JOB = Job(
     replicas=2,
     stages=2,
     microbatches=3,
-    base=str(Path(__file__).parents[2] / "harness"),
+    base=str(Path(__file__).parent),
 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import ipaddress
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import everstep
 from everstep.cli import torchrun
 from everstep.cli.main import command_tree
 
@@ -50,13 +52,78 @@ def check_options(command: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
-def test_the_options_are_ours_and_the_token_comes_from_a_secret(kind: str) -> None:
+def test_the_options_are_ours(kind: str) -> None:
     (container,) = the(kind)["spec"]["template"]["spec"]["containers"]
     program, command, *words = container["args"]
     assert program == "everstep"
     check_options(command, words)
-    token = next(e for e in container["env"] if e["name"] == "EVERSTEP_TOKEN")
-    assert "secretKeyRef" in token["valueFrom"]
+
+
+def secrets_of(container: dict[str, Any], pod: dict[str, Any]) -> set[str]:
+    """The secrets that processes of this container can read."""
+    volumes = {one["name"]: one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one}
+    mounted = {volumes[one["name"]] for one in container.get("volumeMounts", ()) if one["name"] in volumes}
+    values = [one.get("valueFrom", {}).get("secretKeyRef") for one in container.get("env", ())]
+    return mounted | {value["name"] for value in values if value}
+
+
+def test_the_token_of_an_admin_is_the_coordinators_alone() -> None:
+    """Every agent had it, and workers run beside their agent: any job could have ended all others."""
+    pod = the("StatefulSet")["spec"]["template"]["spec"]
+    (coordinator,) = pod["containers"]
+    assert secrets_of(coordinator, pod) == {"everstep-admin", "everstep-tls"}
+    pod = the("DaemonSet")["spec"]["template"]["spec"]
+    (agent,), (first,) = pod["containers"], pod["initContainers"]
+    assert secrets_of(agent, pod) == {"everstep-ca"}
+    assert secrets_of(first, pod) == {"everstep-nodes"}
+    node = next(
+        one["valueFrom"]["fieldRef"]["fieldPath"] for one in first["env"] if one["name"] == "NODE_NAME"
+    )
+    *_, source, target = first["command"]
+    assert (node, source) == ("spec.nodeName", "/tokens/$(NODE_NAME).token")
+    words = agent["args"]
+    assert words[words.index("--token-file") + 1] == target
+    assert words[words.index("--node") + 1] == "$(NODE_NAME)"
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
+def test_secrets_are_copied_so_that_their_user_alone_can_read_them(kind: str) -> None:
+    """What our commands refuse otherwise; and it is the same user that copies and reads."""
+    pod = the(kind)["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 1000
+    (first,) = pod["initContainers"]
+    assert first["command"][:3] == ["install", "-m", "600"]
+    for container in (first, *pod["containers"]):
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["image"].rpartition(":")[2] == everstep.__version__
+
+
+def test_the_policy_says_who_may_reach_the_coordinator() -> None:
+    """Without `from` it allowed everybody, which is what there is without a policy."""
+    policy = the("NetworkPolicy")["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= the("StatefulSet")["metadata"]["labels"].items()
+    for rule in policy["ingress"]:
+        assert rule["ports"] == [{"port": 7077, "protocol": "TCP"}]
+        assert rule["from"]
+        assert all(peer for peer in rule["from"])
+        blocks = [peer["ipBlock"]["cidr"] for peer in rule["from"] if "ipBlock" in peer]
+        assert blocks, "agents use the network of their hosts: selectors of pods do not match them"
+        assert all(ipaddress.ip_network(block).prefixlen >= 16 for block in blocks)
+
+
+@pytest.mark.parametrize("file", ["jobset.yaml", "kubeflow.yaml", "skypilot.yaml"])
+def test_a_run_has_a_secret_that_nobody_can_derive(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    (document,) = yaml.safe_load_all(text)
+    assert "openssl rand -hex 32" in text, "how it is made"
+    if file == "skypilot.yaml":
+        assert document["secrets"] == {"EVERSTEP_TOKEN": None}, "its own command line must give it"
+        return
+    spec = document["spec"] if file == "jobset.yaml" else document["spec"]["template"]["spec"]
+    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (token,) = [one for one in pod["containers"][0]["env"] if one["name"] == "EVERSTEP_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "everstep-run", "key": "token"}
+    assert "create secret generic everstep-run --from-literal=token=" in text
 
 
 @pytest.mark.parametrize("name", ["coordinator", "agent"])
@@ -112,4 +179,6 @@ def test_the_command_of_a_script_is_one_that_torchrun_would_take(file: str) -> N
 
 def test_skypilot_reads_its_file() -> None:
     sky = pytest.importorskip("sky", reason="pip install skypilot")
-    assert sky.Task.from_yaml(str(DEPLOY / "skypilot.yaml")).num_nodes == 2
+    config = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    config["secrets"] = {"EVERSTEP_TOKEN": "given by --secret"}
+    assert sky.Task.from_yaml_config(config).num_nodes == 2

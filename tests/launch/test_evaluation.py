@@ -20,7 +20,7 @@ from everstep.node.fork_server import ForkServer
 from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 from everstep.store.folder import open_step
-from harness.evaluated_model import Data, error, model
+from tests.launch.evaluated_model import Data, error, model
 
 JOB = Job(
     model=ModelSpec(build="evaluated_model:model"),
@@ -36,7 +36,7 @@ JOB = Job(
     replicas=2,
     stages=2,
     microbatches=3,
-    base=str(Path(__file__).parents[2] / "harness"),
+    base=str(Path(__file__).parent),
 )
 
 
@@ -155,6 +155,7 @@ class Told:
 
     def on_checkpoint(self, step: int, folder: str) -> None:
         self.checkpoints.append(step)
+        assert Path(folder, "index.json").is_file(), "the folder of that step"
 
     def on_incident(self, incident: dict[str, Any]) -> None:
         self.incidents += 1

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from everstep.core.faults.kinds import ErrorKind
 from everstep.protocol.incidents import Incident
+from harness.planted import Planted, planted_in
 from harness.sweep import Sweep, compare, points
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
@@ -42,10 +44,11 @@ def kinds(incidents: list[Incident]) -> list[str]:
     ],
 )
 def test_a_failure_of_the_gpu_ends_its_worker_and_a_replacement_joins(
-    sweep: Sweep, how: str, kind: ErrorKind
+    sweep: Sweep, tmp_path: Path, how: str, kind: ErrorKind
 ) -> None:
     job = replace(sweep.job, replicas=2, stages=1, steps=12)
     clean = sweep.run(job, ())
-    outcome = sweep.run(job, (f"stage=0,replica=1,step=6,op=F1,how={how}",))
+    fault = Planted(what=how, replica=1, stage=0, step=6, microbatch=1)
+    outcome = sweep.run(planted_in(job, tmp_path, fault), ())
     assert kinds(outcome.incidents) == [kind]
     assert compare(clean, outcome, job)["ok"]

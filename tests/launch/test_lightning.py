@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import everstep
 from everstep.drive.step_rows import means
 from everstep.engine.layers.model import in_training
-from everstep.engine.lightning.cut import StepOfStage, parts_of
 from everstep.engine.lightning.hooks import StepCalls, loss_of
-from everstep.engine.lightning.model import LightningProgram
+from everstep.engine.lightning.model import LightningProgram, WholeStep
 from everstep.engine.lightning.module_optimizers import optimizer_here, rate_from
 from everstep.engine.stage.evaluation import added, score
 from everstep.errors import UserError
@@ -57,14 +56,10 @@ def trained(path: Path, *arguments: str, kill: str | None = None) -> tuple[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [(), ("--whole", "--stages", "1")], ids=["2 stages", "whole"])
-def test_a_module_trains_as_with_lightnings_trainer_and_a_kill_changes_no_bit(
-    tmp_path: Path, cut: Any
-) -> None:
-    stage = "0" if cut else "1"
+def test_a_module_trains_as_with_lightnings_trainer_and_a_kill_changes_no_bit(tmp_path: Path) -> None:
     plain, theirs = trained(tmp_path / "plain", "--plain")
-    clean, ours = trained(tmp_path / "clean", *cut)
-    killed, healed = trained(tmp_path / "killed", *cut, kill=f"stage={stage},replica=0,step=3,op=F1")
+    clean, ours = trained(tmp_path / "clean")
+    killed, healed = trained(tmp_path / "killed", kill="stage=0,replica=0,step=3,op=F1")
     assert clean["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert clean["scores"]["val_loss"] == pytest.approx(plain["scores"]["val_loss"], rel=1e-5)
     assert clean["scores"]["hits"] == pytest.approx(plain["scores"]["hits"], abs=1e-6)
@@ -86,11 +81,6 @@ def test_a_module_trains_as_with_lightnings_trainer_and_a_kill_changes_no_bit(
             "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
         ),
         (
-            lambda lit: lit.Normed(lambda: nn.BatchNorm1d(8)),
-            {"stages": 2, "layers": "blocks"},
-            "layer 'Normed' keeps running statistics (BatchNorm1d in blocks.0)",
-        ),
-        (
             lambda lit: lit.Normed(lit.spectral),
             {},
             "layer 'Normed' changes its buffer 'blocks.0.parametrizations.weight.0._u'",
@@ -102,15 +92,9 @@ def test_a_module_trains_as_with_lightnings_trainer_and_a_kill_changes_no_bit(
         (lambda lit: lit.Plateau(), {}, "ReduceLROnPlateau, which follows a metric and not the step"),
         (lambda lit: lit.Several(), {}, "gives several optimizers"),
         (
-            lambda lit: lit.Small(outside=True),
-            {"stages": 2, "layers": "blocks"},
-            "a residual that is added outside of it",
-        ),
-        (lambda lit: lit.Small(), {"stages": 2}, "name its row of layers"),
-        (
             lambda lit: lit.Small(),
-            {"stages": 2, "layers": "block"},
-            "has no row of layers under this name; it has blocks",
+            {"stages": 2},
+            "stages is not an argument of everstep.fit; here it is 1: a module is trained whole",
         ),
         (lambda lit: lit.Small(), {"epochs": 2}, "needs steps or epochs, one of them"),
         (
@@ -154,20 +138,18 @@ def test_a_cycle_of_the_rate_alone_leaves_the_momentum_as_it_was_given(lit: Any)
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_frozen_parts_in_eval_stay_there_in_every_stage_and_in_the_launcher(lit: Any) -> None:
+def test_frozen_parts_in_eval_stay_there_on_workers_and_in_the_launcher(lit: Any) -> None:
     module = lit.Small()
     module.blocks[0].requires_grad_(False).eval()
     with _tried(module):
-        parts = parts_of(module, "blocks", lambda: module.training_step(torch.ones(2, 4), 0))
-        program = LightningProgram(module, Path("unused"), parts, 4)
-        names, model = parts.names, program.model()
-        modules = [in_training(copy.deepcopy(module.get_submodule(name))) for name in names]
-        stage = StepOfStage(copy.deepcopy(module), parts, range(len(names)), modules, torch.device("cpu"), 4)
-        modes = [part.training for part in stage.frame.blocks]
+        program = LightningProgram(module, Path("unused"), 4)
+        whole = in_training(copy.deepcopy(module))
+        step = WholeStep(whole, torch.device("cpu"), 4)
+        modes = [part.training for part in whole.blocks]
         assert modes == [False, True]
-        stage({"batch": torch.ones(2, 4)}, lambda index, function, *args, **kwargs: function(*args, **kwargs))
-        assert [part.training for part in stage.frame.blocks] == modes
-    assert list(model.layers) == list(names)
+        step({"batch": torch.ones(2, 4)}, lambda index, function, *args, **kwargs: function(*args, **kwargs))
+        assert [part.training for part in whole.blocks] == modes
+    assert list(program.model().layers) == ["module"]
     assert [part.training for part in module.blocks] == modes
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from everstep.node.fork_server import ForkServer
-from harness import foreign_optimizers
-from harness.optimizer_runs import compared, job_of
 from harness.sweep import Sweep
+from tests.launch import foreign_optimizers
+from tests.launch.optimizer_runs import compared, job_of
 
 TOYS = Path(__file__).parents[1] / "engine"
 EQUAL = {"clean": 0.0, "healed": 0.0, "resumed": 0.0}

@@ -652,7 +652,7 @@ found = everstep.restore()
 print("from", found and (found.step, found.state["w"].item()), flush=True)
 import torch
 if life == 0:
-    everstep.snapshot({"w": torch.tensor(7.5)}, 3)
+    everstep.snapshot(3, lambda: {"w": torch.tensor(7.5)})
     everstep.ranks.snapshots._writing.join()
     while not [f for _, _, files in os.walk("kept") for f in files if f.endswith(".pt")]: time.sleep(0.01)
     os.kill(os.getpid(), 9)
@@ -660,6 +660,7 @@ if life == 0:
         ranks=1,
         preload=("torch",),
         snapshots="kept",
+        copy_every=1,
     )
     assert told.ran.code == 0
     assert told.file(1, 0, "stdout.log") == "from (3, 7.5)\n"

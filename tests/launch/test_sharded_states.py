@@ -47,8 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": replace(SHARDED, clip=0.05)},
     "an average of the weights": {"optimizer": replace(SHARDED, ema=0.9)},
     "bf16": {"precision": "bf16"},
-    "sums in 31 bits": {"accumulate": "strict32", "precision": "bf16"},
-    "sums in fp64, odd sizes": {**ODD, "accumulate": "fp64"},
+    "sums of 40 bits": {"precision": "bf16"},
+    "odd sizes": ODD,
     "recompute": {"recompute": True, "optimizer": replace(SHARDED, name="SGD", options={"momentum": 0.9})},
     "two replicas": {"replicas": 2, "microbatches": 6},
 }

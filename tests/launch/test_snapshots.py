@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import socket
@@ -27,7 +28,7 @@ class Line:
     """A rank's line that keeps what is said."""
 
     def __init__(self, folder: Path) -> None:
-        self.snapshots, self.restore_step = folder, None
+        self.snapshots, self.restore_step, self.copy_every = folder, None, 1
         self.said: list[dict[str, Any]] = []
 
     def say(self, **message: Any) -> None:
@@ -38,7 +39,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, world: int
     line = Line(folder)
     monkeypatch.setattr(rank_line, "current", line)
     monkeypatch.setattr(snapshots, "_writing", None)
-    monkeypatch.setattr(snapshots, "_compared", False)
+    monkeypatch.setattr(snapshots, "_snapshots", 0)
     monkeypatch.setattr(snapshots, "_last", None)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -60,7 +61,7 @@ def test_a_state_comes_back_as_it_was_whatever_happens_to_it_afterwards(
     state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "epoch": 3, "name": "x"}
     kept = {key: value.clone() for key, value in model.state_dict().items()}
     line = as_rank(monkeypatch, tmp_path, 0, 2)
-    everstep.snapshot(state, 7)
+    everstep.snapshot(7, lambda: state)
     with torch.no_grad():
         model.weight.zero_()
     written()
@@ -79,7 +80,7 @@ def test_other_ranks_hand_over_only_what_rank_0_does_not_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     line = as_rank(monkeypatch, tmp_path, 1, 2)
-    everstep.snapshot({"w": torch.ones(2)}, 7)
+    everstep.snapshot(7, lambda: {"w": torch.ones(2)})
     assert line.said == [{"kind": "snapshot", "step": 7, "name": ""}]
 
 
@@ -96,7 +97,7 @@ def test_shards_of_any_number_of_ranks_become_whole_tensors(
     monkeypatch.setattr(snapshots, "_staged", staged)
     for rank in range(3):
         line = as_rank(monkeypatch, tmp_path, rank, 3)
-        everstep.snapshot({}, 4)
+        everstep.snapshot(4, lambda: {})
         written()
     line.restore_step = 4
     found = everstep.restore()
@@ -113,7 +114,7 @@ def test_each_rank_can_keep_its_own_for_as_many_ranks(
 ) -> None:
     for rank in range(2):
         as_rank(monkeypatch, tmp_path, rank, 2)
-        everstep.snapshot({"part": torch.full((3,), float(rank))}, 4, per_rank=True)
+        everstep.snapshot(4, lambda rank=rank: {"part": torch.full((3,), float(rank))}, per_rank=True)
         written()
     for rank in range(2):
         as_rank(monkeypatch, tmp_path, rank, 2).restore_step = 4
@@ -163,9 +164,9 @@ def test_a_state_of_which_each_rank_has_another_part_is_refused(tmp_path: Path) 
 def test_a_state_of_objects_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     as_rank(monkeypatch, tmp_path, 0, 1)
     with pytest.raises(UserError, match=r"state\['model'\] is a Linear; .* Give its state_dict\(\)"):
-        everstep.snapshot({"model": torch.nn.Linear(1, 1)}, 1)
+        everstep.snapshot(1, lambda: {"model": torch.nn.Linear(1, 1)})
     with pytest.raises(UserError, match="step is -1"):
-        everstep.snapshot({}, -1)
+        everstep.snapshot(-1, dict)
 
 
 class Colour(enum.IntEnum):
@@ -190,7 +191,7 @@ def test_numbers_and_texts_of_other_classes_are_read_back_as_pythons_own(
 ) -> None:
     """The class was written with them, and reading it back was refused: no rank could start any more."""
     as_rank(monkeypatch, tmp_path, 0, 1)
-    everstep.snapshot(given, 3)
+    everstep.snapshot(3, lambda: given)
     written()
     as_rank(monkeypatch, tmp_path, 0, 1).restore_step = 3
     restored = everstep.restore()
@@ -216,7 +217,7 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_handed_over(
 ) -> None:
     as_rank(monkeypatch, tmp_path, 0, 1)
     with pytest.raises(UserError, match=because):
-        everstep.snapshot(state, 3)
+        everstep.snapshot(3, lambda: state)
 
 
 def test_paths_to_values_differ_wherever_the_values_do() -> None:
@@ -233,8 +234,8 @@ def test_a_second_state_of_a_step_is_not_kept_and_that_is_said_once(
     """Of two nodes each could keep another one of them."""
     line = as_rank(monkeypatch, tmp_path, 0, 1)
     for value in (1.0, 2.0, 3.0):
-        everstep.snapshot({"w": value}, 5)
-    everstep.snapshot({"w": 4.0}, 2)
+        everstep.snapshot(5, lambda value=value: {"w": value})
+    everstep.snapshot(2, lambda: {"w": 4.0})
     written()
     assert [said["step"] for said in line.said] == [5, 2]
     assert capsys.readouterr().err.count("a state of step 5 was handed over already") == 1
@@ -245,7 +246,7 @@ def test_a_second_state_of_a_step_is_not_kept_and_that_is_said_once(
 
 
 def test_without_everstep_nothing_happens() -> None:
-    everstep.snapshot({"w": torch.ones(1)}, 1)
+    everstep.snapshot(1, lambda: {"w": torch.ones(1)})
     assert everstep.restore() is None
 
 
@@ -270,16 +271,32 @@ def test_another_node_reads_a_file_and_refuses_one_that_was_changed() -> None:
         assert "does not know the task's secret" in stranger.fetch(5, [wanted])
         stranger.close()
         with socket.create_connection(first.address) as sock, sock.makefile("rb") as stream:
-            snapshots._prove(sock, stream, snapshots.Opener(first._key))
+            snapshots._prove(sock, snapshots.Opener(first._key))
             sock.sendall(b'{"step": 5, "name": "../../../etc/passwd"}\n')
             assert stream.read(8) == (-1).to_bytes(8, "little", signed=True)
         with socket.create_connection(first.address) as sock:
             sock.sendall(b'{"secret": "s", "step": 5, "name": "rank-0-of-1.pt"}\n')
-            assert sock.recv(8) == b""
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(8) == b""
     finally:
         first.close()
         second.close()
     assert not first.folder.exists()
+
+
+def test_who_proves_itself_byte_by_byte_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte had 5 s, and there is room for few strangers."""
+    monkeypatch.setattr(snapshots, "_STRANGER_S", 0.3)
+    memory = NodeMemory("127.0.0.1", "s")
+
+    def drip(sock: socket.socket) -> None:
+        for byte in snapshots.Opener(b"x").hello() * 20:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.1)
+
+    with socket.create_connection(memory.address) as sock, pytest.raises(ConnectionError):
+        drip(sock)
+    memory.close()
 
 
 def test_a_state_is_restored_while_a_thread_still_copies_it_here(monkeypatch: pytest.MonkeyPatch) -> None:

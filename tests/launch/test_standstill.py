@@ -18,7 +18,7 @@ def sweep(fork_server: ForkServer) -> Iterator[Sweep]:
     running.close()
 
 
-@pytest.mark.parametrize(("replicas", "stages"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("replicas", "stages"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_lanes_that_stand_still_are_given_up_and_the_losses_are_a_clean_runs(
     sweep: Sweep, tmp_path: Path, replicas: int, stages: int
 ) -> None:
@@ -28,7 +28,7 @@ def test_lanes_that_stand_still_are_given_up_and_the_losses_are_a_clean_runs(
     job = replace(sweep.job, replicas=replicas, stages=stages, base=str(Path(__file__).parent))
     clean = sweep.run(replace(job, data=data(99)), ())
     assert not list(tmp_path.iterdir())
-    healed = sweep.run(replace(job, data=data(3), transport="pipe"), ())
+    healed = sweep.run(replace(job, data=data(3)), ())
     assert compare(clean, healed, job)["max_relative_loss_difference"] == 0.0
     assert not any(incident.killed_at for incident in healed.incidents), "no worker is ended for it"
     assert list(tmp_path.iterdir())

@@ -1,15 +1,16 @@
 """The pattern language yields the builders' layouts, and says what is wrong with a pattern."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
-from everstep.cli.ckpt_text import grid
 from everstep.errors import UserError
 from everstep.layout import Tensor
-from everstep.layout.patterns import Patterns, read_patterns
-from everstep_lab import layout_builders as build
-from everstep_lab.reshard import reshard
-from tests.layout.moving import gathered, move, placed
+from everstep_convert.cli.ckpt_text import grid
+from everstep_convert.patterns import Patterns, read_patterns
+from tests.layout import layout_builders as build
+from tests.layout.layout import Layout
 
 LLAMA = r"""
 [[pattern]]
@@ -71,18 +72,6 @@ def test_each_kind_is_the_builder_of_its_name() -> None:
     assert layout.tensors["router.bias"].combine == "mean"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_same_patterns_under_zero_hold_the_same_values(stage: int) -> None:
-    values = {t.name: np.random.default_rng(1).standard_normal(t.shape) for t in TENSORS}
-    plain = [t for t in TENSORS if t.name != "router.bias"]
-    a = build.of_patterns(patterns(), plain, PARTS)
-    b = build.flat_of_patterns(patterns(), plain, [[0, 1, 2], [3, 4]], stage=stage)
-    b.validate()
-    target = {key: np.zeros(size) for key, size in b.buffers.items()}
-    move(reshard(a, b), placed(a, values), target)
-    assert all(np.array_equal(gathered(b, target)[t.name], values[t.name]) for t in plain)
-
-
 def test_a_name_that_matches_none_or_two_is_named() -> None:
     with pytest.raises(UserError, match=r"'head.weight' matches no pattern; add one"):
         patterns().of("head.weight")
@@ -90,6 +79,18 @@ def test_a_name_that_matches_none_or_two_is_named() -> None:
         patterns().of("embed.weight.extra")
     with pytest.raises(UserError, match=r"'layers.0.down.weight' matches two patterns"):
         read_patterns(LLAMA + "[[pattern]]\nmatch='layers.*'\nkind='replicated'").of("layers.0.down.weight")
+
+
+def placed(layout: Layout, values: Mapping[str, np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
+    """Buffers of every holder with the tensors' values in their places, padding zero."""
+    buffers = {key: np.zeros(size) for key, size in layout.buffers.items()}
+    for piece in layout.pieces:
+        for holder in piece.holders:
+            buffer = buffers[holder, piece.buffer]
+            strides = [n * buffer.itemsize for n in piece.strides]
+            part = np.lib.stride_tricks.as_strided(buffer[piece.offset :], piece.box.size, strides)
+            part[...] = values[piece.tensor][piece.box.slices()]
+    return buffers
 
 
 GRID = r"""

@@ -29,9 +29,14 @@ from everstep.node.worker_processes import WorkerLogs
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import LeaveNoticed, NodeReport
 from everstep.protocol.ops import Worker
+from everstep.protocol.table import PROTOCOL
 from everstep.ranks import snapshots
 from harness.cluster import small_job
 from tests.server.served import served
+
+
+def _welcome(**more: Any) -> str:
+    return json.dumps({"welcome": "n1", "heard": 0, "protocol": PROTOCOL} | more)
 
 
 class RudeCoordinator:
@@ -47,13 +52,12 @@ class RudeCoordinator:
             self._says("this is no JSON"),
             self._says("[1, 2]"),
             self._says("{}"),
+            self._says(_welcome(protocol=PROTOCOL - 1)),
             self._says(None),
-            self._says('{"welcome": "n1", "heard": "x"}'),
-            self._says(
-                '{"welcome": "n1", "heard": 0, "term": 7}', '{"number": 1, "order": {"is": "Nothing"}}'
-            ),
-            self._says('{"welcome": "n1", "heard": 0, "term": 7}', '{"ask": 1}'),
-            self._says('{"welcome": "n1", "heard": 0, "term": 6}'),  # deposed
+            self._says(_welcome(heard="x")),
+            self._says(_welcome(term=7), '{"number": 1, "order": {"is": "Nothing"}}'),
+            self._says(_welcome(term=7), '{"ask": 1}'),
+            self._says(_welcome(term=6)),  # deposed
         ]
         self.welcomed = asyncio.Event()
 
@@ -86,7 +90,7 @@ class RudeCoordinator:
         line = web.WebSocketResponse()
         await line.prepare(request)
         await line.receive()
-        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        await line.send_str(_welcome(term=7))
         self.welcomed.set()
         async for _ in line:
             pass
@@ -104,7 +108,7 @@ def test_of_a_coordinator_that_answers_no_ping_the_agent_says_that_the_connectio
         line = web.WebSocketResponse(autoping=False)
         await line.prepare(request)
         await line.receive()
-        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        await line.send_str(_welcome(term=7))
         async for _ in line:
             pass
         return line
@@ -138,7 +142,7 @@ def test_an_agent_that_is_told_to_end_announces_it_and_says_when_it_has_left() -
         line = web.WebSocketResponse()
         await line.prepare(request)
         await line.receive()
-        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        await line.send_str(_welcome(term=7))
         async for message in line:
             said = json.loads(message.data)
             if "beat" not in said:
@@ -201,7 +205,7 @@ def test_a_log_on_storage_that_hangs_stops_neither_heartbeats_nor_what_is_done_b
         line = web.WebSocketResponse()
         await line.prepare(request)
         await line.receive_json()
-        await line.send_json({"welcome": "n1", "heard": 0, "term": 1, "journal": "j"})
+        await line.send_str(_welcome(term=1, journal="j"))
         for number in range(40):
             asked = {"ask": number, "what": "log", "task": "t", "worker": "0:0", "bytes": 10, "from": None}
             await line.send_json({"term": 1, **asked})
@@ -357,7 +361,7 @@ def test_an_agent_that_is_ended_while_its_line_closes_ends(
         line = web.WebSocketResponse()
         await line.prepare(request)
         await line.receive()
-        await line.send_json({"welcome": "n1", "heard": 0, "term": 7})
+        await line.send_str(_welcome(term=7))
         await speaks.wait()
         await line.close()
         return line

@@ -204,6 +204,17 @@ def test_a_record_of_another_start_of_the_machine_does_not_count(
     assert AgentRecord(tmp_path).read() is None
 
 
+def test_workers_that_speak_another_protocol_are_not_taken_over(tmp_path: Path) -> None:
+    """Said before the agent that has them is told to leave."""
+    state = tmp_path / "state"
+    with held(state, replace=False):
+        record = AgentRecord(state)
+        record.rewrite({"boot": "b", "image": {"done": 1}, "protocol": 3})
+        with pytest.raises(UserError, match="spoke protocol 3, and this one speaks 4: end their tasks"):  # noqa: SIM117
+            with held(state, replace=True):
+                pass
+
+
 def test_a_folder_has_one_agent(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     with held(folder, replace=False):

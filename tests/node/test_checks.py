@@ -2,15 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,7 @@ import pytest
 from everstep.cli.main import run as everstep
 from everstep.node import checks
 from everstep.node.agent import KernelLog
-from everstep.node.checks import CheckFinding, Probe, at_slots, checked_apart, run_checks
-from everstep.node.foreign_checks import command, health_socket, taints
+from everstep.node.checks import CheckFinding, Probe, at_slots, checked_apart, command, run_checks
 from everstep.node.slot_devices import SlotDevice
 from everstep.protocol.messages import CheckResult
 
@@ -230,101 +225,6 @@ def test_what_a_gpu_fails_is_about_its_slots() -> None:
 
 
 # ------------------------------------------------------------------ checks of others
-
-
-def test_the_health_service_of_nvrx_is_asked(tmp_path: Path) -> None:
-    """A real gRPC server: what it answers counts, and what it was asked is what NVRx asks."""
-    grpc = pytest.importorskip("grpc")
-    answers = [
-        b"\x08\x01\x1a\x0aall\nis\nok!",  # success, output
-        b"\x10\x2a\x22\x0dGPU 3 is lost",  # exit code 42, error
-        b"\x08\x01\x1a\xf0\x93\x09" + b"x" * 150_000,  # longer than a window of HTTP/2
-        b"\xff",
-    ]
-    asked: list[bytes] = []
-
-    def run(request: bytes, context: Any) -> bytes:
-        asked.append(request)
-        return (
-            answers[len(asked) - 1]
-            if len(asked) <= len(answers)
-            else context.abort(grpc.StatusCode.INTERNAL, "")
-        )
-
-    handler = grpc.method_handlers_generic_handler(
-        "nvhcd.HealthCheckService", {"RunHealthCheck": grpc.unary_unary_rpc_method_handler(run)}
-    )
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((handler,))
-    path = tmp_path / "nvhcd.sock"
-    server.add_insecure_port(f"unix://{path}")
-    server.start()
-    try:
-        found = [health_socket(f"unix://{path}", 20.0) for _ in range(5)]
-    finally:
-        server.stop(None).wait()
-    assert [one.state for one in found] == ["passed", "failed", "passed", "warning", "warning"]
-    assert found[0].says == "all is ok!"
-    assert found[1].says == "exit code 42: GPU 3 is lost"
-    assert set(asked) == {b"\x0a\x0a--no-slurm"}
-
-
-def test_a_health_service_that_is_not_there_is_a_warning_and_one_that_hangs_fails(tmp_path: Path) -> None:
-    assert health_socket(str(tmp_path / "none.sock"), 1.0).state == "warning"
-    with socket.socket(socket.AF_UNIX) as deaf:
-        deaf.bind(str(tmp_path / "deaf.sock"))
-        deaf.listen()
-        found = health_socket(str(tmp_path / "deaf.sock"), 0.2)
-    assert (found.state, found.says) == ("failed", "no answer within 0 s")
-
-
-def test_a_taint_that_keeps_pods_away_keeps_workers_away(tmp_path: Path) -> None:
-    tables: dict[str, Any] = {
-        "good": {},
-        "gpu": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]},
-        "bad": {"taints": [{"key": "example.com/lost", "value": "yes", "effect": "NoExecute"}]},
-        "soft": {"taints": [{"key": "example.com/busy", "effect": "PreferNoSchedule"}]},
-        "cordoned": {"unschedulable": True},
-    }
-    seen: list[str] = []
-
-    class Api(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            node = self.path.removeprefix("/api/v1/nodes/")
-            seen.append(self.headers["Authorization"])
-            self.send_response(200 if node in tables else 403)
-            self.end_headers()
-            self.wfile.write(json.dumps({"spec": tables.get(node)}).encode())
-
-        def log_message(self, *given: Any) -> None:
-            pass
-
-    (tmp_path / "token").write_text("secret\n")
-    with HTTPServer(("127.0.0.1", 0), Api) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        asked = partial(taints, limit_s=20.0, api=f"http://127.0.0.1:{server.server_port}", account=tmp_path)
-        found = {node: asked(node, ()) for node in (*tables, "nobody")}
-        tolerated = asked("bad", ["example.com/lost"])
-        server.shutdown()
-    states = {node: one.state for node, one in found.items()}
-    assert states == {
-        "good": "passed",
-        "gpu": "passed",
-        "bad": "failed",
-        "soft": "warning",
-        "cordoned": "failed",
-        "nobody": "warning",
-    }
-    assert found["bad"].says == "example.com/lost=yes:NoExecute"
-    assert tolerated.state == "passed"
-    assert set(seen) == {"Bearer secret"}
-
-
-def test_taints_are_not_known_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    found = taints("n", (), 1.0)
-    assert found.state == "warning"
-    assert "KUBERNETES_SERVICE_HOST" in found.says
 
 
 def test_a_kernel_log_that_cannot_be_read_is_said(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from everstep.node.fabric_settings import FabricSettings
 from everstep.node.steer import PlannedPath, SourcePorts, Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
-from harness import fabric_testbed
+from tests.fabric import fabric_testbed
 
 TESTBED = fabric_testbed.Testbed(leaves=2, spines=4, rate_mbit=40.0)
 ME = Sender("job", Worker(0, 1), 1)
@@ -131,7 +131,7 @@ LOOK = """
 import json
 from everstep.node.fabric_settings import FabricSettings
 from everstep.fabric.document import topology_document
-from harness.fabric_testbed import Testbed
+from tests.fabric.fabric_testbed import Testbed
 from pathlib import Path
 import tempfile
 
@@ -204,7 +204,7 @@ def _trained(*words: str) -> Any:
         [
             sys.executable,
             "-m",
-            "harness.steered_training",
+            "tests.fabric.steered_training",
             "--harm",
             "none",
             "--steps",

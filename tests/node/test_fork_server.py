@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import UserError
+from everstep.forked import adopt_orphans
 from everstep.node import fork_server as module
 
 
@@ -73,6 +74,78 @@ def test_what_a_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch,
     serving.join()
     assert select.select([started], [], [], 60.0)[0] == [started], "it has ended"
     for fd in (*fds, started):
+        os.close(fd)
+
+
+def test_a_spec_that_no_packet_holds_reaches_the_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Above 208 KB the fork server was taken for dead, and replaced again and again."""
+
+    def live(spec: dict[str, str], output: str) -> None:
+        Path(output).write_text(str(len(spec["note"])))
+        os._exit(0)
+
+    monkeypatch.setattr(module, "_live", live)
+    monkeypatch.setattr(module, "born", lambda pid: 0)
+    owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    serving = threading.Thread(target=module.serve, args=(server.detach(), [], []))
+    serving.start()
+    asks = module.ForkServer()
+    asks._socket, asks.warm = owner, True
+    for size in (100, 300_000, 8_000_000):
+        output = tmp_path / str(size)
+        child = asks.spawn({"note": "n" * size}, output=output)
+        select.select([child.pidfd], [], [])
+        assert output.read_text() == str(size)
+        owner.send(json.dumps({"reap": child.pid}).encode())
+        os.close(child.pidfd)
+    with pytest.raises(UserError, match=r"80 MiB of job.*the most is 64 MiB"):
+        asks.spawn({"note": "n" * (80 << 20)}, output=output)
+    owner.close()
+    serving.join()
+
+
+@pytest.mark.parametrize("end", ["reap", "close"])
+def test_a_daemon_of_a_worker_ends_with_the_last_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    """Two processes lived on after `everstep train`: they had left the worker's session."""
+
+    def live(spec: object, output: str) -> None:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                Path(output + ".new").write_text(str(os.getpid()))
+                os.rename(output + ".new", output)
+                time.sleep(600)
+            os._exit(0)
+        time.sleep(600 if end == "close" else 0)
+        os._exit(0)
+
+    monkeypatch.setattr(module, "_live", live)
+    owner, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (serving := os.fork()) == 0:
+        owner.close()
+        adopt_orphans()
+        module.serve(server.detach(), [], [])
+        os._exit(0)
+    server.close()
+    owner.send(json.dumps({"spawn": {}, "output": str(tmp_path / "pid")}).encode())
+    answer, fds, _, _ = socket.recv_fds(owner, 1000, 1)
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    daemon = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    if end == "reap":
+        select.select(fds, [], [])
+        assert select.select([daemon], [], [], 0.0)[0] == [], "it lives"
+        owner.send(json.dumps({"reap": json.loads(answer)["pid"]}).encode())
+        assert select.select([daemon], [], [], 20.0)[0] == [daemon]
+    owner.close()
+    os.waitpid(serving, 0)
+    assert select.select([daemon], [], [], 20.0)[0] == [daemon]
+    for fd in (*fds, daemon):
         os.close(fd)
 
 

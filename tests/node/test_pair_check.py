@@ -46,8 +46,51 @@ def test_a_key_counts_once_and_an_unknown_one_not_at_all(
     assert measured(order(server, "x" * 32)).error == "it does not know of this check"
 
 
+def test_of_two_callers_with_one_key_at_once_one_is_served(
+    server: PairServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's thread ended with a KeyError."""
+    both, raised = threading.Barrier(2, timeout=30), list[object]()
+
+    def compared(key: bytes, given: bytes) -> bool:
+        both.wait()
+        return key == given
+
+    monkeypatch.setattr(pair_check.hmac, "compare_digest", compared)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    server.expect(KEY)
+    callers = [socket.create_connection((server.host, server.port)) for _ in range(2)]
+    for caller in callers:
+        caller.settimeout(30)
+        caller.sendall(KEY.encode())
+    assert sorted(caller.recv(1) for caller in callers) == [b"", b"k"]
+    for caller in callers:
+        caller.close()
+    assert raised == []
+
+
 def test_the_order_to_answer_may_come_later_than_the_call(server: PairServer) -> None:
     threading.Timer(0.3, server.expect, [KEY]).start()
+    assert not measured(order(server)).error
+
+
+def test_a_caller_that_brings_its_key_byte_by_byte_is_hung_up_on(
+    server: PairServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte had 10 s, so 16 strangers kept all nodes from measuring the network for minutes."""
+    monkeypatch.setattr(pair_check, "STRANGER_S", 0.3)
+    slow = [socket.create_connection((server.host, server.port)) for _ in range(pair_check.MOST_CALLERS)]
+    over = time.monotonic() + 20.0
+    while slow and time.monotonic() < over:
+        for caller in list(slow):
+            try:
+                caller.sendall(b"0")
+            except OSError:
+                caller.close()
+                slow.remove(caller)
+        time.sleep(0.1)
+    assert not slow
+    server.expect(KEY)
     assert not measured(order(server)).error
 
 

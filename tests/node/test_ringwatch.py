@@ -10,7 +10,6 @@ from everstep.node.ring_watch import ENDED_LOOKS, LOOK_EVERY_S, RingWatch
 from everstep.protocol.messages import SlowLinkEnded, SlowLinkFound
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.shape import Fold
 
 MS = 1_000_000
 STEP_MS = 200
@@ -25,8 +24,7 @@ class Job:
         monkeypatch.setattr(recording, "_wall", lambda: 10**18 + self.now_ns)  # type: ignore[attr-defined]
         self.rings = {Worker(k, s): folder / f"{k}-{s}.ring" for k in range(2) for s in range(2)}
         self.recorders = {
-            worker: WorkerRecorder(path, worker, replicas=2, fold=Fold(2))
-            for worker, path in self.rings.items()
+            worker: WorkerRecorder(path, worker, replicas=2, stages=2) for worker, path in self.rings.items()
         }
         self.watch = RingWatch("t", 2)
 

@@ -13,13 +13,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.errors import UserError
 from everstep.store import unix_users
 from everstep.store.unix_users import UserTable, acting_as
-from harness.two_users import two_users
+from tests.node.two_users import two_users
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes as other users: needs root")
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def tried(folder: Path, *options: str) -> dict[str, str]:
-    command = [sys.executable, "-m", "harness.two_users", str(folder), *options]
+    command = [sys.executable, "-m", "tests.node.two_users", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
     assert done.returncode == 0, "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
     told: dict[str, str] = json.loads(done.stdout)
@@ -76,6 +77,36 @@ def test_the_agent_follows_no_link_to_the_file_of_another(open_folder: Path) -> 
     assert made.stat().st_uid == alice.uid
     assert (open_folder / "root").write_text("") == 0
     assert (open_folder / "root").stat().st_uid == 0, "and afterwards it is root again"
+
+
+class DeafKernel:
+    """Its calls change nothing, and as the real ones they do not say so."""
+
+    def __init__(self, deaf: str) -> None:
+        self._deaf, self._now = deaf, {"setfsuid": 0, "setfsgid": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(number: int) -> int:
+            before = self._now[name]
+            if name != self._deaf and number != -1:
+                self._now[name] = number
+            return before
+
+        return call
+
+    def syscall(self, *ignored: object) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("deaf", ["setfsuid", "setfsgid"])
+def test_without_the_rights_of_the_user_nothing_is_opened(deaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group was never looked at, the user by an assert: with `python -O` an agent went on as root."""
+    alice, _ = two_users()
+    monkeypatch.setattr(unix_users, "_LIBC", DeafKernel(deaf))
+    opened = []
+    with pytest.raises(PermissionError, match="the kernel did not change"), acting_as(alice):
+        opened.append("a file that a job names")
+    assert opened == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from aiohttp import web
 from everstep.node import agent as module
 from everstep.node.agent import Agent, AgentSettings
 from everstep.node.coordinator_address import current
+from everstep.protocol.table import PROTOCOL
 
 
 def test_an_address_is_itself_and_a_file_is_read_anew(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ class Coordinator:
         await line.prepare(request)
         self.visits += 1
         await line.receive_json()
-        await line.send_json({"welcome": "n1", "heard": 0})
+        await line.send_json({"welcome": "n1", "heard": 0, "protocol": PROTOCOL})
         async for _ in line:
             pass
         return line

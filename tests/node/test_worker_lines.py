@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.core.agent.agent_messages import ProcessEvent, ProcessGreeted, ProcessMisspoke, ProcessSpoke
+from everstep.errors import named
 from everstep.node import worker_lines
 from everstep.node.worker_lines import WorkerLines
 from everstep.protocol import messages as msg
@@ -86,6 +87,31 @@ def test_a_stranger_is_hung_up_on(agent: Agent, first: bytes) -> None:
     assert caller.recv(1) == b""
 
 
+def test_callers_that_say_nothing_keep_no_worker_out(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket is open to all users of the machine where workers run as several: who opened a thousand
+    connections, and said nothing, kept every new worker of every owner from its agent.
+    """
+    monkeypatch.setattr(worker_lines, "MOST_UNGREETED", 4)
+    silent = [agent.called_by() for _ in range(6)]
+    assert [caller.recv(1) for caller in silent[:2]] == [b"", b""], "the oldest were hung up on"
+    agent.called_by(pack(HELLO), pack(TIMES))
+    assert agent.events == [ProcessGreeted(ME), ProcessSpoke(ME, TIMES)]
+    for caller in silent:
+        caller.close()
+
+
+def test_a_hello_that_never_ends_is_hung_up_on(agent: Agent) -> None:
+    caller = agent.called_by(b"\xff\xff\xff\x00")
+
+    def goes_on() -> None:
+        for _ in range(64):
+            caller.sendall(b" " * 4000)
+            agent.lines.drain(ME)
+
+    with pytest.raises(BrokenPipeError):
+        goes_on()
+
+
 def test_a_second_caller_does_not_take_a_process_s_place(agent: Agent) -> None:
     first = agent.called_by(pack(HELLO))
     second = socket.socket(socket.AF_UNIX)
@@ -117,3 +143,14 @@ def test_orders_that_a_process_never_reads_are_bounded(agent: Agent, monkeypatch
     assert isinstance(agent.events[-1], ProcessMisspoke)
     assert "does not read" in agent.events[-1].because
     caller.close()
+
+
+def test_an_exception_without_a_text_has_its_type() -> None:
+    """Its report failed as well: two workers that raised it had no exception in common."""
+
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no")
+
+    assert named(Unprintable()) == "Unprintable: (its text cannot be shown: ValueError)"
+    assert named(KeyError("x")) == "KeyError: 'x'"

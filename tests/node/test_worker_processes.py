@@ -305,13 +305,3 @@ def test_a_job_that_its_worker_cannot_read_is_said_in_words(node: Node) -> None:
     node.until(lambda: node.events(ev.WorkerExited))
     (raised,) = node.events(ev.WorkerRaised)
     assert raised.error.startswith("UserError: model preset 'none'")
-
-
-def test_an_order_of_the_version_before_brings_the_job_alone(node: Node) -> None:
-    node.open({"model": {"preset": "none"}})
-    node.start(1)
-    (exited,) = node.events(ev.WorkerExited)
-    assert exited.reason.startswith("could not be started: model preset 'none'")
-    node.open(JOB.to_dict())
-    node.start(2)
-    node.until(lambda: node.is_up(2))

@@ -13,7 +13,7 @@ from everstep.plan.shapes import MOST_SHAPES, offered
 from everstep.protocol.shape import Shape
 from everstep.schedule.bounds import balanced_bound
 from everstep.schedule.instance import Instance, uniform
-from everstep.schedule.modes import TRAINING
+from everstep.schedule.modes import STAGGERED
 
 
 def best(shape: Shape, stages: range, slots: int) -> tuple[float, str]:
@@ -67,7 +67,7 @@ def test_one_replica_with_all_microbatches_says_what_thousands_that_are_alike_sa
         compact = shapes._compact(instance)
         assert compact.replicas == 1
         for workers in range(stages, replicas * stages + 1):
-            assert balanced_bound(compact, TRAINING, workers) == balanced_bound(instance, TRAINING, workers)
+            assert balanced_bound(compact, STAGGERED, workers) == balanced_bound(instance, STAGGERED, workers)
 
 
 def test_offers_know_hops_and_whether_updates_wait_for_all_stages() -> None:

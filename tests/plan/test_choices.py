@@ -16,7 +16,7 @@ from everstep.plan.transition import StateSource
 from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
 from everstep_lab.plan.assign import assign
-from everstep_lab.plan.events import PlanWorld, after
+from tests.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, random_world, seated, table_task
 
 

@@ -10,7 +10,7 @@ import pytest
 from everstep.plan import capacity_split
 from everstep.plan.capacity_split import best_split
 from everstep_lab.plan.assign import assign
-from everstep_lab.plan.events import PlanWorld
+from tests.plan.events import PlanWorld
 from tests.plan.worlds import random_world
 
 

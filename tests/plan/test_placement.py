@@ -9,7 +9,7 @@ import pytest
 
 from everstep.plan import Assignment, Cluster, ParallelShape, PlanNode, SlotPlace, TaskSpec, replicated
 from everstep_lab.plan.assign import assign
-from everstep_lab.plan.events import PlanWorld, after
+from tests.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, seated
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from everstep.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, from_table, replicated
 from everstep_lab.plan.assign import assign
-from everstep_lab.plan.events import PlanWorld, after
+from tests.plan.events import PlanWorld, after
 
 
 def nodes(count: int, slots: int, **more: object) -> list[PlanNode]:

@@ -8,9 +8,7 @@ from typing import Any
 from everstep.schedule import Instance, Worker
 
 
-def solve(
-    instance: Instance, *, fused: bool, staggered: bool, seconds: float, most: float
-) -> tuple[float, float]:
+def solve(instance: Instance, *, staggered: bool, seconds: float, most: float) -> tuple[float, float]:
     """The best value found, up to a makespan of `most`, and what was proved that nothing beats. Times must be
     whole numbers."""
     from ortools.sat.python import cp_model
@@ -23,9 +21,7 @@ def solve(
     held: dict[Worker, list[Any]] = {w: [] for w in instance.workers()}
     firsts: list[Any] = []
     for _ in instance.homes():
-        places = [
-            _place(model, instance, s, horizon, on_worker, held, fused=fused) for s in range(instance.stages)
-        ]
+        places = [_place(model, instance, s, horizon, on_worker, held) for s in range(instance.stages)]
         firsts.append(places[0][0][0])
         for s, (first, _, last) in enumerate(places):
             model.add(opens[s] <= first[0])
@@ -58,8 +54,6 @@ def _place(
     horizon: int,
     on_worker: dict[Worker, list[Any]],
     held: dict[Worker, list[Any]],
-    *,
-    fused: bool,
 ) -> tuple[tuple[Any, Any], tuple[Any, Any], Any]:
     """One microbatch at one stage: (start, end) of its F and of its I, and the end of its last op."""
     times = [model.new_int_var(0, horizon, "") for _ in range(6)]
@@ -72,16 +66,11 @@ def _place(
             int(grid[k][stage]) for grid in (instance.forward, instance.input_grad, instance.weight_grad)
         )
         worker = Worker(k, stage)
-        last = i_end
-        ops = [(f_start, forward, f_end), (i_start, backward + (weight if fused else 0), i_end)]
-        if not fused:
-            ops.append((w_start, weight, w_end))
-            last = w_end
+        ops = [(f_start, forward, f_end), (i_start, backward, i_end), (w_start, weight, w_end)]
         on_worker[worker] += [model.new_optional_interval_var(*op, here, "") for op in ops]
         span = model.new_int_var(0, horizon, "")
-        held[worker].append(model.new_optional_interval_var(f_start, span, last, here, ""))
+        held[worker].append(model.new_optional_interval_var(f_start, span, w_end, here, ""))
     model.add_exactly_one(chosen)
     model.add(i_start >= f_end)
-    if not fused:
-        model.add(w_start >= i_end)
-    return (f_start, f_end), (i_start, i_end), i_end if fused else w_end
+    model.add(w_start >= i_end)
+    return (f_start, f_end), (i_start, i_end), w_end

@@ -8,23 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.protocol.shape import Fold
 from everstep.schedule import MODES, Done, Instance, Microbatch, Schedule, Worker, plan
-from everstep.schedule.bounds import stash_of_mode
-from everstep.schedule.lockstep import lockstep
-from everstep.schedule.planner import answer_in_step
-from everstep_lab.schedule.check import deadlocks, violations
+from tests.schedule.check import deadlocks, violations
 
 
 @st.composite
 def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     replicas, stages, count = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
-    fold = Fold(stages, draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()))
-    parts = fold.parts
     times = st.sampled_from([1.0, 1.0, 2.0, 0.5, 3.25])
     rows = draw(
         st.lists(
-            st.lists(st.tuples(times, times, times), min_size=parts, max_size=parts),
+            st.lists(st.tuples(times, times, times), min_size=stages, max_size=stages),
             min_size=1,
             max_size=replicas,
         )
@@ -35,20 +29,10 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
     dead = frozenset(w for w in dead if spared[w.stage] != w.replica)
     workers = [Worker(k, s) for k in range(replicas) for s in range(stages)]
     per_stage = st.lists(times, min_size=stages, max_size=stages).map(tuple)
-    per_part = st.lists(times, min_size=parts, max_size=parts).map(tuple)
-    limit = draw(st.sampled_from(["none", "count", "bytes", "both"]))
-    least = fold.virtual
-    caps = {w: draw(st.integers(least, 6 * least)) for w in workers} if limit in ("count", "both") else None
-    held = draw(per_part), draw(per_part)
-    each = [sum(max(held[0][p], held[1][p]) for p in fold.parts_of(s)) for s in range(stages)]
-    memory = (
-        {w: each[w.stage] * draw(st.sampled_from([1, 2.5, 4])) for w in workers}
-        if limit in ("bytes", "both")
-        else None
-    )
+    caps = {w: draw(st.integers(1, 6)) for w in workers} if draw(st.booleans()) else None
     instance = Instance(
         replicas=replicas,
-        stages=parts,
+        stages=stages,
         microbatches=count,
         hop=draw(st.sampled_from([0.0, 0.25, 2.0])),
         forward=tuple(tuple(x[0] for x in row) for row in grid),
@@ -57,13 +41,7 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
         reduce=draw(st.sampled_from([(), (1.0,) * stages])),
         update=draw(per_stage),
         stash_cap=caps,
-        memory=memory,
-        held_forward=held[0],
-        held_weight=held[1],
-        boundary=(1.0,) * parts,
         dead=dead,
-        virtual=fold.virtual,
-        turns=fold.turns,
     )
     return draw(breaks(instance)) if broken_step else instance
 
@@ -71,67 +49,28 @@ def instances(draw: st.DrawFn, *, broken_step: bool = False) -> Instance:
 @st.composite
 def breaks(draw: st.DrawFn, instance: Instance) -> Instance:
     """A moment inside a step: a prefix of every worker's list is done; then some workers die."""
-    mode = draw(st.sampled_from(["reroute", "decoupled"]))
-    before = plan(replace(instance, dead=frozenset()), mode)
+    before = plan(replace(instance, dead=frozenset()), "decoupled")
     stop = draw(st.floats(0.0, 1.0)) * before.makespan
     kinds: dict[tuple[Microbatch, int], tuple[int, str]] = {}
     for timed in before.timeline(instance.time):
         if timed.op.microbatch is not None and timed.end <= stop:
             place = (timed.op.microbatch, timed.op.stage)
-            letters = "IW" if timed.op.kind == "B" else str(timed.op.kind)
             host, so_far = kinds.get(place, (timed.worker.replica, ""))
-            kinds[place] = host, so_far + letters
+            kinds[place] = host, so_far + str(timed.op.kind)
     done = {
         place: Done(host, letters)
         for place, (host, letters) in kinds.items()
-        if Worker(host, instance.fold.stage(place[1])) not in instance.dead
+        if Worker(host, place[1]) not in instance.dead
     }
-    return replace(instance, done=done, stash_cap=None, memory=None)
+    return replace(instance, done=done, stash_cap=None)
 
 
-@given(instances(), st.sampled_from(tuple(MODES)))
+@given(instances(), st.sampled_from(MODES))
 def test_every_plan_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
 
 
-@given(instances(), st.sampled_from(tuple(MODES)))
-def test_a_step_in_lockstep_is_valid_and_moves_only_the_homeless(instance: Instance, mode: str) -> None:
-    """Whatever died, the workers of a stage being alike: no worker hosts more than one microbatch a slot."""
-    alike = replace(
-        instance,
-        forward=(instance.forward[0],) * instance.replicas,
-        input_grad=(instance.input_grad[0],) * instance.replicas,
-        weight_grad=(instance.weight_grad[0],) * instance.replicas,
-    )
-    caps = stash_of_mode(alike, mode)
-    in_step = lockstep(alike, mode, 0.0, 10_000, caps)
-    assert in_step is not None
-    assert violations(alike, answer_in_step(alike, mode, in_step, 0.0)) == []
-    assert len(in_step.moved) == len(alike.dead) * alike.virtual * alike.microbatches
-
-
-def test_a_step_in_lockstep_keeps_to_the_bytes_of_each_part() -> None:
-    """Found by the test above: microbatches were counted, and places of small ones given to large ones."""
-    instance = Instance(
-        replicas=3,
-        stages=2,
-        microbatches=2,
-        forward=((1.0, 1.0),) * 3,
-        input_grad=((1.0, 1.0),) * 3,
-        weight_grad=((1.0, 1.0),) * 3,
-        memory={Worker(0, 0): 17.0, Worker(1, 0): 4.25, Worker(2, 0): 4.25},
-        held_forward=(1.0, 1.0),
-        held_weight=(1.0, 3.25),
-        dead=frozenset({Worker(1, 0), Worker(2, 0)}),
-        virtual=2,
-        turns=False,
-    )
-    in_step = lockstep(instance, "zero-bubble", 0.0, 10_000, None)
-    assert in_step is not None
-    assert violations(instance, answer_in_step(instance, "zero-bubble", in_step, 0.0)) == []
-
-
-@given(instances(broken_step=True), st.sampled_from(["reroute", "decoupled", "staggered"]))
+@given(instances(broken_step=True), st.sampled_from(MODES))
 def test_the_rest_of_a_broken_step_is_valid(instance: Instance, mode: str) -> None:
     assert violations(instance, plan(instance, mode)) == []
 
@@ -171,11 +110,11 @@ def test_what_runs_again_for_its_output_alone_is_ordered_too(instance: Instance,
         for place, d in instance.done.items()
     }
     instance = replace(instance, done=again)
-    assert violations(instance, plan(instance, data.draw(st.sampled_from(["reroute", "staggered"])))) == []
+    assert violations(instance, plan(instance, data.draw(st.sampled_from(MODES)))) == []
 
 
 @settings(max_examples=30, deadline=None)
-@given(instances(), st.sampled_from(tuple(MODES)))
+@given(instances(), st.sampled_from(MODES))
 def test_planning_is_deterministic(instance: Instance, mode: str) -> None:
     one, two = plan(instance, mode), plan(instance, mode)
     assert one.schedule.text() == two.schedule.text()

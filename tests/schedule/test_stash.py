@@ -7,8 +7,7 @@ from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule import Instance, per_stage, plan, uniform
-from everstep.schedule.footprint import stash_cap
-from everstep.schedule.stash_limits import LONGER, StashRoom, capped
+from everstep.schedule.stash_limits import LONGER, StashRoom, capped, stash_cap
 from everstep.schedule.task_scheduler import TaskScheduler
 
 
@@ -37,7 +36,7 @@ def peak(made: Instance, mode: str = "staggered") -> int:
 def test_the_peak_stash_does_not_grow_with_microbatches_and_the_period_is_as_short(stages: int) -> None:
     for microbatches in (8, 16, 32):
         free = instance(2, stages, microbatches)
-        made = capped(free, "staggered", plan, {})
+        made = capped(free, "staggered", {})
         assert (
             peak(made) <= stash_cap(stages) < peak(free) == microbatches or stash_cap(stages) >= microbatches
         )
@@ -57,21 +56,21 @@ def test_after_a_death_the_cap_still_holds() -> None:
         for worker in set(healthy.workers()) - dead:
             held = most = 0
             for op in ops[worker]:
-                held += {"F": 1, "W": -1, "B": -1}.get(op.kind, 0)
+                held += {"F": 1, "W": -1}.get(op.kind, 0)
                 most = max(most, held)
             assert most <= stash_cap(2)
 
 
 def test_a_stage_that_needs_more_to_hide_its_neighbours_gets_more() -> None:
     uneven = instance(1, 2, 64, forward=(1.0, 0.05))
-    made = capped(uneven, "staggered", plan, {})
+    made = capped(uneven, "staggered", {})
     bound = plan(uneven, "staggered").value
     assert plan(made, "staggered").value <= (1 + 2 * LONGER) * bound
 
 
 def test_measured_memory_lowers_the_cap_also_where_time_suffers() -> None:
     rooms = {Worker(0, 0): StashRoom(held=10.0, room=25.0), Worker(1, 0): StashRoom(held=10.0, room=95.0)}
-    made = capped(instance(2, 4, 16), "staggered", plan, rooms)
+    made = capped(instance(2, 4, 16), "staggered", rooms)
     assert made.stash_cap is not None
     assert made.stash_cap[Worker(1, 0)] == 2, "whoever of the stage has the least room decides"
     assert made.stash_cap[Worker(1, 1)] >= stash_cap(4)

@@ -14,10 +14,11 @@ from typing import Any
 import aiohttp
 
 from everstep.cli.client import Client
+from everstep.drive.order_lines import unpacked
 from everstep.protocol import messages as msg
-from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Worker
+from everstep.protocol.table import PROTOCOL
 from everstep.server.serve import ServerSettings, serve
 
 
@@ -29,9 +30,10 @@ def served(
     patience: msg.Patience | None = None,
     port: int = 0,
     ca: Path | None = None,
+    leads: bool = True,
     **settings_more: Any,
 ) -> Iterator[str]:
-    """Its address."""
+    """Its address. `leads` false: another one does, and it is not waited for."""
     told: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
     stop: list[Callable[[], object]] = []
 
@@ -53,7 +55,7 @@ def served(
     try:
         address = told.get(timeout=90)
         assert isinstance(address, str), address
-        while not Client(address=address, ca=ca).get("/v1/health")["leads"]:
+        while leads and not Client(address=address, ca=ca).get("/v1/health")["leads"]:
             threading.Event().wait(0.01)
         yield address
     finally:
@@ -63,9 +65,7 @@ def served(
 
 
 class WordyAgent:
-    """Speaks the agents' protocol by hand, of the version before: its hello says no number. What it hears is
-    kept, what it says is up to the test.
-    """
+    """Speaks the agents' protocol by hand. What it hears is kept, what it says is up to the test."""
 
     def __init__(self, line: aiohttp.ClientWebSocketResponse, welcome: dict[str, Any]) -> None:
         self.line, self.welcome = line, welcome
@@ -89,7 +89,7 @@ class WordyAgent:
             message = await self.line.receive_json(timeout=within_s)
             self.heard = max(self.heard, message.get("heard", 0))
             if "order" in message:
-                order = decode(msg.Order, older.order_of_protocol_3(message["order"]))
+                order = decode(msg.Order, unpacked(message["order"]))
                 self.orders.append((message["number"], order))
                 if isinstance(order, kind):
                     return order
@@ -109,6 +109,6 @@ async def agent(
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{address}/v1/agent", headers=headers) as line,
     ):
-        hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1", **more}
+        hello = {"node": node, "boot": boot, "slots": slots, "host": "127.0.0.1", "protocol": PROTOCOL} | more
         await line.send_str(json.dumps({"hello": hello, "done": done}))
         yield WordyAgent(line, await line.receive_json(timeout=60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from everstep.cli import main
 from everstep.errors import UserError
+from everstep.protocol import messages as msg
 from everstep.server import api
 from everstep.server.access import (
     CALLS,
@@ -99,6 +101,53 @@ def test_one_node_cannot_speak_for_another(cluster: Cluster) -> None:
     assert "its credential is that of node n1" in str(asyncio.run(welcome("n1", "n2")).get("refused"))
     assert asyncio.run(welcome("n1", "n1"))["welcome"] == "n1"
     assert asyncio.run(welcome("", "n2"))["welcome"] == "n2"
+
+
+def test_a_question_is_answered_by_the_node_that_was_asked_and_about_its_own_workers(
+    cluster: Cluster,
+) -> None:
+    """Another node guessed its number, and its text was shown as that of node n1."""
+    forged = {"text": "forged", "at": 9e18, "next": 1}
+    row = {"worker": "0:0", "pid": 1}
+
+    async def play() -> None:
+        async with (
+            agent(cluster.address, "n1", token=cluster.tokens["n1"]) as n1,
+            agent(cluster.address, "n2", token=cluster.tokens["n2"]) as n2,
+        ):
+            submitted = {"name": "his", "job": JOB}
+            assert (await asyncio.to_thread(cluster.call, "POST", "/v1/tasks", "bob", submitted))[0] == 201
+            runs = n1
+            for line in (n1, n2):
+                with contextlib.suppress(TimeoutError):
+                    await line.until(msg.StartProcess, within_s=2.0)
+                    runs = line
+            other = n2 if runs is n1 else n1
+            values = {
+                "/v1/tasks/his/logs?worker=0:0": {"text": "true", "at": 1.0, "next": 4},
+                "/v1/tasks/his/logs?worker=7:7": {"text": "true", "at": 1.0, "next": 4},  # it has no slot
+                "/v1/tasks/his/readings": [row, row | {"worker": "3:0"}, "odd"],
+            }
+            for path, value in values.items():
+                asking = asyncio.create_task(asyncio.to_thread(cluster.call, "GET", path, "bob"))
+                while "ask" not in (told := await runs.line.receive_json(timeout=60)):
+                    pass
+                for number in range(60):
+                    await other.line.send_json({"answer": number, "value": forged})
+                await other.beat()
+                await asyncio.sleep(0.2)
+                assert not asking.done(), path
+                await runs.line.send_json({"answer": told["ask"], "value": value})
+                status, text = await asking
+                assert status == 200, text
+                assert "forged" not in text
+                found = json.loads(text)
+                if "logs" in path:
+                    assert (found["text"], found["node"]) == ("true", runs.welcome["welcome"])
+                else:
+                    assert found["workers"] == [row | {"node": runs.welcome["welcome"]}]
+
+    asyncio.run(play())
 
 
 def test_a_token_is_replaced_while_the_coordinator_runs_and_a_removed_one_ends_its_lines(
@@ -209,6 +258,38 @@ def test_the_commands_that_manage_access(tmp_path: Path, capfd: pytest.CaptureFi
     assert [(row["name"], row["revoked"]) for row in rows] == [("eve", False), ("n1", True)]
     assert main.run(["access", "roles", "--json"]) == 0
     assert len(json.loads(capfd.readouterr().out)["calls"]) == len(matrix())
+
+
+def test_a_token_that_was_handed_out_is_never_overwritten(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A token is shown once. A path that ends with a slash is a folder, also one that is not there yet."""
+    file = ["--file", str(tmp_path / "credentials")]
+    folder, single = f"{tmp_path}/tokens/", f"{tmp_path}/one"
+    assert main.run(["access", "add", "viewer", "bob", *file, "-o", folder]) == 0
+    assert main.run(["access", "add", "viewer", "carol", *file, "-o", folder]) == 0
+    assert main.run(["access", "add", "viewer", "dave", *file, "-o", single]) == 0
+    tokens = {path: path.read_text() for path in sorted((tmp_path / "tokens").iterdir())}
+    assert [path.name for path in tokens] == ["bob.token", "carol.token"]
+    before = (tmp_path / "credentials").read_text()
+    for refused in (
+        ["add", "viewer", "erin", "-o", single],
+        ["add", "viewer", "erin", "bob", "-o", folder],
+        ["add", "viewer", "bob", "-o", folder],
+        ["rotate", "bob", "-o", single],
+    ):
+        assert main.run(["access", *refused, *file]) == 2
+        assert "is there and would be overwritten; give another path to --out" in capfd.readouterr().err
+    assert (tmp_path / "credentials").read_text() == before
+    assert {path: path.read_text() for path in sorted((tmp_path / "tokens").iterdir())} == tokens
+    assert (
+        main.run(["access", "rotate", "bob", *file, "-o", folder]) == 0
+    )  # his own: both are valid for a while
+    held = Credentials(file=tmp_path / "credentials", clock=time.time)
+    bob = tmp_path / "tokens" / "bob.token"
+    assert bob.read_text() != tokens[bob]
+    assert held.of_token(bob.read_text().strip()) is not None
+    assert held.of_token(tokens[bob].strip()) is not None
 
 
 def test_the_page_of_the_docs_has_the_table() -> None:

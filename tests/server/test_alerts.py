@@ -1,4 +1,4 @@
-"""Being told: the shipped alert rules, and webhooks."""
+"""Being told: the shipped alert rules."""
 
 from __future__ import annotations
 
@@ -8,40 +8,275 @@ import json
 import queue
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from everstep.errors import UserError
+from everstep.core.cluster.node_states import NodeAdmin
+from everstep.core.cluster.task import Task
+from everstep.drive.ports import HandledEvent
+from everstep.protocol import messages as msg
+from everstep.protocol.ops import Worker
+from everstep.protocol.shape import Shape
+from everstep.server.metrics import ClusterMetrics
 from everstep.server.record import ClusterRecord
-from everstep.server.webhooks import AGAIN_S, Notifier, Repetition, Webhook, notification, read_webhooks
+from harness.cluster import Cluster, small_job
+from tests.core.fake_cluster import FakeCluster
 from tests.server.served import served
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
 PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
-def test_the_alert_rules_fire_when_they_should_and_only_then() -> None:
-    done = subprocess.run(
-        ["promtool", "test", "rules", "rules.test.yaml"], cwd=RULES.parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+# ------------------------------------------------------------------ what a coordinator exports
 
 
-def test_every_alert_is_tested_both_ways_and_explained() -> None:
+class Observed(FakeCluster):
+    """A coordinator with its record, whose metrics are read every 30 s of its time. Its one task makes a step
+    every 5 s.
+    """
+
+    def __init__(self) -> None:
+        self.record = ClusterRecord(say=lambda text: None, clock=lambda: self.now)
+        self.metrics = ClusterMetrics(self.record)
+        self.scrapes: list[dict[str, float]] = []
+        super().__init__(nodes={"a": 1, "b": 1, **dict.fromkeys("cdefg", 0)})
+        self.record.leads = True
+        self.submit(shape=Shape(1, 2, 2), steps=10**6, has_checkpoints=True)
+        self.saves = True
+
+    def handled(self, one: HandledEvent) -> None:
+        super().handled(one)
+        self.record.machine = self.coordinator
+        self.record.handled(one)
+
+    @property
+    def task(self) -> Task:
+        return self.coordinator.tasks["t"]
+
+    def watch(self, minutes: float, *, trains: bool = True) -> Observed:
+        for _ in range(round(2 * minutes)):
+            for _ in range(6):
+                self.wait(5.0)
+                if trains:
+                    self.seal()
+                    if self.saves and self.task.next_step % 50 == 0:
+                        self.save(self.task.next_step - 1)
+            families = text_string_to_metric_families(self.metrics.text().decode())
+            samples = (sample for family in families for sample in family.samples)
+            self.scrapes.append({_series(one.name, one.labels): one.value for one in samples})
+        return self
+
+    def loses_a_stage(self) -> Observed:
+        self.hear(msg.NodeLeft(node="a"))
+        return self
+
+    def input_series(self) -> list[dict[str, str]]:
+        """In the words of promtool; what was not exported at a time is _."""
+        found = []
+        for name in {name: None for scrape in self.scrapes for name in scrape}:
+            values = [f"{scrape[name]:.17g}" if name in scrape else "_" for scrape in self.scrapes]
+            found.append({"series": name, "values": " ".join(values)})
+        return found
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    return name + "{" + ", ".join(f"{key}={json.dumps(value)}" for key, value in labels.items()) + "}"
+
+
+def fired(seen: Observed, folder: Path) -> set[str]:
+    """The shipped alerts that fire at its end."""
+    at = f"{len(seen.scrapes) // 2 - 1}m"
     names = re.findall(r"alert: (\w+)", RULES.read_text())
-    assert len(names) >= 10
-    tests = RULES.with_name("rules.test.yaml").read_text()
-    for name in names:
-        assert tests.count(f"alertname: {name}\n") == 1, f"{name} is never expected to fire"
-        assert f"{{eval_time: 3h, alertname: {name}}}" in tests, f"{name} is never expected to be silent"
-        assert f"## {name}\n" in PAGE.read_text()
+    asked = [f'count(ALERTS{{alertname="{name}", alertstate="firing"}})' for name in names]
+    test = {
+        "interval": "30s",
+        "input_series": seen.input_series(),
+        "promql_expr_test": [{"expr": expression, "eval_time": at} for expression in asked],
+    }
+    shutil.copy(RULES, folder / "rules.yaml")
+    file = folder / "test.json"
+    file.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "30s", "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
+    text = done.stdout + done.stderr  # of each that has a sample, which the test does not expect
+    assert done.returncode == 0 or "got:" in text, text
+    return {name for name, expression in zip(names, asked, strict=True) if json.dumps(expression) in text}
+
+
+def healthy(seen: Observed) -> None:
+    seen.watch(100)
+
+
+def led_by_none(seen: Observed) -> None:
+    seen.watch(30)
+    seen.record.leads = False
+    seen.watch(10)
+
+
+def stage_without_a_worker(seen: Observed) -> None:
+    seen.watch(70)
+    seen.loses_a_stage().watch(30, trains=False)
+    assert seen.scrapes[-1]['everstep_task_state{state="stalled", task="t"}'] == 1.0
+
+
+def hung(seen: Observed) -> None:
+    """All its workers are there, and no step is made."""
+    seen.watch(70)
+    seen.watch(30, trains=False)
+    assert seen.scrapes[-1]['everstep_task_state{state="running", task="t"}'] == 1.0
+
+
+def saves_fail(seen: Observed) -> None:
+    seen.watch(30)
+    worker, step = Worker(0, 0), seen.task.next_step - 1
+    attempt = seen.task.recovery.attempt_of(step) if seen.task.recovery is not None else 0
+    seen.report("t", worker, msg.SaveFailed(task="t", step=step, attempt=attempt, because="No space left"))
+    seen.watch(5)
+
+
+def never_saved(seen: Observed) -> None:
+    seen.saves = False
+    seen.watch(125)
+
+
+def counted_wrong(seen: Observed) -> None:
+    seen.watch(30)
+    seen.record.steps["t"].committed -= 1
+    seen.watch(10)
+
+
+def lemon(seen: Observed) -> None:
+    seen.watch(30)
+    node = seen.coordinator.nodes["g"]
+    node.set_admin(NodeAdmin.LEMON, "isolated too often", seen.now)
+    seen.coordinator.roster.node_changed(node)
+    seen.watch(5)
+
+
+def rack_lost(seen: Observed) -> None:
+    seen.watch(30)
+    for node in "cdef":
+        seen.silence(node)
+    seen.watch(5)
+
+
+def incident_open(seen: Observed) -> None:
+    seen.watch(30)
+    seen.crew.starts = False
+    seen.exits(Worker(0, 0), "killed by SIGKILL")
+    seen.watch(20, trains=False)
+
+
+def slow_decisions(seen: Observed) -> None:
+    seen.watch(30)
+    seen.record.handled_s.extend([0.75] * 100)
+    seen.watch(15)
+
+
+SITUATIONS: dict[Callable[[Observed], None], set[str]] = {
+    healthy: set(),
+    led_by_none: {"EverstepNoLeader"},
+    stage_without_a_worker: {"EverstepTaskStalled", "EverstepGoodputLow", "EverstepIncidentOpen"},
+    hung: {"EverstepTaskStalled", "EverstepGoodputLow"},
+    saves_fail: {"EverstepSavesFail"},
+    never_saved: {"EverstepUnprotected"},
+    counted_wrong: {"EverstepMicrobatchesDiffer"},
+    lemon: {"EverstepLemon"},
+    rack_lost: {"EverstepNodesGone"},
+    incident_open: {"EverstepIncidentOpen", "EverstepTaskStalled"},
+    slow_decisions: {"EverstepSlowDecisions"},
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.__name__)
+def test_an_alert_fires_on_what_a_coordinator_exports_and_only_then(
+    situation: Callable[[Observed], None], tmp_path: Path
+) -> None:
+    seen = Observed()
+    situation(seen)
+    assert fired(seen, tmp_path) == SITUATIONS[situation]
+
+
+def test_every_alert_is_fired_and_explained() -> None:
+    names = set(re.findall(r"alert: (\w+)", RULES.read_text()))
+    assert names == set().union(*SITUATIONS.values())
+    assert all(f"## {name}\n" in PAGE.read_text() for name in names)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_a_task_that_goes_back_counts_on_and_is_not_stalled_while_it_does_steps_again(tmp_path: Path) -> None:
+    """everstep_task_steps_total went back with it: a reset, and a rate that never was."""
+    seen = Observed().watch(25)
+    seen.saves, seen.crew.on_disk = False, seen.task.checkpoints.newest
+    seen.watch(35)
+    before = seen.scrapes[-1]['everstep_task_step{task="t"}']
+    seen.loses_a_stage().watch(1, trains=False)
+    seen.join("h", 1)
+    seen.watch(20)
+    steps = [scrape['everstep_task_step{task="t"}'] for scrape in seen.scrapes]
+    assert min(steps[120:]) < before - 300
+    for name in seen.scrapes[0]:
+        if name.partition("{")[0].endswith(("_total", "_count", "_sum")):
+            values = [scrape[name] for scrape in seen.scrapes]
+            assert values == sorted(values), f"{name} goes back"
+    assert "EverstepTaskStalled" not in fired(seen, tmp_path)
+
+
+def sped_up(text: str, by: float) -> str:
+    """Rules whose every duration is shorter."""
+    seconds = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+    def shorter(found: re.Match[str]) -> str:
+        return f"{found[1]}{1000 * int(found[2]) * seconds[found[3]] / by:.0f}ms"
+
+    return re.sub(r"(\[|for: |offset )(\d+)([smh])\b", shorter, text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_a_real_prometheus_says_that_a_real_task_is_stalled_and_that_it_no_longer_is(tmp_path: Path) -> None:
+    """A stage loses its only worker, and there is no slot for another one. Durations by 60."""
+    job = small_job(tmp_path, steps=100_000, replicas=1, stages=2, microbatches=2)
+    job |= {"checkpoint": {"folder": str(tmp_path / "saved"), "interval": 5}}
+    with Cluster(tmp_path) as cluster, contextlib.ExitStack() as stack:
+        target = cluster.start_coordinator().rpartition("/")[2]
+        port = free_port()
+        (tmp_path / "rules.yaml").write_text(sped_up(RULES.read_text(), 60.0))
+        (tmp_path / "prometheus.yml").write_text(
+            "global: {scrape_interval: 250ms, scrape_timeout: 250ms, evaluation_interval: 250ms}\n"
+            "rule_files: [rules.yaml]\n"
+            f"scrape_configs:\n  - {{job_name: everstep, authorization: {{credentials: {cluster.token}}}, "
+            f"static_configs: [{{targets: ['{target}']}}]}}\n"
+        )
+        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", "--log.level=error"]
+        command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{port}"]
+        started = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        stack.callback(started.terminate)
+
+        def firing() -> set[str]:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/alerts", timeout=5) as answer:
+                alerts = json.load(answer)["data"]["alerts"]
+            return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+        for node in ("a", "b"):
+            cluster.start_agent(node, slots=1)
+        cluster.nodes_up(2)
+        cluster.submit(job)
+        cluster.step_reached(12)
+        cluster.signal_node("b", signal.SIGKILL)
+        cluster.until(lambda: cluster.task()["state"] == "stalled", "the task is stalled")
+        cluster.until(lambda: "EverstepTaskStalled" in firing(), "the alert fires")
+        cluster.start_agent("b", slots=1)
+        cluster.until(lambda: "EverstepTaskStalled" not in firing(), "and no longer")
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
@@ -68,103 +303,6 @@ def receiver(*answers: int) -> Iterator[Any]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def news(state: str, node: str = "n1") -> dict[str, Any]:
-    return {"at": 1.0, "kind": "NodeChanged", "node": node, "state": state, "because": "two ECC errors"}
-
-
-def leading() -> ClusterRecord:
-    record = ClusterRecord()
-    record.leads = True
-    return record
-
-
-def test_a_receiver_is_told_once_after_errors_and_in_its_form() -> None:
-    said: list[str] = []
-    with receiver(500, 429) as server:
-        url = f"http://127.0.0.1:{server.server_port}/x"
-        hooks = [Webhook(url=url, form="slack", header="Authorization: Bearer t", tell=["nodes"])]
-        teller = Notifier(leading(), hooks, first_wait_s=0.001, warn=said.append)
-        teller.hear(news("lemon"))
-        teller.hear(news("lemon"))
-        teller.hear({"at": 1.0, "kind": "TaskEnded", "task": "t", "state": "failed", "because": ""})
-        teller.hear(news("up"))
-        heard = [server.told.get(timeout=30) for _ in range(4)]
-        teller.close()
-    assert [status for status, _, _ in heard] == [500, 429, 200, 200]
-    assert {header for _, header, _ in heard} == {"Bearer t"}
-    assert heard[2][2] == {"text": "*node n1 is lemon*\ntwo ECC errors"}
-    assert heard[3][2] == {"text": "*node n1 is up*\ntwo ECC errors"}, (
-        "the repetition and the task are not told"
-    )
-    assert said == []
-
-
-def test_what_cannot_be_told_is_given_up_and_the_secret_is_not_said() -> None:
-    said: list[str] = []
-    with receiver(404) as server:
-        port = server.server_port
-        hooks = [Webhook(url=f"http://127.0.0.1:{port}/s3cret")]
-        teller = Notifier(leading(), hooks, first_wait_s=0.001, warn=said.append)
-        teller.hear(news("gone"))
-        assert server.told.get(timeout=30)[0] == 404
-        teller.close()
-    teller = Notifier(leading(), hooks, first_wait_s=0.001, warn=said.append)  # nobody listens any more
-    teller.hear(news("gone"))
-    while len(said) < 2:
-        threading.Event().wait(0.01)
-    teller.close()
-    assert "it answers 404" in said[0]
-    assert not any("s3cret" in line for line in said)
-
-
-def test_the_journal_of_the_past_is_not_told_again() -> None:
-    with receiver() as server:
-        record = ClusterRecord()
-        teller = Notifier(record, [Webhook(url=f"http://127.0.0.1:{server.server_port}/")])
-        teller.hear(news("gone"))
-        record.leads = True
-        teller.hear(news("gone", "n2"))
-        assert server.told.get(timeout=30)[2]["about"] == "node n2"
-        teller.close()
-
-
-def test_a_message_that_comes_often_is_sent_once_and_counted() -> None:
-    one = notification(news("isolated"), False)
-    assert one is not None
-    seen = Repetition()
-    assert [seen.take(one, now) for now in (0.0, 1.0, 2.0)] == [0, None, None]
-    assert seen.take(one, AGAIN_S) == 2
-    assert one.body("json", 2)["repeated"] == 2
-    assert notification(news("up"), False) is None, "that a node joins is not worth a message"
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[[webhook]]\nurl = 'ftp://x'", "webhook.url"),
-        ("[[webhook]]\nurl = 'https://x/'\ntell = ['birds']", "webhook.tell"),
-        ("[[webhook]]\nurl = 'https://x/'\nform = 'xml'", "webhook.form"),
-        ("[[webhook]]\nurl = 'https://x/'\nheader = 'x'", "webhook.header"),
-        ("webhook = 3", "must contain"),
-        ("[[", "is not TOML"),
-    ],
-)
-def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, why: str) -> None:
-    path = tmp_path / "hooks.toml"
-    path.touch(mode=0o600)
-    path.write_text(text)
-    with pytest.raises(UserError, match=re.escape(why)):
-        read_webhooks(path)
-
-
-def test_others_must_not_read_the_addresses(tmp_path: Path) -> None:
-    path = tmp_path / "hooks.toml"
-    path.write_text("[[webhook]]\nurl = 'https://x/'")
-    path.chmod(0o644)
-    with pytest.raises(UserError, match="chmod 600"):
-        read_webhooks(path)
 
 
 def free_port() -> int:

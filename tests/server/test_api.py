@@ -24,13 +24,17 @@ from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.core.cluster.progress import DrainCost
 from everstep.core.cluster.task import Task, TaskState
-from everstep.errors import UserError
+from everstep.drive.step_rows import StepRows
+from everstep.errors import PeerError, UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.actions import RecordStep
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.server import requests
+from everstep.protocol.table import PROTOCOL
+from everstep.server import api, requests, views
 from everstep.server.agent_connections import AgentConnections
+from everstep.server.record import ClusterRecord
 from everstep.server.serve import ServerSettings
 from everstep.server.term import TICK_S, Term
 from tests.core.fake_cluster import FakeCluster
@@ -85,6 +89,7 @@ def call(address: str, path: str, *, body: bytes | None = None, **headers: str) 
 def test_without_its_token_nothing_but_health_is_answered(tmp_path: Path) -> None:
     with served(tmp_path, token="secret") as address:
         assert call(address, "/v1/health")[0] == 200
+        assert call(address, "/v1/ready")[0] == 200, "it leads"
         assert call(address, "/v1/status")[0] == 401
         assert call(address, "/metrics")[0] == 401
         assert call(address, "/v1/tasks", body=b"{}", Authorization="Bearer wrong")[0] == 401
@@ -195,7 +200,7 @@ def test_an_update_keeps_what_the_task_does_unless_it_says_otherwise(compiled: b
     task.enter(TaskState.RUNNING, "")
 
     def after(**changes: Any) -> Any:
-        return requests.update(task, {"job": {**LARGE, **changes}}, rows=[], by="alice").job["compile"]
+        return requests.update(task, {"job": {**LARGE, **changes}}, by="alice").job["compile"]
 
     assert after() is compiled
     assert after(compile="auto") is compiled
@@ -329,6 +334,18 @@ def test_a_second_agent_of_the_same_name_is_refused(address: str) -> None:
     asyncio.run(play())
 
 
+def test_an_agent_of_an_older_protocol_is_refused_in_words(address: str) -> None:
+    async def play() -> None:
+        async with agent(address, "a", protocol=3) as older:
+            said = older.welcome["refused"]
+            assert "it speaks protocol 3, this coordinator 4; give both the same version of Everstep" in said
+        async with agent(address, "a", protocol=None) as nameless:
+            assert "it speaks protocol None" in nameless.welcome["refused"]
+
+    asyncio.run(play())
+    assert not Client(address=address).get("/v1/status")["nodes"]
+
+
 def settled(address: str) -> Any:
     """The state's hash once the planner's answers are in: the journal has stopped growing."""
     client, last = Client(address=address), None
@@ -439,8 +456,8 @@ def test_an_action_is_traced_back_to_its_event(address: str) -> None:
     client = Client(address=address)
     (joined,) = [n for n in client.get("/v1/news") if n["kind"] == "NodeChanged"]
     found = client.get(f"/v1/events/{joined['event']}")
-    assert [link["text"] for link in found["chain"]] == ["node a joined"]
-    assert {"text": "node a is up", "because": "it joined"} in found["chain"][0]["actions"]
+    assert found["text"] == "node a joined"
+    assert {"text": "node a is up", "because": "it joined"} in found["actions"]
     assert call(address, "/v1/events/99999")[0] == 404
     assert call(address, "/v1/events/x")[0] == 400
 
@@ -519,6 +536,44 @@ def test_an_older_journal_is_known_by_orders_that_it_does_not_have_whatever_was_
     assert lines.put_back(replace(hello, boot="another"), 0) == ""
 
 
+def test_a_question_fails_at_once_when_the_leadership_ends() -> None:
+    """People who looked at logs waited for 5 to 15 s, for an answer that could not come any more."""
+
+    async def play() -> None:
+        lines = AgentConnections(cast(Term, SimpleNamespace()))
+        lines._queues["a"] = asyncio.Queue()
+        asking = asyncio.create_task(lines.ask("a", {"what": "log"}, within_s=60.0))
+        await asyncio.sleep(0)
+        lines.close()
+        with pytest.raises(PeerError, match="no longer leads"):
+            await asyncio.wait_for(asking, 1.0)
+
+    asyncio.run(play())
+
+
+def test_a_question_fails_at_once_when_its_node_is_gone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked_for_a_minute(lines: Any, nodes: Any, question: dict[str, Any]) -> str:
+        with pytest.raises(PeerError, match="not connected any more"):
+            await lines.ask(nodes[0], question, within_s=60.0)
+        return "it failed at once"
+
+    monkeypatch.setattr(api, "newest_log", asked_for_a_minute)
+
+    async def play() -> None:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            await one.until(msg.StartProcess)
+            asking = asyncio.create_task(asyncio.to_thread(call, address, "/v1/tasks/t/logs?worker=0:0"))
+            while "ask" not in await one.line.receive_json(timeout=60):
+                pass
+        status, text = await asyncio.wait_for(asking, 20.0)
+        assert (status, b"it failed at once" in text) == (404, True)
+
+    asyncio.run(play())
+
+
 def test_a_journal_that_was_put_back_gets_an_id_of_its_own(address: str) -> None:
     """Its terms are lower than those that agents know: they would refuse its coordinator for ever."""
 
@@ -530,11 +585,82 @@ def test_a_journal_that_was_put_back_gets_an_id_of_its_own(address: str) -> None
             aiohttp.ClientSession() as session,
             session.ws_connect(f"{address}/v1/agent") as line,
         ):
-            hello = {"node": "a", "boot": "1", "slots": 2, "host": "127.0.0.1", "journal": journal}
+            hello = {"node": "b", "boot": "1", "slots": 2, "host": "127.0.0.1", "protocol": PROTOCOL}
+            hello["journal"] = journal
             await line.send_str(json.dumps({"hello": hello, "done": 9, "term": 1203}))
-            welcome = await line.receive_json(timeout=60)
-            assert welcome["journal"] not in ("", journal)
+            renamed = (await line.receive_json(timeout=60))["journal"]
+            assert renamed not in ("", journal)
             first = await line.receive_json(timeout=60)
             assert (first["number"], first["order"]["is"]) == (10, "KeepOnly")
+        for node in ("a", "b"):  # what it says again, or later, is no reason for one more
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(f"{address}/v1/agent") as line,
+            ):
+                hello = {"node": node, "boot": "1", "slots": 2, "host": "127.0.0.1", "protocol": PROTOCOL}
+                hello["journal"] = renamed
+                await line.send_str(json.dumps({"hello": hello, "done": 9, "term": 99999}))
+                assert (await line.receive_json(timeout=60))["journal"] == renamed
 
     asyncio.run(play())
+
+
+def test_nodes_are_asked_once_however_many_look_at_a_task(tmp_path: Path) -> None:
+    """Each open page asked every agent of the task, twice a second."""
+    row = {"worker": "0:0", "pid": 1}
+
+    async def play(address: str) -> tuple[list[Any], int]:
+        async with agent(address, "a") as one:
+            await asyncio.to_thread(Client(address=address).post, "/v1/tasks", {"name": "t", "job": JOB})
+            await one.until(msg.StartProcess)
+            async with aiohttp.ClientSession() as session:
+
+                async def look() -> Any:
+                    async with session.get(f"{address}/v1/tasks/t/readings") as answer:
+                        return await answer.json()
+
+                looking = [asyncio.create_task(look()) for _ in range(10)]
+                number_asked = 0
+                while not all(each.done() for each in looking):
+                    with contextlib.suppress(TimeoutError):
+                        told = await one.line.receive_json(timeout=0.2)
+                        if "ask" in told:
+                            number_asked += 1
+                            await asyncio.sleep(2.0)  # all of them are waiting by now
+                            await one.line.send_json({"answer": told["ask"], "value": [row]})
+                return [each.result()["workers"] for each in looking], number_asked
+
+    with served(tmp_path) as address:
+        found, number_asked = asyncio.run(play(address))
+    assert found == [[row | {"node": "a"}]] * 10
+    assert number_asked == 1
+
+
+def test_only_what_is_new_is_asked_for() -> None:
+    """`everstep track` asked for all rows and all incidents, each second."""
+    cluster = FakeCluster()
+    cluster.submit()
+    record = ClusterRecord()
+    record.begin(cluster.coordinator, record.hearts, 0, None)
+    rows = record.steps["t"] = StepRows()
+    for step in (1, 2, 3, 4, 3, 4, 5):  # it went back
+        made = RecordStep(
+            step=step,
+            epoch=1,
+            attempt=1,
+            losses=(),
+            norm=0.0,
+            microbatches_committed=4,
+            replayed_elsewhere=0,
+            because="",
+        )
+        rows.add(made, float(step))
+
+    def steps(after: int) -> list[int]:
+        found = views.task(record, cluster.coordinator.tasks["t"], after=after)["rows"]
+        return [row["step"] for row in found]
+
+    assert steps(0) == [1, 2, 3, 4, 3, 4, 5]
+    assert steps(2) == [3, 4, 3, 4, 5]
+    assert steps(3) == [4, 5]
+    assert steps(9) == []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +72,53 @@ def test_an_incident_that_closes_is_the_only_one_that_is_looked_at(
     assert described == [7]
     Archive(record_of(*range(1, 31)), tmp_path).hear(closed(30))
     assert described == [7, 30]
+
+
+@pytest.mark.parametrize("text", ["größe", "GRÖSSE ", '"quoted"', "back\\slash", "日本"])
+def test_texts_beyond_ascii_are_found_and_names_of_values_are_not(tmp_path: Path, text: str) -> None:
+    """It looked for the text as it is, in a file in which it was escaped; and "kind" found everything."""
+    record = record_of(1, 2)
+    one = record.machine.log.incidents[0]
+    one.what = 'the Größe of "quoted" back\\slash, 日本'
+    kept = Archive(record, tmp_path)
+    kept.hear(closed(2))
+    assert [row["number"] for row in kept.search(text=text.strip(), since=0.0, last=9)] == [1]
+    assert kept.search(text="workers", since=0.0, last=9) == []
+    assert kept.search(text="kind", since=0.0, last=9) == []
+
+
+def test_decisions_do_not_wait_while_the_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128 MB were parsed on the event loop, at the first event after a take-over."""
+    record, may_read, loops = record_of(1, 2), threading.Event(), []
+    kept = Archive(record, tmp_path)
+    right = Archive._archived
+
+    def archived(self: Archive) -> Any:
+        with contextlib.suppress(RuntimeError):
+            loops.append(asyncio.get_running_loop())
+        assert may_read.wait(60)
+        return right(self)
+
+    monkeypatch.setattr(Archive, "_archived", archived)
+
+    async def play() -> None:
+        kept.hear({"at": 1.0, "kind": "Dispatch"})
+        one = record.machine.log.new(task="t", workers=[Worker(0, 0)], what="killed", step=3, now=3.0)
+        one.close(3.5, "training resumed")
+        kept.hear(closed(3))
+        assert not (tmp_path / "archive.jsonl").exists()
+        may_read.set()
+        while not (tmp_path / "archive.jsonl").exists():
+            await asyncio.sleep(0.001)
+        kept.hear(closed(3))
+
+    asyncio.run(play())
+    assert loops == [], "not on the loop"
+    numbers = [row["number"] for row in kept.search(text="", since=0.0, last=9)]
+    assert sorted(set(numbers)) == [1, 2, 3]
+    assert numbers.count(3) == 2, "only what is heard later is added"
 
 
 def test_a_coordinator_that_reads_its_journal_adds_nothing(tmp_path: Path) -> None:

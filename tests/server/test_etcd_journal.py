@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,7 +21,9 @@ from everstep.server.etcd import EtcdJournal
 from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import MAX_ENTRY_BYTES, JournalBroken, JournalEntry, LostLeadership
 from harness.etcd import ABSENT, BINARY, Etcd, free_ports
-from harness.journal_writer import read_back
+from tests.server.journal_writer import read_back
+from tests.server.served import served
+from tests.server.test_api import call
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=ABSENT)
 T = TypeVar("T")
@@ -275,7 +277,7 @@ def test_a_missing_entry_or_chunk_is_told(etcd: Etcd, prefix: str) -> None:
 
 def writer(etcd: Etcd, prefix: str, name: str) -> subprocess.Popen[bytes]:
     endpoints = ",".join(etcd.endpoints)
-    command = [sys.executable, "-m", "harness.journal_writer", "etcd", endpoints, prefix, name]
+    command = [sys.executable, "-m", "tests.server.journal_writer", "etcd", endpoints, prefix, name]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
@@ -315,6 +317,19 @@ async def _read_without_leading(etcd: Etcd, prefix: str) -> int:
         return await read_back(journal)
     finally:
         await journal.close()
+
+
+def test_a_coordinator_that_stands_by_answers_prometheus(etcd: Etcd, prefix: str, tmp_path: Path) -> None:
+    """It answered 503: a target that is down, on every healthy one."""
+    more: dict[str, Any] = {"etcd": tuple(etcd.endpoints), "etcd_prefix": prefix, "token": "one"}
+    with served(tmp_path / "a", **more) as first, served(tmp_path / "b", leads=False, **more) as second:
+        for address, leads in ((first, "1.0"), (second, "0.0")):
+            status, body = call(address, "/metrics", Authorization="Bearer one")
+            assert status == 200
+            assert f"everstep_leader {leads}\n" in body.decode()
+        assert "everstep_nodes" not in body.decode(), "or the cluster would be counted twice"
+        assert call(second, "/metrics")[0] == 401
+        assert call(second, "/v1/status", Authorization="Bearer one")[0] == 503
 
 
 def test_etcd_may_be_killed_and_come_back_while_its_leader_waits(tmp_path: Path) -> None:

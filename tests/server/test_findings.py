@@ -1,4 +1,4 @@
-"""Pictures of a diagnosis, from the facts that core and diagnose give; what the planner would do."""
+"""Whom an incident suspects, and what achieved work is worth."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
-from everstep.server import outlook, views
+from everstep.server import views
+from everstep.server.metrics import waf
 from tests.core.fake_cluster import FakeCluster
-from tests.diagnose.test_watch import SLOW, slow_between, story
 
 
 def running(*, nodes: int = 2, slots: int = 2) -> tuple[Coordinator, dict[Worker, str]]:
@@ -60,7 +60,7 @@ def only_incident(machine: Coordinator) -> Incident:
     return one
 
 
-def test_who_waits_points_to_who_would_send_and_the_hung_one_is_suspected() -> None:
+def test_the_hung_worker_is_suspected_and_those_who_wait_for_it_are_ruled_out() -> None:
     machine, seats = running()
     start_all(machine, seats)
     gradient = Parcel(ParcelKind.GRADIENT, 1, 3, 0, Microbatch(1, 2))
@@ -68,73 +68,28 @@ def test_who_waits_points_to_who_would_send_and_the_hung_one_is_suspected() -> N
     told(machine, seats[Worker(1, 0)], overdue(Worker(1, 0), str(gradient)))
     told(machine, seats[Worker(0, 1)], overdue(Worker(0, 1), str(part)))
     told(machine, seats[Worker(1, 1)], overdue(Worker(1, 1), "1F1.2", stopped=True))
-    found = views.picture(only_incident(machine))
+    found = views.finding(only_incident(machine))
     assert found["suspects"][0] == "worker 1:1"
-    waits = {wait["waiter"]: wait for wait in found["waits"]}
-    assert waits["1:0"]["for"] == "1:1", "a gradient comes from the next stage"
-    assert waits["0:1"]["for"] == "1:1", "a part comes from a peer of the stage"
-    assert waits["1:0"]["seconds"] == 2.5
     assert len(found["ruled_out"]) == 2
 
 
-def test_a_slow_verdict_gives_the_pace_of_everybody() -> None:
-    machine, seats = running()
-    start_all(machine, seats)
-    ((_, verdict),) = story(slow_between(20, 40, 2.0), steps=40)
-    assert isinstance(verdict, msg.SlownessFound)
-    slow = msg.SlownessFound(**{f: getattr(verdict, f) for f in verdict.__slots__})  # of task "t" already
-    machine.handle(slow, 1.0)
-    found = views.picture(only_incident(machine))
-    assert found["paces"][str(SLOW)] == pytest.approx(2.0, rel=0.1)
-    others = {worker: pace for worker, pace in found["paces"].items() if worker != str(SLOW)}
-    assert set(others) == {"0:0", "0:1", "1:1"}
-    assert all(0.8 < pace < 1.2 for pace in others.values())
-    assert found["ops"]
-    assert all(row["took_ms"] > 1.4 * row["usual_ms"] for row in found["ops"])
-
-
-def test_an_incident_without_a_diagnosis_has_nothing_to_draw() -> None:
+def test_a_worker_that_has_ended_and_its_node_are_suspected() -> None:
     machine, seats = running()
     start_all(machine, seats)
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     told(machine, seats[Worker(0, 0)], msg.TaskEvent(task="t", event=exited))
-    found = views.picture(only_incident(machine))
-    assert (found["waits"], found["paces"], found["ops"]) == ([], {}, [])
+    found = views.finding(only_incident(machine))
     assert found["suspects"] == ["worker 0:0", f"node {seats[Worker(0, 0)]}"]
-
-
-def test_the_planner_says_what_it_would_do_without_the_fullest_node_and_decides_nothing() -> None:
-    machine, seats = running(nodes=3)
-    start_all(machine, seats)
-    before = {worker: (seat.node, seat.slot) for worker, seat in machine.tasks["t"].seats.items()}
-    (lost,) = outlook.foresee(machine)
-    assert lost["if"].startswith("node node-")
-    assert lost["then"] == [{"task": "t", "before": 4, "after": 4}], "there is a spare node"
-    assert before == {worker: (seat.node, seat.slot) for worker, seat in machine.tasks["t"].seats.items()}
-    assert all(node.state == "up" for node in machine.nodes.values())
-
-
-def test_without_a_spare_it_would_go_on_with_fewer_and_a_new_node_would_fill_the_places() -> None:
-    machine, seats = running(nodes=2)
-    start_all(machine, seats)
-    (lost,) = outlook.foresee(machine)
-    assert lost["then"] == [{"task": "t", "before": 4, "after": 2}]
-    machine.handle(msg.NodeFellSilent(node="node-1", silent_s=1.0), 2.0)
-    machine.handle(msg.NodeLeft(node="node-1"), 3.0)
-    assert len(machine.tasks["t"].seats) == 2
-    joined = outlook.foresee(machine)[-1]
-    assert joined["if"] == "a node with 2 slots joins"
-    assert joined["then"] == [{"task": "t", "before": 2, "after": 4}]
 
 
 def test_waf_falls_with_a_death_and_full_stays() -> None:
     machine, seats = running(nodes=2)
     start_all(machine, seats)
-    now, full = outlook.waf(machine)
+    now, full = waf(machine)
     assert now == full > 0
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     told(machine, seats[Worker(0, 0)], msg.TaskEvent(task="t", event=exited))
-    less, same = outlook.waf(machine)
+    less, same = waf(machine)
     assert less < now
     assert same == full
 

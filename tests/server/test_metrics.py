@@ -24,12 +24,13 @@ from everstep.cli import main
 from everstep.cli.client import Client
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.server.access import CALLS
+from everstep.server.metrics import METRICS, ClusterMetrics
+from everstep.server.record import ClusterRecord
 from tests.server.served import agent, served
 from tests.server.test_api import JOB, call
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "everstep.json"
-NAME = re.compile(r"\beverstep_\w+")
-LABELS = re.compile(r"\{([^}]*)\}")
 BY_PROMETHEUS = {"job", "instance"}
 
 
@@ -67,39 +68,64 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]
         yield address, asyncio.run(some_life(address))
 
 
-def labels_by_name(text: str) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
-        found.setdefault(family.name + ("_total" if family.type == "counter" else ""), set())
+def rules() -> list[str]:
+    """Every question of the alert rules."""
+    text = (DASHBOARD.parents[1] / "prometheus" / "rules.yaml").read_text()
+    return re.findall(r"expr: (?:>-\n)?(.*?)\n        (?=\w)", text, re.DOTALL)
+
+
+def test_what_is_exported_is_what_the_table_says(lived: tuple[str, str]) -> None:
+    seen = set()
+    for family in text_string_to_metric_families(lived[1]):
+        seen.add(family.name)
+        row = METRICS[family.name]
+        assert row.kind == family.type
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+            assert {*sample.labels} - {"le"} == {*row.labels}
+            for label, values in row.values.items():
+                assert sample.labels[label] in values
+    assert seen == {*METRICS}
 
 
-def test_the_dashboard_names_only_metrics_and_labels_that_are_exported(lived: tuple[str, str]) -> None:
-    known = labels_by_name(lived[1])
+def test_rules_and_dashboard_ask_only_for_what_the_table_has() -> None:
+    """Also for the values of a label: an alert on a state that no task is ever in does not fire."""
+    by_name = {name + row.suffix: row for name, row in METRICS.items()}
+    assert len(rules()) >= 10
     assert len(expressions()) > 20
-    for expression in expressions():
-        names = NAME.findall(expression)
-        assert names, expression
-        for name in names:
-            assert name in known, f"{name} of {expression!r} is not exported"
-        for chosen in LABELS.findall(expression):
-            for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", chosen):
-                of_tasks = {"task"} if any(name.startswith("everstep_task_") for name in names) else set()
-                mine = set().union(*(known[name] for name in names)) | BY_PROMETHEUS | of_tasks
-                assert label in mine, f"{label} of {expression!r} is no label"
+    for expression in rules() + expressions():
+        asked = [
+            (name, chosen) for name, chosen in re.findall(r"\b(everstep_\w+)(?:\{([^}]*)\})?", expression)
+        ]
+        assert asked, expression
+        for name, chosen in asked:
+            assert name in by_name, f"{name} of {expression!r} is not exported"
+            row = by_name[name]
+            for label, operator, value in re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', chosen):
+                assert label in {*row.labels} | BY_PROMETHEUS, f"{label} of {expression!r} is no label"
+                if label in row.values:
+                    wanted = value.split("|") if "~" in operator else [value]
+                    assert {*wanted} <= {*row.values[label]}, f"{value} of {expression!r} is never exported"
 
 
-def test_the_alert_rules_name_only_metrics_that_are_exported(lived: tuple[str, str]) -> None:
-    rules = (DASHBOARD.parents[1] / "prometheus" / "rules.yaml").read_text()
-    assert {*NAME.findall(rules)} - {*labels_by_name(lived[1])} == set()
+def test_a_coordinator_that_stands_by_is_up_and_does_not_lead(tmp_path: Path) -> None:
+    """It answered 503, and every healthy one was a target that is down."""
+    record = ClusterRecord()
+    metrics = ClusterMetrics(record)
+    text = metrics.text().decode()
+    assert "everstep_leader 0.0" in text
+    assert {family.name for family in text_string_to_metric_families(text)} == {
+        "everstep_leader",
+        "everstep_build_info",
+    }
+    (call_,) = [call for call in CALLS if call.standby]
+    assert (call_.path, call_.method) == ("/metrics", "GET")
 
 
 def test_what_a_death_does_is_in_the_metrics(lived: tuple[str, str]) -> None:
     text = lived[1]
     assert 'everstep_nodes{state="up"} 1.0' in text
-    assert 'everstep_task_running{task="llama"} 1.0' in text
+    assert 'everstep_task_state{state="running",task="llama"} 1.0' in text
+    assert 'everstep_task_state{state="stalled",task="llama"} 0.0' in text
     assert re.search(r'everstep_incidents_total\{kind="[^"]+",severity="SEV2"\} 1.0', text)
     assert "everstep_incidents_open 1.0" in text
 
@@ -193,8 +219,8 @@ def test_goodput_is_in_the_metrics_and_in_the_report(
         text = call(address, "/metrics")[1].decode()
         assert 'everstep_task_goodput_ratio{task="t"} 0.0' in text
         assert 'everstep_task_lost_seconds_total{cause="wait",task="t"}' in text
-        assert 'everstep_task_tokens_total{task="t"} 0.0' in text
-        assert 'everstep_task_model_flops_total{task="t"} 0.0' in text
+        assert re.search(r'everstep_task_step_tokens{task="t"} [1-9]', text)
+        assert re.search(r'everstep_task_step_model_flops{task="t"} [1-9]', text)
         assert "everstep_build_info{version=" in text
         picture = tmp_path / "week.svg"
         words = ["report", "--since", "1h", "--address", address]
@@ -206,25 +232,3 @@ def test_goodput_is_in_the_metrics_and_in_the_report(
         assert main.run(words) == 0
         assert "wait" in capfd.readouterr().out
         assert main.run([*words, "--task", "nobody"]) == 2
-
-
-def test_what_full_experts_dropped_is_in_the_metrics_and_in_the_task(tmp_path: Path) -> None:
-    async def told(address: str) -> tuple[str, dict[str, Any]]:
-        client = Client(address=address)
-        async with agent(address, "a") as one:
-            await asyncio.to_thread(client.post, "/v1/tasks", {"name": "moe", "job": JOB})
-            order = await one.until(msg.StartProcess)
-            started = ev.WorkerStarted(worker=order.worker, incarnation=1, address=("127.0.0.1", 1))
-            await one.say(1, msg.TaskEvent(task="moe", event=started))
-            times = {"F": 1.0, "dropped": 0.25}
-            await one.say(2, msg.TimesReported(task="moe", worker=order.worker, times=times, incarnation=1))
-            await one.say(3, msg.TaskEvent(task="moe", event=started))  # times are not acknowledged
-            await one.acknowledged(3)
-            return await asyncio.to_thread(exported, address), await asyncio.to_thread(
-                client.get, "/v1/status"
-            )
-
-    with served(tmp_path) as address:
-        text, tasks = asyncio.run(told(address))
-    assert 'everstep_task_dropped_ratio{task="moe"} 0.25' in text
-    assert [task["dropped"] for task in tasks["tasks"]] == [0.25]

@@ -24,10 +24,7 @@ HOSTS = {"a": "127.0.0.2", "b": "127.0.0.3"}
     [
         ({}, DEATHS),
         pytest.param({"optimizer": {"shard": True}}, DEATHS[:1], marks=pytest.mark.slow, id="sharded"),
-        pytest.param(
-            {"transport": "tcp", "accumulate": "strict32"}, DEATHS, marks=pytest.mark.slow, id="tcp"
-        ),
-        pytest.param({"accumulate": "fp64"}, DEATHS, marks=pytest.mark.slow, id="fp64"),
+        pytest.param({"transport": "tcp"}, DEATHS, marks=pytest.mark.slow, id="tcp"),
         pytest.param({"shards": 2}, DEATHS, marks=pytest.mark.slow, id="tensor parallel"),
     ],
 )

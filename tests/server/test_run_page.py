@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -88,9 +89,6 @@ class WordyRun:
 
     def finish(self, because: str) -> None:
         self.done.append(("finish", because))
-
-    def gantt_document(self) -> dict[str, Any]:
-        return {"step": None, "planned": [], "measured": [], "planned_s": None, "measured_s": None}
 
     def readings_document(self) -> list[dict[str, Any]]:
         return [{"worker": "0:0", "incarnation": 1, "pid": 1, "reading": None}]
@@ -277,8 +275,12 @@ def test_train_prints_the_address_of_its_page_where_the_run_is_shown_and_cancell
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert run.stderr is not None
-        page = next(line for line in run.stderr if line.startswith("page: ")).split()[1]
-        address, _, token = page.partition("/#token=")
+        line = next(line for line in run.stderr if line.startswith("page: "))
+        assert "token" not in line, "it is a log: all who read it could cancel the run"
+        link = Path(line.rpartition("(link: ")[2].rstrip(")\n"))
+        assert stat.S_IMODE(link.stat().st_mode) == 0o600
+        address, _, token = link.read_text().strip().partition("/#token=")
+        assert line.split()[1] == f"{address}/"
         client, deadline = Client(address=address, token=token), time.monotonic() + 60
         while client.get("/v1/status")["tasks"][0]["step"] < 2:
             assert time.monotonic() < deadline
@@ -293,6 +295,7 @@ def test_train_prints_the_address_of_its_page_where_the_run_is_shown_and_cancell
         out, _ = run.communicate(timeout=60)
         assert run.returncode == 0
         assert len(json.loads(out)["losses"]) >= 2
+        assert not link.exists()
     finally:
         run.kill()
         run.communicate()

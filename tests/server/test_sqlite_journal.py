@@ -15,7 +15,7 @@ import pytest
 from everstep.errors import InternalError, UserError
 from everstep.server import journal as module
 from everstep.server.journal import JournalBroken, JournalEntry, JournalFull, SqliteJournal
-from harness.journal_writer import read_back
+from tests.server.journal_writer import read_back
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path) ->
     path, moments, last = tmp_path / "journal", random.Random(4), 0
     for _ in range(6):
         writer = subprocess.Popen(
-            [sys.executable, "-m", "harness.journal_writer", "sqlite", str(path)], stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.server.journal_writer", "sqlite", str(path)], stdout=subprocess.PIPE
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"leads\n"
@@ -204,7 +204,7 @@ def test_a_missing_number_is_refused(tmp_path: Path) -> None:
 def test_two_coordinators_cannot_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     writer = subprocess.Popen(
-        [sys.executable, "-m", "harness.journal_writer", "sqlite", str(path)], stdout=subprocess.PIPE
+        [sys.executable, "-m", "tests.server.journal_writer", "sqlite", str(path)], stdout=subprocess.PIPE
     )
     try:
         assert writer.stdout is not None

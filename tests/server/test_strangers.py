@@ -1,19 +1,23 @@
 """Clients that may not ask, and hellos that no honest agent says, keep no one else from the coordinator."""
 
 import asyncio
+import gzip
 import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from everstep.net import strangers
+from everstep.protocol.table import PROTOCOL
 from everstep.store.memory_server import MemoryServer, MemoryStore
 from tests.server.served import served
 
@@ -60,6 +64,67 @@ def test_who_shows_no_token_does_not_keep_a_connection(port: int) -> None:
     assert all(is_closed(sock) for sock in waiting)
     for sock in (*waiting, refused):
         sock.close()
+
+
+@pytest.fixture(scope="module")
+def bomb() -> bytes:
+    packer, zeros = zlib.compressobj(9, wbits=31), bytes(1 << 20)
+    return b"".join(packer.compress(zeros) for _ in range(400)) + packer.flush()
+
+
+def packed(bomb: bytes, path: str, token: str) -> bytes:
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{shown}Content-Type: application/json\r\n"
+    return f"{head}Content-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n".encode() + bomb
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "status"),
+    [("/v1/tasks", "", 401), ("/v1/health", "", 405), ("/", "", 405), ("/v1/tasks", TOKEN, 400)],
+)
+def test_a_packed_body_is_not_unpacked(port: int, bomb: bytes, path: str, token: str, status: int) -> None:
+    """Four bodies of 900 KB became 900 MB each before they were refused: nobody was heard for 10 s."""
+    before = time.process_time()
+    for _ in range(4):
+        with half_a_request(port, packed(bomb, path, token)) as sock:
+            answer = sock.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+            if status == 400:
+                assert b"gzip is not unpacked here" in answer
+    assert time.process_time() - before < 1.0
+
+
+def test_every_server_takes_bodies_as_they_are_sent() -> None:
+    """Also in pieces, and with what may be more than one layer."""
+
+    async def play(encoding: str, piece: int) -> None:
+        async def echo(request: web.Request) -> web.Response:
+            return web.Response(body=await request.read())
+
+        app = web.Application()
+        app.router.add_post("/", echo)
+        runner = strangers.StrangerLimit().runner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        sent = gzip.compress(b"x" * 5000)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(sent), piece):
+                yield sent[at : at + piece]
+
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"http://127.0.0.1:{runner.addresses[0][1]}/",
+                data=pieces(),
+                headers={"Content-Encoding": encoding},
+            ) as answer,
+        ):
+            assert await answer.read() == sent
+        await runner.cleanup()
+
+    for encoding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
+        asyncio.run(play(encoding, 7))
 
 
 def test_who_shows_it_keeps_its_connection(port: int) -> None:
@@ -122,7 +187,7 @@ def test_a_hello_that_no_agent_says_is_refused_and_metrics_still_answer(port: in
     headers = {"Authorization": f"Bearer {TOKEN}"}
 
     async def say_hello(change: dict[str, Any]) -> str:
-        hello = {"node": "n", "boot": "1", "slots": 1, "host": "127.0.0.1", **change}
+        hello = {"node": "n", "boot": "1", "slots": 1, "host": "127.0.0.1", "protocol": PROTOCOL} | change
         async with (
             aiohttp.ClientSession(headers=headers) as session,
             session.ws_connect(f"http://127.0.0.1:{port}/v1/agent") as line,

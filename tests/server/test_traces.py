@@ -18,15 +18,33 @@ from everstep.cli.client import Client
 from everstep.errors import UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
+from everstep.protocol.incidents import Evidence, Incident, IncidentState, Remedy, Verdict
+from everstep.protocol.ops import Worker
 from everstep.server.record import ClusterRecord
 from everstep.server.traces import IncidentTraces, provider
 from tests.server.served import agent, served
 from tests.server.test_api import JOB
-from tests.server.test_tensorboard import incident
 
 requests = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra otel is not installed"
 )
+
+
+def incident() -> Incident:
+    return Incident(
+        number=3,
+        workers=[Worker(0, 1)],
+        what="killed by SIGKILL",
+        step=2,
+        evidence_at=10.0,
+        resumed_at=10.25,
+        state=IncidentState.CLOSED,
+        evidence=[Evidence(at=10.0, source="exit", text="worker 0:1 is gone")],
+        verdict=Verdict(at=10.0, kind="crash", severity=2, because="it was killed"),
+        remedies=[
+            Remedy(at=10.0, what="restart the worker", because="first time", outcome="training resumed")
+        ],
+    )
 
 
 @pytest.fixture
@@ -121,12 +139,11 @@ def test_a_mended_link_of_a_live_coordinator_arrives_as_a_trace(
             await one.say(2, msg.LinkMended(task="llama", worker=order.worker, peer=order.worker))
             await one.acknowledged(2)
 
-    with served(tmp_path, otel=address, tensorboard=tmp_path / "scalars") as coordinator:
+    with served(tmp_path, otel=address) as coordinator:
         asyncio.run(play(coordinator))
     _, told = heard.get(timeout=10)
     names = {s.name for r in told.resource_spans for scope in r.scope_spans for s in scope.spans}
     assert any(name.startswith("incident: connection reset") for name in names)
-    assert list((tmp_path / "scalars" / "llama").iterdir()), "the incident as text, for TensorBoard"
 
 
 def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:

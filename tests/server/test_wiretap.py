@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def captured(folder: Path, *options: str) -> dict[str, Any]:
-    command = ["unshare", "-n", sys.executable, "-m", "harness.wiretap", str(folder), *options]
+    command = ["unshare", "-n", sys.executable, "-m", "tests.server.wiretap", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
     assert done.returncode == 0, "\n".join(p.read_text()[-2000:] for p in folder.glob("*.log"))
     found: dict[str, Any] = json.loads(done.stdout)

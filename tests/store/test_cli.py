@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from everstep.cli import main
-from everstep.convert.formats.known_formats import FORMATS
 from everstep.store.folder import commit, write_part
+from everstep_convert.formats.known_formats import FORMATS
 from tests.store.states import save
 from tests.store.test_formats import REAL
 

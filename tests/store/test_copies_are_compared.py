@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from everstep.cli import main
-from everstep.convert.conversion import Accepted, Reading, Target, read_state, write_state
-from everstep.convert.formats import dialects
-from everstep.convert.state import TrainingState, scalar
 from everstep.errors import UserError
-from everstep.layout.patterns import Pattern, Patterns
 from everstep.store import dtypes
 from everstep.store.stored import Held, read_all
+from everstep_convert.conversion import Accepted, Reading, Target, read_state, write_state
+from everstep_convert.formats import dialects
+from everstep_convert.patterns import Pattern, Patterns
+from everstep_convert.state import TrainingState, scalar
 
 ALL_COPIES = Patterns((Pattern(match=".*", kind="replicated"),))
 

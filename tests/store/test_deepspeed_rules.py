@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.convert import selfcheck
-from everstep.convert.conversion import Reading, Target, read_state, write_state
-from everstep.convert.formats import pickles
-from everstep.convert.formats.deepspeed_meta import loss_scaler
-from everstep.convert.formats.shards import ShardRules
-from everstep.convert.state import TrainingState, scalar
 from everstep.errors import UserError
-from everstep.layout.patterns import Patterns, read_patterns
 from everstep.store import dtypes
 from everstep.store.stored import Held, Stored, read_all
+from everstep_convert import selfcheck
+from everstep_convert.conversion import Reading, Target, read_state, write_state
+from everstep_convert.formats import pickles
+from everstep_convert.formats.deepspeed_meta import loss_scaler
+from everstep_convert.formats.shards import ShardRules
+from everstep_convert.patterns import Patterns, read_patterns
+from everstep_convert.state import TrainingState, scalar
 
 DRAW = torch.Generator().manual_seed(5)
 

@@ -4,20 +4,24 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 
 from everstep.cli import main
-from everstep.convert.conversion import read_state
-from everstep.convert.formats import dialects
-from everstep.convert.formats.hf import llama_config
 from everstep.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from everstep.launch.local.api import run_job
 from everstep.launch.local.outcome import Outcome
 from everstep.node.fork_server import ForkServer
+from everstep.store.dtypes import tensor_of
 from everstep.store.folder import complete_steps, open_checkpoint
+from everstep.store.stored import read_all
+from everstep_convert.conversion import read_state
+from everstep_convert.formats import dialects
+from everstep_convert.formats.hf import llama_config
 
 MICROBATCHES = 4  # in a step, however many replicas share them
 
@@ -91,6 +95,87 @@ def test_what_the_engine_saves_tells_all_that_a_run_needs(whole: tuple[Path, Out
     assert len(found.index.files) == 4  # of each stage, a part a replica: they share the writing
     assert llama_config(state)["num_attention_heads"] == 4
     assert dialects.dialect_of(dialects.translated(state, "megatron")) == "megatron"
+
+
+def script_state(universal: Path, optimizer_name: str, step: object) -> dict[str, Any]:
+    """What a script of torch would save of the same training, with names of its own."""
+    state = read_state(universal)
+    values = {name: tensor_of(read_all(one), one.dtype).clone() for name, one in state.tensors.items()}
+    groups = [dict(group) for group in state.groups]
+    moments: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            moments.setdefault(parameter, {})[key.partition("#")[0]] = value
+    model = {
+        name.removeprefix("model/"): value for name, value in values.items() if name.startswith("model/")
+    }
+    return {
+        "model": model,
+        optimizer_name: {"state": moments, "param_groups": groups},
+        "step": step,
+        "epoch": 1,
+    }
+
+
+@pytest.mark.parametrize("step", [3, torch.tensor([3])], ids=["number", "tensor"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_loads_its_checkpoint_again_after_a_training_here(
+    fork_server: ForkServer,
+    whole: tuple[Path, Outcome],
+    tmp_path: Path,
+    step: Any,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It calls its optimizer "optim" and counts steps: torch said Missing key in checkpoint state_dict."""
+    state = script_state(whole[0], "optim", step)
+    torch_dcp.save(state, checkpoint_id=str(tmp_path / "theirs"))
+    here, back = tmp_path / "universal", tmp_path / "back"
+    assert main.run(["ckpt", "convert", str(tmp_path / "theirs"), str(here)]) == 0
+    outcome = run_job(job(here, 1, 2), fork_server=fork_server)
+    assert (outcome.resumed_from, complete_steps(here)) == (3, [3, 6])
+    assert main.run(["ckpt", "convert", str(here), str(back), "--to", "dcp"]) == 0
+    assert "training has not kept epoch of the checkpoint that it began with" in capfd.readouterr().err
+    torch_dcp.load(wanted := {key: state[key] for key in ("model", "optim", "step")}, checkpoint_id=str(back))
+    assert int(wanted["step"]) == 6
+    after = script_state(here, "optim", 6)
+    assert all(torch.equal(wanted["model"][name], value) for name, value in after["model"].items())
+    name = next(iter(after["optim"]["state"]))
+    assert torch.equal(wanted["optim"]["state"][name]["exp_avg"], after["optim"]["state"][name]["exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_keys_name_the_parts_of_a_script_s_checkpoint(
+    whole: tuple[Path, Outcome], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def convert(source: Path, target: str, *more: str) -> int:
+        return main.run(["ckpt", "convert", str(source), str(tmp_path / target), *more])
+
+    assert convert(whole[0], "theirs", "--to", "dcp", "--keys", "model=net,optim=opt,step=trainer.at") == 0
+    keys = set(torch_dcp.FileSystemReader(str(tmp_path / "theirs")).read_metadata().state_dict_metadata)
+    assert {key.partition(".")[0] for key in keys} == {"net", "opt", "trainer", "everstep"}
+    state = script_state(whole[0], "opt", 3)
+    state["net"] = state.pop("model")
+    state["at"] = state.pop("step")
+    torch_dcp.save(state, checkpoint_id=str(tmp_path / "foreign"))
+    assert convert(tmp_path / "foreign", "here", "--keys", "model=net,optim=opt,step=at") == 0
+    found, ours = read_state(tmp_path / "here"), read_state(whole[0])
+    assert (found.step, found.parameters().keys()) == (3, ours.parameters().keys())
+    assert found.optimizer().keys() == ours.optimizer().keys()
+    assert convert(tmp_path / "here", "again", "--to", "dcp") == 0
+    torch_dcp.load(wanted := {"at": 0}, checkpoint_id=str(tmp_path / "again"))
+    assert wanted == {"at": 3}
+    capfd.readouterr()
+    for source, more, says in (
+        (whole[0], ["--keys", "model=net"], "--keys is for dcp, and this converts universal to universal"),
+        (whole[0], ["--to", "dcp", "--keys", "weights=net"], "--keys weights=net is not of the form model="),
+        (whole[0], ["--to", "dcp", "--keys", "model=a,optim=a"], "is not of the form"),
+        (tmp_path / "foreign", ["--keys", "model=network"], "--keys names 'network', and no key of the"),
+        (tmp_path / "foreign", ["--keys", "model=net,step=steps"], "--keys names 'steps' as the step, and"),
+    ):
+        assert convert(source, "wrong", *more) == 2
+        assert says in capfd.readouterr().err
+        assert not (tmp_path / "wrong").exists()
 
 
 def test_what_the_engine_saves_becomes_a_llama_by_one_command(

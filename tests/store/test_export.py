@@ -1,6 +1,7 @@
 """What was trained goes back where it came from: a folder that transformers loads, with the same logits."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,43 @@ def test_adapters_are_merged_or_written_alone_also_from_the_shell(
     ]
     adapted = peft.PeftModel.from_pretrained(plain, "alone")
     assert torch.equal(logits(adapted), logits(whole))
+
+
+SCRIPT = """
+import sys
+import everstep
+from pathlib import Path
+def untouched(model):
+    pass
+assert sys.argv[1:] == []
+CALL
+"""
+CALLS = {
+    "train": 'everstep.train(model=[list], data=lambda s, m: Path("data").touch(), checkpoint="checkpoints")',
+    "fit": "everstep.fit(None, steps=9)",
+    "export": 'everstep.export("checkpoints", "written")',
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_export_neither_trains_nor_writes_what_the_script_of_its_prepare_would(
+    call: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(hf(base), tmp_path / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    Path(f"script_that_{call}s.py").write_text(SCRIPT.replace("CALL", CALLS[call]))
+    before = sorted(Path().rglob("*"))
+    name = f"script_that_{call}s:untouched"
+    export = ["ckpt", "export", "checkpoints", "out", "--prepare"]
+    monkeypatch.setattr(sys, "argv", ["everstep", *export, name])
+    assert everstep_command([*export, name]) == 2
+    said = capsys.readouterr().err
+    assert f"calls everstep.{call} while it is imported (line 8); put that behind if __name__ ==" in said
+    assert [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts] == before
+
+    guarded = f'if __name__ == "__main__":\n    {CALLS[call]}'
+    Path(f"guarded_{call}.py").write_text(SCRIPT.replace("CALL", guarded))
+    assert everstep_command([*export, f"guarded_{call}:untouched"]) == 0
 
 
 def test_adapters_of_a_model_without_any_are_refused(base: Path, tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from everstep.convert.compare import compare
-from everstep.convert.conversion import Reading, Target, detect, read_state, write_state
-from everstep.convert.formats import dialects
-from everstep.convert.formats.dialects import Heads
-from everstep.convert.state import TrainingState, scalar
 from everstep.errors import UserError
-from everstep.layout.patterns import Pattern, Patterns
 from everstep.store import dtypes
 from everstep.store.stored import Held, Stored, read_all
+from everstep_convert.compare import compare
+from everstep_convert.conversion import Reading, Target, detect, read_state, write_state
+from everstep_convert.formats import dialects
+from everstep_convert.formats.dialects import Heads
+from everstep_convert.patterns import Pattern, Patterns
+from everstep_convert.state import TrainingState, scalar
 
 REAL = Path(__file__).parent / "data"  # written by DeepSpeed 0.19.8
 

@@ -1,4 +1,4 @@
-"""A sample of `python -m bench.checkpoint matrix`: odd checkpoints of torch through pairs of formats."""
+"""A sample of `python -m tests.store.odd`: odd checkpoints of torch through pairs of formats."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.odd.frameworks import Frameworks, has_atoms, in_engine
-from harness.odd.matrix import PAIRS, cases, parse, run
-from harness.odd.model import OddModel, draw, optimizer_of, train, train_shards, truth_of
+from tests.store.odd.frameworks import Frameworks, has_atoms, in_engine
+from tests.store.odd.matrix import PAIRS, cases, parse, run
+from tests.store.odd.model import OddModel, draw, optimizer_of, train, train_shards, truth_of
 
 SAMPLE = ("300019:plain:universal:dcp", "300040:plain:universal:ds-universal", "300001:plain:zero-3:megatron")
 SHARDED = (

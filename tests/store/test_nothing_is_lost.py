@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from everstep.cli import main
-from everstep.convert.conversion import Accepted, Reading, Target, read_state, write_state
-from everstep.convert.formats.sidecar import find_ties
-from everstep.convert.state import TrainingState, scalar
 from everstep.errors import UserError
 from everstep.layout.box import Box
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
 from everstep.store.stored import Held, Stored, read_all
+from everstep_convert.conversion import Accepted, Reading, Target, read_state, write_state
+from everstep_convert.formats.sidecar import find_ties
+from everstep_convert.state import TrainingState, scalar
 
 
 def held(tensor: torch.Tensor) -> Held:
@@ -162,7 +162,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(
 
 def _groups_in(file: Path, stage: int) -> list[dict[str, Any]]:
     """By our unpickler, as DeepSpeed's classes are not here; tensors are read."""
-    from everstep.convert.formats import pickles
+    from everstep_convert.formats import pickles
 
     inner = pickles.load(file)["optimizer_state_dict"]
     groups = inner["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["param_groups"]

@@ -223,7 +223,7 @@ def test_an_agent_says_whether_the_run_of_a_checkpoint_was_compiled(
     needs = Job.from_dict(
         {"model": {"preset": "gpt-tiny"}, "checkpoint": {"folder": "."}, "base": str(tmp_path)}
     ).needs()
-    order = msg.FindCheckpoint(task="t", job={}, needs=needs, search=3)
+    order = msg.FindCheckpoint(task="t", needs=needs, search=3)
     found = disk_orders.work_on_disk(order, needs.checkpoints)
     assert found == msg.CheckpointFound(task="t", step=5, search=3, compiled=compiled)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from everstep.convert import conversion, selfcheck
-from everstep.convert.conversion import Target, read_state, write_state
-from everstep.convert.formats.universal import missing_shares, shared
-from everstep.convert.state import TrainingState
 from everstep.errors import UserError
 from everstep.store.folder import complete_steps
 from everstep.store.places import LocalPlace, place_of
 from everstep.store.stored import num_bytes
+from everstep_convert import conversion, selfcheck
+from everstep_convert.conversion import Target, read_state, write_state
+from everstep_convert.formats.universal import missing_shares, shared
+from everstep_convert.state import TrainingState
 from tests.store.states import save
 from tests.store.test_cli import everstep  # noqa: F401 - a fixture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -26,11 +27,13 @@ File = Annotated[
     Path, typer.Option("--file", "-f", help="The credentials file; by default of a coordinator started here.")
 ]
 Out = Annotated[
-    Path | None,
+    str | None,  # a Path has no slash at its end
     typer.Option(
         "--out",
         "-o",
-        help="Write the token here, mode 600; a directory gets NAME.token.",
+        metavar="PATH",
+        help="Write the token here, mode 600; a directory, or a path that ends with /, gets NAME.token. No "
+        "file is overwritten, except by rotate one with a token of the same name.",
         show_default="stdout",
     ),
 ]
@@ -62,7 +65,7 @@ def add_command(
     """
     held, wanted = CredentialsFile(file), role_of(role)
     made = {checked_name(name): held.add(wanted, name) for name in names}
-    return _hand_out(held, made, wanted, out, as_json)
+    return _hand_out(held, made, wanted, out, rotated=False, as_json=as_json)
 
 
 @access_app.command("rotate")
@@ -87,26 +90,33 @@ def rotate_command(
     left_s = 0.0 if overlap.strip() in ("0", "0s") else duration(overlap, "--overlap")
     token = held.rotate(name, time.time() + left_s)
     role = next(one.role for one in held.credentials if one.name == name and one.digest)
-    return _hand_out(held, {name: token}, role, out, as_json)
+    return _hand_out(held, {name: token}, role, out, rotated=True, as_json=as_json)
 
 
 def _hand_out(
-    held: CredentialsFile, made: dict[str, str], role: Role, out: Path | None, as_json: bool
+    held: CredentialsFile, made: dict[str, str], role: Role, out: str | None, *, rotated: bool, as_json: bool
 ) -> int:
-    is_folder = out is not None and (out.is_dir() or len(made) > 1 or str(out).endswith("/"))
-    for name, token in made.items() if out is not None else ():
-        assert out is not None
-        write_private(out / f"{name}.token" if is_folder else out, token + "\n")
+    files = {} if out is None else _files(out, list(made))
+    for name, file in files.items():
+        if os.path.lexists(file) and not (rotated and held.is_of(name, file)):
+            raise UserError(f"{file} is there and would be overwritten; give another path to --out.")
+    for name, file in files.items():
+        write_private(file, made[name] + "\n")
     held.write(time.time())
-    where = "stdout" if out is None else f"{out}/" if is_folder else str(out)
     for name in made:
-        render.note(f"{role} {name} is in {held.path}; its token is in {where}")
+        render.note(f"{role} {name} is in {held.path}; its token is in {files.get(name, 'stdout')}")
     shown = {name: token for name, token in made.items() if out is None}
     if as_json:
         render.emit({"role": role, "names": list(made), "file": str(held.path), "tokens": shown})
     elif shown:
         print("\n".join(shown.values() if len(shown) == 1 else (" ".join(pair) for pair in shown.items())))
     return 0
+
+
+def _files(out: str, names: list[str]) -> dict[str, Path]:
+    """Where each token goes."""
+    is_folder = out.endswith("/") or Path(out).is_dir() or len(names) > 1
+    return {name: Path(out) / f"{name}.token" if is_folder else Path(out) for name in names}
 
 
 @access_app.command("remove")
@@ -195,31 +205,6 @@ def roles_command(as_json: AsJson = False) -> int:
     table = Table("call", *Role, box=None, pad_edge=False)
     for call, cells in rows:
         table.add_row(call, *("-" if cells[role] == "no" else cells[role] for role in Role))
-    render.show(table)
-    return 0
-
-
-@access_app.command("owners")
-def owners_command(
-    address: Address = DEFAULT_ADDRESS, token: Token = "", ca: Ca = None, as_json: AsJson = False
-) -> int:
-    """Show who has how many workers and tasks on the cluster, and the quotas.
-
-    [bold]Example[/bold]
-
-      everstep access owners
-    """
-    rows: list[dict[str, Any]] = Client(address=address, token=token, ca=ca).get("/v1/owners")
-    if as_json:
-        render.emit({"owners": rows})
-        return 0
-    table = Table("owner", "workers", "tasks", box=None, pad_edge=False)
-    for row in rows:
-        cells = (
-            f"{row[what]}" if row[f"most_{what}"] is None else f"{row[what]} of {row[f'most_{what}']}"
-            for what in ("workers", "tasks")
-        )
-        table.add_row(row["owner"], *cells)
     render.show(table)
     return 0
 

@@ -177,7 +177,7 @@ def agent_command(
         typer.Option(
             "--check/--no-check",
             help="Run `everstep check` first (at most 20 s), and do not join if a check fails; then other "
-            "nodes measure the network to this one before it gets workers. Or check nothing at all.",
+            "nodes measure the network to this one before it gets workers. --no-check skips all checks.",
             show_default="limits, clock and hardware errors, which takes no time",
         ),
     ] = None,
@@ -187,31 +187,6 @@ def agent_command(
             "--check-command",
             metavar="COMMAND",
             help="A check of your own, with --check and whenever the node is checked again. Repeatable.",
-        ),
-    ] = None,
-    check_socket: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check-socket",
-            metavar="PATH",
-            help="The same, asked of NVRx's health service (nvhcd) on this Unix socket. Repeatable.",
-        ),
-    ] = None,
-    check_taints: Annotated[
-        str,
-        typer.Option(
-            metavar="NODE",
-            help="The same: the node fails while Kubernetes has a taint on it that keeps pods away.",
-            show_default="none",
-        ),
-    ] = "",
-    check_tolerate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check-tolerate",
-            metavar="KEY",
-            help="With --check-taints: this key is no defect. Repeatable; nvidia.com/gpu and amd.com/gpu are "
-            "none.",
         ),
     ] = None,
     log_format: Annotated[render.LogFormat, render.LOG_FORMAT] = render.LogFormat.TEXT,
@@ -280,14 +255,7 @@ def agent_command(
     check_host(host, settings.coordinators, bind=bind)
     if job_files is not None and not (job_files.is_dir() and os.access(job_files, os.W_OK)):
         raise UserError(f"--job-files {job_files} is not a directory that this user can write to; make it.")
-    if check_tolerate and not check_taints:
-        raise UserError("--check-tolerate needs --check-taints, the node whose taints are looked at.")
-    others = (
-        *(word for text in check_command or () for word in ("--command", text)),
-        *(word for path in check_socket or () for word in ("--socket", path)),
-        *(("--taints", check_taints) if check_taints else ()),
-        *(word for key in check_tolerate or () for word in ("--tolerate", key)),
-    )
+    others = tuple(word for text in check_command or () for word in ("--command", text))
     if check is not False:
         found = _checked(others, slots) if check else _checked_quickly(slots)
         settings = replace(settings, checks=found, other_checks=others, checks_network=bool(check))

@@ -6,7 +6,6 @@ import json
 import platform
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from everstep.cli import render
 from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.job.presets import closest
 
 if TYPE_CHECKING:
-    from everstep.node.checks import CheckFinding
+    pass
 
 
 def check_command(
@@ -38,31 +38,6 @@ def check_command(
         list[str] | None,
         typer.Option(
             "--command", metavar="COMMAND", help="A check of your own; exit code 0 passes. Repeatable."
-        ),
-    ] = None,
-    health_socket: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--socket",
-            metavar="PATH",
-            help="Unix socket of NVRx's health service (nvhcd); what it answers counts. Repeatable.",
-        ),
-    ] = None,
-    taints: Annotated[
-        str,
-        typer.Option(
-            metavar="NODE",
-            help="Fail while this Kubernetes node has a taint that keeps pods away; for pods that may get "
-            "nodes.",
-            show_default="none",
-        ),
-    ] = "",
-    tolerate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tolerate",
-            metavar="KEY",
-            help="With --taints: this key is no defect. Repeatable; nvidia.com/gpu and amd.com/gpu are none.",
         ),
     ] = None,
     baseline: Annotated[
@@ -87,11 +62,9 @@ def check_command(
         everstep check --json > node-a.json
 
         everstep check --baseline node-a.json --baseline node-b.json --command "dcgmi diag -r 1"
-
-        everstep check --socket /var/run/nvhcd.sock --taints "$NODE_NAME" --tolerate example.com/team
     """
-    from everstep.node import foreign_checks
     from everstep.node.checks import CHECKS, QUICK, Probe, run_checks
+    from everstep.node.checks import command as own_check
 
     if list_only:
         print(json.dumps(list(CHECKS)) if as_json else "\n".join(CHECKS))
@@ -103,14 +76,7 @@ def check_command(
     if not where.is_dir():
         raise UserError(f"--dir {str(where)!r} is not a directory.")
     known = [_findings(path) for path in baseline or ()]
-    if tolerate and not taints:
-        raise UserError("--tolerate needs --taints, the node whose taints are looked at.")
-    others: list[Callable[[float], CheckFinding]] = [
-        *(partial(foreign_checks.command, text) for text in command or ()),
-        *(partial(foreign_checks.health_socket, path) for path in health_socket or ()),
-    ]
-    if taints:
-        others.append(partial(foreign_checks.taints, taints, tolerate or ()))
+    others = [partial(own_check, text) for text in command or ()]
     is_quick = device == "auto" and only and set(only) <= set(QUICK)
     probe = Probe(where) if is_quick else Probe(where, _devices(device))  # to count GPUs, torch is loaded
     found = run_checks(probe, only=only or (), others=others, baseline=known)
@@ -120,7 +86,7 @@ def check_command(
         print(json.dumps({"node": platform.node(), "ok": ok, "checks": rows}, indent=1))
     else:
         for one in found:
-            print(f"{one.state:8} {one.check:20} {one.says}")
+            render.echo(f"{one.state:8} {one.check:20} {one.says}")
     raise typer.Exit(0 if ok else 1)
 
 

@@ -1,4 +1,4 @@
-"""The commands of a running cluster: submit, status, queue, drain, expect, notice, cancel, pause, resume,
+"""The commands of a running cluster: submit, status, queue, drain, notice, cancel, pause, resume,
 update, resize, logs.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from everstep.cli import render, scripts
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.render import AsJson
+from everstep.cli.render import AsJson, Console
 from everstep.cli.train import KILL
 from everstep.cli.worker_output import WorkerOutput
 from everstep.errors import EverstepError, UserError
@@ -123,6 +123,34 @@ def submit_command(
             help="Directory seen by all nodes: states of everstep.snapshot are also written there.",
         ),
     ] = None,
+    hold: Annotated[
+        bool | None,
+        typer.Option(
+            "--hold/--no-hold",
+            rich_help_panel=_SCRIPTS,
+            show_default="if the script calls everstep.snapshot",
+            help="When a rank dies, hold the others in their collectives until its replacement is there.",
+        ),
+    ] = None,
+    unit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=_SCRIPTS,
+            show_default="as the parameters say",
+            help="Ranks next to each other that hold one replica of the model; they are replaced together.",
+        ),
+    ] = None,
+    copy_every: Annotated[
+        int | None,
+        typer.Option(
+            "--copy-every",
+            metavar="N",
+            rich_help_panel=_SCRIPTS,
+            show_default="10",
+            help="Calls of everstep.snapshot from one copy in memory to the next.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -184,6 +212,9 @@ def submit_command(
             preload=preload,
             log_dir=log_dir,
             snapshot_dir=snapshot_dir,
+            hold=scripts.hold_choice(hold),
+            unit=unit,
+            copy_every=copy_every,
             environment=scripts.environment(env or []),
         ).table()
     else:
@@ -194,6 +225,11 @@ def submit_command(
             raise UserError("give one job file, or --script and its arguments after --.")
         job_file = Path(given[0])
         job = load_job(job_file)
+        if because := _done_already(job):
+            render.note(because)
+            if as_json:
+                render.emit({"task": None, "state": "finished", "because": because})
+            return 0
         body |= {"name": name or job_file.stem, "job": (packed(job) if pack else job).to_dict()}
     if kill:
         body["faults"] = kill
@@ -212,6 +248,22 @@ def submit_command(
     if as_json:
         render.emit(answer)
     return 1 if answer["state"] in ("failed", "cancelled") else 0
+
+
+def _done_already(job: Job) -> str:
+    """A job that is over takes no slots from others. Empty: it is not, or its folder is not seen here."""
+    from everstep.store.folder import root_of
+    from everstep.store.search import done_already
+
+    if job.checkpoint is None:
+        return ""
+    step = done_already(root_of(Path(job.base), job.checkpoint.folder), job.steps)
+    if not step:
+        return ""
+    return (
+        f"not submitted, nothing is left to do: the checkpoint of step {step} in {job.checkpoint.folder} is "
+        "the job's last; to train on, give more steps or another folder"
+    )
 
 
 def copies_told(job: Job, num_nodes: int) -> str:
@@ -310,6 +362,7 @@ def queue_command(
     as_json: AsJson = False,
 ) -> int:
     """Show the tasks that wait for slots: what they need, why they wait, when they are expected to start.
+    A task that has lost all workers of a stage and finds no slot for another one waits, too.
 
     The expected start is an estimate: running tasks keep their slots until their last step at their present
     pace, and heavier tasks (--weight of submit) start first.
@@ -376,27 +429,6 @@ def drain_command(
     client = Client(address=address, token=token, ca=ca)
     row = client.post(f"/v1/nodes/{in_path(node)}/{'readmit' if readmit else 'drain'}", {"force": force})
     return node_report(row, as_json)
-
-
-def expect_command(
-    node: Annotated[str, typer.Argument(help="Name of the node.")],
-    back_in: Annotated[str, typer.Argument(help="Time until it is back: 90s, 20min, 2h, 3d.")],
-    address: Address = DEFAULT_ADDRESS,
-    token: Token = "",
-    ca: Ca = None,
-    as_json: AsJson = False,
-) -> int:
-    """Announce when a lost or drained node will be back.
-
-    The planner then weighs waiting for it against changing tasks now.
-
-    [bold]Example[/bold]
-
-      everstep expect node-3 20min
-    """
-    seconds = duration(back_in, "BACK_IN")
-    client = Client(address=address, token=token, ca=ca)
-    return node_report(client.post(f"/v1/nodes/{in_path(node)}/expect", {"back_in_s": seconds}), as_json)
 
 
 def notice_command(
@@ -478,40 +510,28 @@ def pause_command(
 def update_command(
     task: Annotated[str, typer.Argument(help="Name of the task.")],
     job_file: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job file, edited or not.")],
-    steps: Annotated[int, typer.Option(help="Steps on trial.", min=1)] = 20,
-    loss_band: Annotated[
-        float, typer.Option(help="Roll back if the loss rises by more than this part of it; 0: never.", min=0)
-    ] = 0.25,
-    pace_band: Annotated[
-        float, typer.Option(help="Roll back if a step takes longer by more than this part; 0: never.", min=0)
-    ] = 0.5,
     pack: Annotated[bool, typer.Option("--pack/--no-pack", help="As for submit.")] = True,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Give a running task new code or settings at the next step boundary, and roll back if they do not hold.
+    """Give a running task new code or settings at the next step boundary.
 
     The job's code is packed again. Its workers leave after the step they are in, others start with the new
-    job from the same state. If one of them fails before its first step, or if loss or pace leave their band
-    within --steps steps, the job before comes back and training continues. Steps that were done with the new
-    code are not undone. Steps, batch and checkpoint folder stay as they are.
+    job from the same state. Steps, batch and checkpoint folder stay as they are. To go back, update again
+    with the job before; steps that were done with the new code are not undone.
 
-    [bold]Examples[/bold]
+    [bold]Example[/bold]
 
       everstep update llama-8b job.toml
-
-      everstep update llama-8b job.toml --steps 100 --loss-band 0.1
     """
     from everstep.job.job import load_job
 
     job = load_job(job_file)
     told = (packed(job) if pack else job).to_dict()
-    body = {"job": told, "steps": steps, "loss_band": loss_band, "pace_band": pace_band}
-    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{in_path(task)}/update", body)
-    will = f"task {task} takes the new job after the step it is in, on trial for {steps} steps"
-    return answer(row, f"{will}; everstep status says whether it stays", as_json)
+    row = Client(address=address, token=token, ca=ca).post(f"/v1/tasks/{in_path(task)}/update", {"job": told})
+    return answer(row, f"task {task} takes the new job after the step it is in", as_json)
 
 
 def resume_command(

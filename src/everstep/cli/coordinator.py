@@ -50,13 +50,6 @@ def coordinator_command(
             show_default="STATE/credentials",
         ),
     ] = None,
-    quotas: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file of what each owner may ask for (docs/access.md), read again when it changes.",
-            show_default="STATE/quotas.toml",
-        ),
-    ] = None,
     fabric: Annotated[
         Path | None,
         typer.Option(
@@ -131,39 +124,6 @@ def coordinator_command(
             rich_help_panel="Monitoring",
         ),
     ] = "",
-    otlp_metrics: Annotated[
-        str,
-        typer.Option(
-            envvar="OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-            metavar="URL",
-            help="OTLP/HTTP endpoint to which metrics are sent every 15 s. Needs no extra.",
-            show_default=False,
-            rich_help_panel="Monitoring",
-        ),
-    ] = "",
-    otlp_logs: Annotated[
-        str,
-        typer.Option(
-            envvar="OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
-            metavar="URL",
-            help="OTLP/HTTP endpoint to which decisions about nodes, tasks and incidents are sent, each with "
-            "its reason. Needs no extra.",
-            show_default=False,
-            rich_help_panel="Monitoring",
-        ),
-    ] = "",
-    webhooks: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file, mode 600, of addresses that are told about tasks, nodes and incidents "
-            "(docs/alerts.md).",
-            rich_help_panel="Monitoring",
-        ),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(help="Directory for the scalars of every task.", rich_help_panel="Monitoring"),
-    ] = None,
     grace: Annotated[
         float,
         typer.Option(
@@ -231,11 +191,6 @@ def coordinator_command(
         client_ca=client_ca,
         is_insecure=insecure,
         otel=otel,
-        otlp_metrics=otlp_metrics,
-        otlp_logs=otlp_logs,
-        webhooks=webhooks,
-        quotas=quotas or state / "quotas.toml",
-        tensorboard=tensorboard,
         fabric=None if fabric is None else _fabric(fabric),
         grace_s=grace,
     )

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from everstep.cli import render
-from everstep.cli.render import AsJson
+from everstep.cli.render import AsJson, Console
 from everstep.cli.train import own_page
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job
 from everstep.protocol.ops import Worker
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from everstep.launch.local.outcome import Outcome
     from everstep.launch.local.page import RunPage
     from everstep.launch.local.run import Watcher
@@ -269,7 +267,6 @@ def _finished(outcome: Outcome) -> Outcome:
 
 
 def _console(*, quiet: bool) -> Console:
-    from rich.console import Console
 
     return Console(stderr=True, highlight=False, quiet=quiet)
 

@@ -1,4 +1,4 @@
-"""`everstep diagnose`: from a directory of dumps or traces to a verdict with its evidence.
+"""`everstep diagnose`: from a directory of dumps to a verdict with its evidence.
 
 This module reads files and prints; `everstep.diagnose` decides. It needs neither torch nor a GPU, because
 dumps are rarely read on the machine that wrote them.
@@ -9,28 +9,27 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from everstep.cli import render
-from everstep.cli.render import AsJson
+from everstep.cli.render import AsJson, Console
 from everstep.errors import UserError
 
 if TYPE_CHECKING:
-    from everstep.diagnose import Analysis, Diagnosis
+    from everstep.diagnose import Diagnosis
+    from everstep.diagnose.case import Mixed
 
 _MOST_BYTES = 1 << 30
 _SHOWN = 8
 
 
 def diagnose_command(
-    path: Annotated[
-        Path, typer.Argument(help="A dump, or a directory of dumps, rings or traces of one job.")
-    ],
+    path: Annotated[Path, typer.Argument(help="A dump, or a directory of dumps and rings of one job.")],
     pull: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,39 +37,35 @@ def diagnose_command(
             "of its worker server. Repeat it for each rank, in order of rank."
         ),
     ] = None,
-    as_json: AsJson = False,
-    pictures: Annotated[
-        Path | None,
-        typer.Option(help="Write delay matrix, wait graph and timeline as SVG into this directory."),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Of several jobs in PATH, read only this folder inside it. Repeatable.",
+        ),
     ] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="With --pictures: also write PNG (extra `plot`).")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the hung or slow rank or link from records of communication.
 
-    Reads PyTorch Flight Recorder dumps (pickle and JSON), NCCL Inspector and RAS files, Everstep's own rings,
-    and tables of operations (parquet). Unusable files are listed and skipped.
+    Reads PyTorch Flight Recorder dumps (pickle and JSON), NCCL Inspector and RAS files, and Everstep's own
+    rings. Unusable files are listed and skipped.
 
     [bold]Examples[/bold]
 
       everstep diagnose /tmp/traces
 
-      everstep diagnose dumps/ --pictures out/ --png
-
-      everstep diagnose trace.parquet --json
+      everstep diagnose runs/ --only attempt_1
 
       everstep diagnose now/ --pull /run/job/rank_0 --pull /run/job/rank_1
     """
     if pull:
         _pull(path, pull)
-    analysis = _analyse(path, Console(stderr=True))
-    if pictures is not None:
-        _draw(analysis, pictures, png)
+    diagnosis = _diagnosed(path, only or [], Console(stderr=True))
     if as_json:
-        sys.stdout.write(json.dumps(analysis.diagnosis.document()) + "\n")
+        sys.stdout.write(json.dumps(diagnosis.document()) + "\n")
     else:
-        _show(analysis.diagnosis)
+        _show(diagnosis)
 
 
 def _pull(folder: Path, addresses: list[str]) -> None:
@@ -88,21 +83,21 @@ def _pull(folder: Path, addresses: list[str]) -> None:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
 
 
-def _analyse(path: Path, messages: Console) -> Analysis:
+def _diagnosed(path: Path, only: list[str], messages: Console) -> Diagnosis:
     from everstep.diagnose import UnusableFileError, analyse, read
-    from everstep.diagnose.sources import PARQUET
+    from everstep.diagnose.case import mixed
 
-    files = _files(path)
-    parts, tables, unusable = [], {}, []
+    for place in only:
+        if not (path / place).resolve().is_relative_to(path.resolve()):
+            raise UserError(f"--only {place} is not inside {path}.")
+    files = [file for place in only or [""] for file in _files(path / place)]
+    parts, unusable = [], []
     statuses: list[tuple[int, str, bytes]] = []  # of RAS, by their time: two of them tell what stands still
     with Progress(console=messages, transient=True) as bar:
         for file in bar.track(files, description="reading"):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
                 content = _content(file)
-                if content.startswith(PARQUET):
-                    tables[name] = _columns(content)
-                    continue
                 modified_ns = file.stat().st_mtime_ns
                 part = read(name, content, modified_ns=modified_ns)
                 if part.form == "ras":
@@ -114,12 +109,29 @@ def _analyse(path: Path, messages: Console) -> Analysis:
     if statuses:
         *earlier, (_, name, content) = sorted(statuses)
         parts.append(read(name, content, before=earlier[-1][2] if earlier else None))
-    analysis = analyse(parts, tables)
-    analysis.diagnosis.unusable = unusable + analysis.diagnosis.unusable
-    if not parts and not tables:
+    if (found := mixed(parts)) is not None:
+        raise UserError(_which(path, found))
+    if not parts:
         first = f"; {unusable[0][0]}: {unusable[0][1]}" if unusable else ""
-        raise UserError(f"{path} contains no usable dump or trace{first}.")
-    return analysis
+        raise UserError(f"{path} contains no usable dump{first}.")
+    diagnosis = analyse(parts)
+    diagnosis.unusable = unusable
+    return diagnosis
+
+
+def _which(path: Path, found: Mixed) -> str:
+    """Two jobs are asked about, not mixed."""
+    if len(found.folders) == 1:
+        sizes = " and ".join(map(str, found.sizes))
+        return (
+            f"{path / found.folders[0]} has files of rank {found.rank} from jobs of {sizes} ranks; put those "
+            "of one job into a folder of their own."
+        )
+    listed = ", ".join(found.folders[:_SHOWN]) + (" ..." if len(found.folders) > _SHOWN else "")
+    return (
+        f"{path} has files of rank {found.rank} in {len(found.folders)} folders ({listed}): of several jobs, "
+        f"or of several attempts at one. Choose with --only {found.folders[0]}."
+    )
 
 
 def _files(path: Path) -> list[Path]:
@@ -129,7 +141,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
     if not files:
-        raise UserError(f"{path} is empty; give a directory with dumps, rings or traces.")
+        raise UserError(f"{path} is empty; give a directory with dumps or rings.")
     return files
 
 
@@ -144,34 +156,6 @@ def _content(file: Path) -> bytes:
         raise UnusableFileError(f"it cannot be read: {error.strerror}") from None
 
 
-def _columns(content: bytes) -> dict[str, Any]:
-    from everstep.diagnose import UnusableFileError
-
-    try:
-        from pyarrow import ArrowException, BufferReader
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise UnusableFileError("parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        table = read_table(BufferReader(content))
-    except (ArrowException, OSError) as error:
-        raise UnusableFileError(f"truncated or not parquet ({str(error).splitlines()[0][:80]})") from None
-    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
-
-
-def _draw(analysis: Analysis, folder: Path, png: bool) -> None:
-    import everstep.diagnose.pictures as pictures
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, picture in pictures.all_of(analysis).items():
-            (folder / f"{name}.svg").write_text(pictures.svg(picture))
-            if png:
-                (folder / f"{name}.png").write_bytes(pictures.png(picture))
-    except OSError as error:
-        raise UserError(f"--pictures {folder} cannot be written: {error.strerror}.") from None
-
-
 def _show(diagnosis: Diagnosis) -> None:
     from everstep.diagnose.finding import ranks_text
 
@@ -179,22 +163,25 @@ def _show(diagnosis: Diagnosis) -> None:
     if not diagnosis.incidents:
         console.print("No rank and no link stands out: no incident.", style="green")
     for finding in diagnosis.incidents:
-        console.print(f"[bold red]{finding.syndrome}[/], {finding.where}: {finding.because}", soft_wrap=True)
+        said = escape(f", {finding.where}: {finding.because}")
+        console.print(f"[bold red]{finding.syndrome}[/]{said}", soft_wrap=True)
         if finding.suspects:
             table = Table("suspect", "node", "confidence", "evidence")
             for suspect in finding.suspects[:_SHOWN]:
                 who = f"rank {suspect.rank}" + (f" → {suspect.peer}" if suspect.peer is not None else "")
-                table.add_row(who, suspect.node, f"{suspect.confidence:.2f}", suspect.evidence)
+                node, evidence = escape(suspect.node), escape(suspect.evidence)
+                table.add_row(who, node, f"{suspect.confidence:.2f}", evidence)
             render.show(table)
         if len(finding.suspects) > _SHOWN:
             console.print(f"and {len(finding.suspects) - _SHOWN} more suspects; --json has them all.")
         if finding.victims:
             console.print(f"victims: rank {ranks_text(finding.victims)}", soft_wrap=True)
         for out in finding.ruled_out[:_SHOWN]:
-            console.print(f"ruled out: {out.what}: {out.because}", style="dim", soft_wrap=True)
+            console.print(escape(f"ruled out: {out.what}: {out.because}"), style="dim", soft_wrap=True)
     for imbalance in diagnosis.imbalances:
-        console.print(f"[yellow]not a fault[/], {imbalance.kind}: {imbalance.because}", soft_wrap=True)
+        said = escape(f", {imbalance.kind}: {imbalance.because}")
+        console.print(f"[yellow]not a fault[/]{said}", soft_wrap=True)
     for note in diagnosis.notes:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
+        console.print(escape(f"note: {note}"), style="dim", soft_wrap=True)
     for name, why in diagnosis.unusable:
-        console.print(f"left out: {name}: {why}", style="dim", soft_wrap=True)
+        console.print(escape(f"left out: {name}: {why}"), style="dim", soft_wrap=True)

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.render import AsJson
+from everstep.cli.render import AsJson, Console
 from everstep.core.faults.remedies import REMEDIES, first_remedy
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
@@ -50,8 +49,8 @@ def explain_command(
 ) -> None:
     """List recent incidents, or explain one: evidence, verdict and remedies, with times and reasons.
 
-    `event:NUMBER` shows a recent event, what the coordinator did about it, and the chain of
-    causes behind it. `plan` shows the planner's last decision: what each task could have done, with numbers,
+    `event:NUMBER` shows a recent event, and what the coordinator did about it. `plan` shows the planner's
+    last decision: what each task could have done, with numbers,
     and why the chosen option won; `plan:EVENT` an earlier one.
 
     [bold]Examples[/bold]
@@ -77,7 +76,7 @@ def explain_command(
     elif what.startswith("event:") and what.removeprefix("event:").isdecimal():
         client = Client(address=address, token=token, ca=ca)
         document = client.get(f"/v1/events/{what.removeprefix('event:')}")
-        _emit(document) if as_json else _show_chain(document)
+        _emit(document) if as_json else _show_event(document)
     elif what == "plan" or (what.startswith("plan:") and what.removeprefix("plan:").isdecimal()):
         plans = Client(address=address, token=token, ca=ca).get("/v1/plans")
         document = pick_plan(plans, what)
@@ -277,24 +276,13 @@ def _show_incident(document: Mapping[str, Any]) -> None:
     render.show(table)
 
 
-def _show_chain(document: Mapping[str, Any]) -> None:
-    """An event, what followed from it, and the events before it, one cause after the other."""
+def _show_event(event: Mapping[str, Any]) -> None:
+    """An event, and what followed from it."""
     console = Console(highlight=False)
-    for place, link in enumerate(document["chain"]):
-        word = "" if place == 0 else "which follows from "
-        console.print(
-            Text(f"{word}event {link['event']}, {_clock(link['at'])}: {link['text']}", style="bold"),
-            soft_wrap=True,
-        )
-        if place == 0:
-            for action in link["actions"]:
-                console.print(Text(f"  → {action['text']}: {action['because']}"), soft_wrap=True)
-        if link["answers"] is not None:
-            answered = link["answers"]
-            console.print(
-                Text(f"  it answers: {answered['text']} ({answered['because']})", style="dim"),
-                soft_wrap=True,
-            )
+    heading = f"event {event['event']}, {_clock(event['at'])}: {event['text']}"
+    console.print(Text(heading, style="bold"), soft_wrap=True)
+    for action in event["actions"]:
+        console.print(Text(f"  → {action['text']}: {action['because']}"), soft_wrap=True)
 
 
 def _header(document: Mapping[str, Any]) -> Iterator[Text]:

@@ -13,23 +13,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from everstep import __version__
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
-from everstep.cli.render import AsJson
+from everstep.cli.render import AsJson, Console
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import in_path
 
 LOG_BYTES = 1 << 16
 MOST_LOGS = 64
 DEFAULT_ARCHIVE = Path("everstep-collect.tar.gz")
-# What looks like a credential in what workers print: its value is replaced.
+# What looks like a credential, in what workers print and in command lines: its value is replaced.
+_NAMES = r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credential)s?"
+_OF_NEXT = re.compile(rf"-[\w-]*?{_NAMES}", re.IGNORECASE)  # a word of a command line; the next one is it
+_OF_VALUE = re.compile(rf"(?:.*[_\-.])?{_NAMES}", re.IGNORECASE)  # a key, or a variable
 _SECRETS = (
-    re.compile(
-        r"(?i)((?:token|secret|passw(?:or)?d|api[_-]?key|credential)s?[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
-    ),
+    re.compile(rf"(?i)({_NAMES}[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"),
+    re.compile(rf"(?i)((?:^|\s)-[\w-]*?{_NAMES}\s+)[^\s\"',;]+"),
     re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{6,}"),
     re.compile(r"()\b(?:hf_|sk-|ghp_|glpat-|xox[abp]-|AKIA)[\w-]{8,}"),
     re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),
@@ -66,7 +68,7 @@ def stacks_command(
     for text, workers in groups:
         names = ", ".join(workers[:8]) + (f" and {len(workers) - 8} more" if len(workers) > 8 else "")
         noun = "worker" if len(workers) == 1 else "workers"
-        console.print(f"[bold]{len(workers)} {noun}[/bold] ({names}):")
+        console.print(f"[bold]{len(workers)} {noun}[/bold] ({escape(names)}):")
         console.print(text + "\n", markup=False)
     return 0
 
@@ -156,9 +158,20 @@ def redacted(value: Any, token: str = "") -> Any:
     """A document without what looks like a credential in one of its texts."""
     match value:
         case dict():
-            return {key: redacted(item, token) for key, item in value.items()}
+            return {
+                key: "[removed]"
+                if isinstance(item, str) and item and _OF_VALUE.fullmatch(str(key))
+                else redacted(item, token)
+                for key, item in value.items()
+            }
+        case [str(name), str()] if _OF_VALUE.fullmatch(name):  # a variable as a pair
+            return [name, "[removed]"]
         case list():
-            return [redacted(item, token) for item in value]
+            named = [False, *(isinstance(word, str) and _OF_NEXT.fullmatch(word) for word in value)]
+            return [
+                "[removed]" if is_value and isinstance(item, str) else redacted(item, token)
+                for item, is_value in zip(value, named, strict=False)
+            ]
         case str():
             text = value.replace(token, "[removed]") if token else value
             for pattern in _SECRETS:

@@ -1,12 +1,9 @@
-"""`everstep launch slurm`, what it runs on the nodes, and `everstep launch ray`."""
+"""`everstep launch slurm`, and what it runs on the nodes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,86 +171,6 @@ def slurm_command(
     if as_json:
         render.emit({"job": number, "run": str(launch.run), "exit": code if wait else None})
     return code
-
-
-@launch_app.command("ray")
-def ray_command(
-    given: Given,
-    nodes: Nodes,
-    nproc: Annotated[
-        str,
-        typer.Option("--nproc-per-node", metavar="N", help="Ranks or workers per node; each a GPU or a CPU."),
-    ] = "1",
-    name: Annotated[str, typer.Option(help="Name of the task.", show_default="the name of the file")] = "",
-    ray_address: Annotated[str, typer.Option("--address", help="Address of the Ray cluster.")] = "auto",
-    gpu: Annotated[
-        bool | None,
-        typer.Option("--gpu/--cpu", help="What a slot takes.", show_default="GPUs if Ray has any"),
-    ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for MIN nodes of Ray.")] = 600.0,
-    max_restarts: MaxRestarts = 3,
-    hang_after: HangAfter = None,
-    grace: Grace = 5.0,
-    preload: Preload = None,
-    log_dir: LogDir = None,
-    as_json: AsJson = False,
-) -> int:
-    """Train a job, or run any torchrun-style script, on the nodes of a Ray cluster.
-
-    One agent per Ray node, in actors of a placement group; the coordinator is the actor everstep-NAME. If a
-    node is lost, training continues on the others; nodes that Ray drains are left in time; nodes that come
-    take part, up to MAX. Files must be at the same path on every node, and everstep installed there.
-
-    [bold]Examples[/bold]
-
-      everstep launch ray train.py --nodes 2:4 --nproc-per-node 8
-
-      everstep launch ray job.toml --nodes 4 --nproc-per-node 8 --address ray-head:6379
-
-      everstep launch ray --nodes 2 --cpu train.py -- --lr 1e-4
-    """
-    from everstep.cli import scripts
-    from everstep.launch.on_ray import RayLaunch, RayRun
-
-    log.start()
-    file = Path(given[0])
-    least, most = scripts.nodes_range(nodes, "--nodes")
-    slots = scripts.count(nproc, "--nproc-per-node")
-    task: dict[str, Any] = {"name": name or re.sub(r"[^A-Za-z0-9._-]", "-", file.stem)}
-    if script := _script(
-        given,
-        ranks=slots,
-        least=least,
-        most=most,
-        max_restarts=max_restarts,
-        hang_after_s=hang_after,
-        grace_s=grace,
-        preload=preload,
-        log_dir=log_dir,
-    ):
-        task["ranks"] = script
-    else:
-        from everstep.cli.cluster import packed
-        from everstep.job.job import load_job
-
-        task["job"] = packed(load_job(file)).to_dict()
-    launch = RayLaunch(
-        task=task,
-        least=least,
-        most=most,
-        slots=slots,
-        address=ray_address,
-        uses_gpus=gpu,
-        wait_s=wait,
-        grace_s=grace + 20.0,
-    )
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        ended = RayRun(launch, render.note).run()
-    if as_json:
-        render.emit(ended)
-    if ended["state"] == "finished":
-        return 0
-    return (ended["script"] or {}).get("exit_code") or 1
 
 
 @launch_app.command("node")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from everstep.cli.render import Console
 from everstep.drive.step_rows import StepRow
 from everstep.engine.telemetry.beacon import BeaconReading
 from everstep.errors import UserError
@@ -34,7 +35,6 @@ _LOOKS = {
     Kind.F: ("forward", "cyan"),
     Kind.I: ("input grad", "green"),
     Kind.W: ("weight grad", "blue"),
-    Kind.B: ("backward", "green"),
     Kind.R: ("reduce", "yellow"),
     Kind.U: ("update", "yellow"),
 }
@@ -89,8 +89,10 @@ class LiveView:
                 self.tell("[red]✗[/red]", incident.step, f"{death(incident)}; {redone}", " · ".join(when))
             case "evaluation", (step, values):
                 self.say(f"[cyan]=[/cyan] {escape(evaluation_line(step, values))}")
-            case "page", address:
-                self._live.console.print(f"page: {escape(address)}", soft_wrap=True)  # as one word to click
+            case "page", page:
+                self._live.console.print(
+                    f"page: {escape(page.address)}", soft_wrap=True
+                )  # as one word to click
             case "warning", sentence:
                 self.say(f"[yellow]~[/yellow] {escape(sentence)}")
             case "raised", (worker, error, traceback):

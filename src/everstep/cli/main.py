@@ -31,7 +31,6 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "queue": "everstep.cli.cluster:queue_command",
     "drain": "everstep.cli.cluster:drain_command",
     "check": "everstep.cli.check:check_command",
-    "expect": "everstep.cli.cluster:expect_command",
     "notice": "everstep.cli.cluster:notice_command",
     "cancel": "everstep.cli.cluster:cancel_command",
     "pause": "everstep.cli.cluster:pause_command",
@@ -51,7 +50,6 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "explain": "everstep.cli.explain:explain_command",
     "diagnose": "everstep.cli.diagnose:diagnose_command",
     "fabric": "everstep.cli.fabric:fabric_app",
-    "ckpt": "everstep.cli.ckpt:ckpt_app",
     "launch": "everstep.cli.launch:launch_app",
 }
 _USUAL_COMMANDS = {  # of other systems, and what they are called here
@@ -105,9 +103,9 @@ def build_app(first: str | None = None) -> typer.Typer:
     places = _COMMANDS | {entry.name: entry.value for entry in entry_points(group=_ADDED)}
     for name in sorted(places, key=lambda name: "." in name):  # a group before what is added to it
         group, _, last = name.rpartition(".")
-        if first in places and first not in (name, group):
+        if (first in places and first not in (name, group)) or group not in ("", *places):
             continue
-        command = _loaded(places[name])
+        command = _loaded(places[name]) if name in _COMMANDS else _added(name, places[name])
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
             continue
@@ -120,6 +118,20 @@ def build_app(first: str | None = None) -> typer.Typer:
 def _loaded(place: str) -> Any:
     module, name = place.split(":")
     return getattr(import_module(module), name)
+
+
+def _added(name: str, place: str) -> Any:
+    """One of another package. If that is broken or gone, the other commands still work."""
+    try:
+        return _loaded(place)
+    except (ImportError, AttributeError) as error:
+        because = f"everstep {name} cannot be loaded: {error}. Install the package that it is from again."
+
+        def broken() -> None:
+            raise UserError(because)
+
+        broken.__doc__ = "Cannot be loaded."
+        return broken
 
 
 def command_tree(first: str | None = None) -> Any:

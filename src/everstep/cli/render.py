@@ -10,10 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
+import rich.console
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from everstep import log
+from everstep.errors import printable
 
 if TYPE_CHECKING:
     from everstep.job.job import Job
@@ -36,6 +40,22 @@ class LogFormat(StrEnum):
 class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
+
+
+class Console(rich.console.Console):
+    """Of rich, for names that come from files and from other people's programs."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)  # before its width is measured
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def echo(text: str) -> None:
+    """A line on stdout, with such names."""
+    print(printable(text))
 
 
 def emit(document: Mapping[str, Any]) -> None:

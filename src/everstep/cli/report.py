@@ -24,15 +24,10 @@ COLOURS = {  # name in a terminal, in a picture
     Cause.WAIT: ("bright_black", "#999999"),
     Cause.PAUSED: ("bright_black", "#bbbbbb"),
     Cause.START: ("cyan", "#56b4e9"),
-    Cause.NOTICE: ("red", "#d55e00"),
-    Cause.DECIDE: ("red", "#e69f00"),
-    Cause.RESUME: ("red", "#f0e442"),
-    Cause.RESTORE: ("magenta", "#cc79a7"),
-    Cause.REDO: ("magenta", "#8458b3"),
+    Cause.FAULT: ("red", "#d55e00"),
     Cause.REDUCED: ("yellow", "#0072b2"),
     Cause.SAVE: ("bright_blue", "#882255"),
     Cause.SLOW: ("yellow", "#6f4e37"),
-    Cause.END: ("bright_black", "#444444"),
 }
 
 

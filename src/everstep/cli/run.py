@@ -21,7 +21,7 @@ import typer
 from everstep import log
 from everstep.cli import render, scripts
 from everstep.cli.render import AsJson
-from everstep.cli.train import EVERY, KILL, WEB, own_page, scalars
+from everstep.cli.train import EVERY, KILL, WEB, own_page
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
@@ -57,12 +57,6 @@ def run_command(
     every: Annotated[int | None, EVERY] = None,
     web: Annotated[int, WEB] = 0,
     no_web: Annotated[bool, typer.Option("--no-web", rich_help_panel=_OWN, help="Serve no page.")] = False,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", rich_help_panel=_OWN, help="Write scalars for TensorBoard into this directory."
-        ),
-    ] = None,
     nproc: Annotated[
         str | None,
         typer.Option(
@@ -167,6 +161,34 @@ def run_command(
             help="Directory seen by all nodes: states of everstep.snapshot are also written there.",
         ),
     ] = None,
+    hold: Annotated[
+        bool | None,
+        typer.Option(
+            "--hold/--no-hold",
+            rich_help_panel=_ANY,
+            show_default="if the script calls everstep.snapshot",
+            help="When a rank dies, hold the others in their collectives until its replacement is there.",
+        ),
+    ] = None,
+    unit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=_ANY,
+            show_default="as the parameters say",
+            help="Ranks next to each other that hold one replica of the model; they are replaced together.",
+        ),
+    ] = None,
+    copy_every: Annotated[
+        int | None,
+        typer.Option(
+            "--copy-every",
+            metavar="N",
+            rich_help_panel=_ANY,
+            show_default="10",
+            help="Calls of everstep.snapshot from one copy in memory to the next.",
+        ),
+    ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -203,6 +225,9 @@ def run_command(
             "--preload": preload,
             "--log-dir": log_dir,
             "--snapshot-dir": snapshot_dir,
+            "--hold": hold,
+            "--unit": unit,
+            "--copy-every": copy_every,
         }
         for name, value in given.items():
             if value:
@@ -213,7 +238,6 @@ def run_command(
             kill=kill or [],
             every=every,
             web=None if no_web else web,
-            tensorboard=tensorboard,
             grace_s=grace,
             as_json=as_json,
         )
@@ -238,6 +262,9 @@ def run_command(
         preload=preload,
         log_dir=log_dir or Path("runs"),
         snapshot_dir=snapshot_dir,
+        hold=scripts.hold_choice(hold),
+        unit=unit,
+        copy_every=copy_every,
     )
     if most == 1:
         return scripts.run_here(run, port=rdzv_port, as_json=as_json)
@@ -280,17 +307,13 @@ class HealedRun:
     kill: list[str]
     every: int | None
     web: int | None  # port of the page; None: no page
-    tensorboard: Path | None
     grace_s: float | None
     as_json: bool
 
     @contextlib.contextmanager
     def watch(self, job: Job) -> Iterator[Watcher]:
-        with (
-            render.watching(job, as_json=self.as_json, every=self.every) as watch,
-            scalars(self.tensorboard, watch) as watch_all,
-        ):
-            yield watch_all
+        with render.watching(job, as_json=self.as_json, every=self.every) as watch:
+            yield watch
 
     def page(self, wanted: bool) -> contextlib.AbstractContextManager[RunPage | None]:
         return own_page(self.web) if wanted and self.web is not None else contextlib.nullcontext()

@@ -52,9 +52,13 @@ def environment(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def hold_choice(hold: bool | None) -> str | None:
+    return None if hold is None else "on" if hold else "off"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCommand:
-    """A script as a command line describes it: `run --nproc`, torchrun's, `submit --script`, `launch ray`."""
+    """A script as a command line describes it: `run --nproc`, torchrun's, `submit --script`."""
 
     command: list[str]
     ranks: int  # per node
@@ -67,6 +71,9 @@ class ScriptCommand:
     preload: list[str] | None = None
     log_dir: Path | None = None
     snapshot_dir: Path | None = None
+    hold: str | None = None
+    unit: int | None = None
+    copy_every: int | None = None
     role: str = "default"
     hidden: dict[int, int] = field(default_factory=dict)
     has_own_device: bool = False
@@ -74,7 +81,8 @@ class ScriptCommand:
 
     def __post_init__(self) -> None:
         limits = (("--max-restarts", self.max_restarts, 0), ("--grace", self.grace_s, 0))
-        for option, value, least in (*limits, ("--hang-after", self.hang_after_s, 1)):
+        more = (("--unit", self.unit, 1), ("--copy-every", self.copy_every, 1))
+        for option, value, least in (*limits, *more, ("--hang-after", self.hang_after_s, 1)):
             if value is not None and not value >= least:
                 raise UserError(f"{option} is {value:g}; give at least {least:g}.")
 
@@ -90,6 +98,9 @@ class ScriptCommand:
             "grace_s": self.grace_s,
             "preload": self.preload,
             "logs": None if self.log_dir is None else str(self.log_dir.resolve()),
+            "hold": self.hold,
+            "unit": self.unit,
+            "copy_every": self.copy_every,
             "role": self.role,
             "hidden": self.hidden,
             "has_own_device": self.has_own_device,
@@ -185,7 +196,7 @@ def run_on_nodes(run: ScriptCommand, at: Rendezvous, *, as_json: bool) -> int:
             is_endpoint=is_endpoint,
             order=at.node_rank,
             host=at.local_address,
-            token=coordinator_token.found("", None) or script_nodes.shared_token(at.run_id, at.endpoint),
+            token=script_nodes.token_of_run(at.endpoint, os.environ.get(coordinator_token.VARIABLE, "")),
             ranks=run.table(join_s=at.last_call_s),
             output=sys.stderr.buffer if as_json else sys.stdout.buffer,
             grace_s=run.grace_s + 5.0,

@@ -22,7 +22,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.launch.client import in_path
-from everstep.protocol.parcels import ParcelKind
+from everstep.protocol.parcels import ParcelKind, parts_of
 from everstep.server.words import OPS, PARCELS
 
 _KINDS = list(ParcelKind)
@@ -156,7 +156,7 @@ def _of_worker(worker: Mapping[str, Any], pid: int, zero: int) -> Iterator[dict[
                 "tid": tid + _NETWORK,
                 "ts": (at - zero) / 1e3,
                 "dur": _LEAST_US,
-                "args": {"step": number >> 24, "bytes": size, "peer_rank": peer},
+                "args": {"step": parts_of(number)[0], "bytes": size, "peer_rank": peer},
             }
 
 
@@ -166,8 +166,8 @@ def _letter(name: str) -> str:
 
 
 def _parcel(number: int) -> str:
-    kind, home, microbatch = number >> 16 & 0xFF, number >> 8 & 0xFF, number & 0xFF
-    words = PARCELS.get(_KINDS[kind], "parcel") if kind < len(_KINDS) else "parcel"
+    _, what, home, microbatch = parts_of(number)
+    words = PARCELS.get(_KINDS[what], "parcel") if what < len(_KINDS) else "parcel"
     return f"{words} {home}.{microbatch}"
 
 

@@ -20,7 +20,7 @@ from everstep.cli.client import DEFAULT_ADDRESS, Address, Ca, Client, Token
 from everstep.cli.render import AsJson
 from everstep.errors import EverstepError, UserError
 from everstep.launch.client import in_path
-from everstep.launch.local.loggers import CsvLog, JsonlLog, MlflowLog, WandbLog
+from everstep.launch.local.loggers import CsvLog, JsonlLog, MlflowLog, TensorBoardLog, WandbLog
 
 POLL_S = 1.0
 AWAY_S = 300.0  # a coordinator that restarts
@@ -34,6 +34,9 @@ def track_command(
     ] = "",
     mlflow: Annotated[str, typer.Option(metavar="EXPERIMENT", help="MLflow: a run of the task's name.")] = "",
     mlflow_uri: Annotated[str, typer.Option(metavar="URI", help="MLflow's tracking server.")] = "",
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Event files for TensorBoard.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="One line per step.")] = None,
     jsonl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="One JSON object per step, evaluation and incident.")
@@ -46,7 +49,7 @@ def track_command(
     ca: Ca = None,
     as_json: AsJson = False,
 ) -> int:
-    """Follow a task of a cluster and log its steps to W&B, MLflow, CSV or JSON lines until it ends.
+    """Follow a task of a cluster and log its steps to W&B, MLflow, TensorBoard, CSV or JSON lines.
 
     Runs anywhere that reaches the coordinator; a viewer's token is enough. Files are continued after their
     last step. Steps from before the last few thousand are not known to the coordinator any more.
@@ -64,17 +67,19 @@ def track_command(
         trackers.append(WandbLog(project=wandb, name=task, id=task, resume="allow"))
     if mlflow:
         trackers.append(MlflowLog(tracking_uri=mlflow_uri or None, experiment=mlflow, run_name=task))
+    if tensorboard is not None:
+        trackers.append(TensorBoardLog(tensorboard))
     if csv is not None:
         trackers.append(CsvLog(csv))
     if jsonl is not None:
         trackers.append(JsonlLog(jsonl))
     if not trackers:
-        raise UserError("say where the steps go: --wandb, --mlflow, --csv or --jsonl.")
+        raise UserError("say where the steps go: --wandb, --mlflow, --tensorboard, --csv or --jsonl.")
     if mlflow_uri and not mlflow:
         raise UserError("--mlflow-uri needs --mlflow EXPERIMENT.")
     client = Client(address=address, token=token, ca=ca)
     last = max([after, *(last_step(path) for path in (csv, jsonl) if path is not None)])
-    document = client.get(f"/v1/tasks/{in_path(task)}")
+    document = client.get(f"/v1/tasks/{in_path(task)}?rows=0")
     follower = TaskNews(trackers, after=last)
     follower.start(document)
     render.note(f"task {task} is {document['state']}; its steps after {last} are logged")
@@ -93,7 +98,7 @@ class TaskNews:
 
     def __init__(self, trackers: Sequence[Any], *, after: int) -> None:
         self._trackers, self.last = trackers, after
-        self._evaluated, self._incident = after, 0
+        self._evaluated, self.incident = after, 0
 
     def start(self, document: Mapping[str, Any]) -> None:
         self._tell("on_start", {"task": document["task"], "steps": document["steps"], "evaluations": {}})
@@ -109,8 +114,8 @@ class TaskNews:
                 self._evaluated = row["step"]
                 self._tell("on_eval", row["step"], row["values"])
         for one in sorted(incidents, key=lambda one: one["number"]):
-            if one["task"] == document["task"] and one["number"] > self._incident:
-                self._incident = one["number"]
+            if one["task"] == document["task"] and one["number"] > self.incident:
+                self.incident = one["number"]
                 self._tell("on_incident", one)
 
     def end(self, state: str) -> None:
@@ -129,8 +134,9 @@ def follow(
     since: float | None = None
     while True:
         try:
-            document = client.get(f"/v1/tasks/{in_path(task)}")
-            incidents = client.get("/v1/incidents")
+            where = in_path(task)
+            document = client.get(f"/v1/tasks/{where}?after={follower.last}")
+            incidents = client.get(f"/v1/incidents?after={follower.incident}&task={where}")
             since = None
         except EverstepError:
             since = since or time.monotonic()

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep import log
 from everstep.cli import render
 from everstep.cli.render import AsJson
-from everstep.drive.step_rows import StepRow
 from everstep.errors import EverstepError, UserError
 from everstep.job.job import Job, load_job
-from everstep.protocol.incidents import Incident
-from everstep.server.scalars import RunScalars
 
 if TYPE_CHECKING:
     from everstep.launch.local.page import RunPage
-    from everstep.launch.local.run import LocalTask, Watcher
 
 KILL = typer.Option(
     metavar="stage=1,replica=0,step=7[,op=F3]",
@@ -94,6 +88,7 @@ def train_command(
     from everstep.launch.local import api, report
     from everstep.launch.local.callbacks import checked as checked_callbacks
     from everstep.launch.local.data_needs import prepare
+    from everstep.launch.local.loggers import TensorBoardLog
     from everstep.launch.local.pace import workload_of
     from everstep.launch.local.resuming import refuse_another_model, with_compile_settled
 
@@ -101,7 +96,10 @@ def train_command(
     faults = api.parse_kills(kill or (), job)
     data, evaluation = data_of(job), evaluation_of(job)
     prepare(job, data, evaluation)
-    callbacks = checked_callbacks(callbacks_of(job))
+    callbacks = [
+        *checked_callbacks(callbacks_of(job)),
+        *([TensorBoardLog(tensorboard)] if tensorboard else ()),
+    ]
     checked = preflight(job, data=data, evaluation=evaluation)
     refuse_another_model(job, checked.model)
     render.note(f"{describe(job)}, {render.parameters(checked.parameters)}")
@@ -110,15 +108,14 @@ def train_command(
     with (
         nullcontext() if no_web else own_page(web) as page,
         render.watching(job, as_json=as_json or as_lines, decisions=decisions, every=every) as watch,
-        scalars(tensorboard, watch) as watch_all,
     ):
-        watch_all("workload", workload_of(job, checked.model, checked.batch))
+        watch("workload", workload_of(job, checked.model, checked.batch))
         outcome = api.run_with_callbacks(
             job,
             callbacks,
             rate=checked.rate,
             faults=faults,
-            watch=watch_all,
+            watch=watch,
             page=page,
             grace_s=grace,
             name=str(job_file),
@@ -139,47 +136,10 @@ def own_page(port: int, *, may_hurt: bool = False) -> RunPage:
     return RunPage(port=port, may_hurt=may_hurt)
 
 
-@contextmanager
-def scalars(folder: Path | None, watch: Watcher) -> Iterator[Watcher]:
-    """The same watcher, which also writes scalars for TensorBoard."""
-    if folder is None:
-        yield watch
-        return
-    with closing(ScalarWatcher(folder, watch)) as both:
-        yield both
-
-
 def describe(job: Job) -> str:
     """A job in one short line."""
     what = job.model.preset or job.model.hf or job.model.build
     shape = f"{render.count(job.replicas, 'replica')} × {render.count(job.stages, 'stage')}"
     shards = f" × {job.shards} shards" if job.shards > 1 else ""
-    shards += " of each row" if job.shards > 1 and job.context_parallel else ""
     batch, steps = render.count(job.microbatches, "microbatch"), render.count(job.steps, "step")
     return f"{what}: {shape}{shards}, {batch} per replica, {steps}, {job.precision} on {job.device}"
-
-
-# ------------------------------------------------------------------
-# A local run for TensorBoard: a watcher in front of another.
-
-
-class ScalarWatcher:
-    def __init__(self, folder: Path, watch: Watcher) -> None:
-        self._run, self._watch = RunScalars(folder), watch
-        self._task: LocalTask | None = None
-
-    def __call__(self, kind: str, what: Any) -> None:
-        match what:
-            case (int() as step, dict() as values) if kind == "evaluation":
-                self._run.evaluation(step, values, time.time())
-            case _ if kind == "tick":
-                self._task = what
-            case StepRow():
-                recovery = self._task.recovery if self._task is not None else None
-                self._run.step(asdict(what), recovery, time.time())
-            case Incident():
-                self._run.incident(what, time.time())
-        self._watch(kind, what)
-
-    def close(self) -> None:
-        self._run.close()

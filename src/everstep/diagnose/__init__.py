@@ -1,9 +1,9 @@
 """Who is hung, who is slow: from communication records to syndrome to suspects, with evidence.
 
     dump = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
-    analysis = analyse(dumps)           one job: hangs, slow links, slow ranks, imbalances
+    diagnosis = analyse(dumps)          one job: hangs, slow links, slow ranks, imbalances
 
-`stream.DiagnosisStream` is the same for a job that is running: `feed(records)`, `verdicts(now)`.
+`live_diagnosis.DiagnosisStream` is the same for a job that is running.
 """
 
 from everstep.diagnose.case import Case, join
@@ -11,10 +11,9 @@ from everstep.diagnose.comm_record import Dump, Group, Log, Record
 from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
 from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.sources import read
-from everstep.diagnose.verdict import Analysis, analyse
+from everstep.diagnose.verdict import analyse
 
 __all__ = [
-    "Analysis",
     "Case",
     "Diagnosis",
     "Dump",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 UNKNOWN = -1
 SEND, RECV, COMPUTE = "send", "recv", "compute"
-FLIGHT_RECORDER = "flight recorder"  # the form of its dumps
+FLIGHT_RECORDER, PULLED = "flight recorder", "pull"  # forms of files
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
 Ints = NDArray[np.int64]
@@ -54,15 +54,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate together. No members: the source does not say, `join` infers them."""
+    """Ranks that communicate together. No members: the source does not say; see `case`."""
 
     name: str
     members: tuple[int, ...] = ()
     about: str = ""
     pairwise: bool = False  # messages carry a number of their own per sender and receiver
-    size: int = 0  # how many members there are, where a source says that and not who they are
-    level: int = UNKNOWN  # which of its groups this is, as the rank that names it counts them
-    timeout_ns: int = UNKNOWN  # how long an operation of it waits before it fails
 
     def __str__(self) -> str:
         return f"{self.name} ({self.about})" if self.about not in ("", "undefined", self.name) else self.name
@@ -183,8 +180,7 @@ class Dump:
     errors: dict[int, tuple[int, str]] = field(default_factory=dict)  # raised: when (ns), what
     world_size: int = 0
     has_device: bool = True  # gloo has none: what failed there looks completed
-    messages_next: dict[int, int] = field(default_factory=dict)  # see `Case`
-    pulled: frozenset[int] = frozenset()  # ranks that answered while they ran: theirs is no post-mortem
+    misses_messages: bool = False  # it left out some that its rank issued
 
 
 def concatenate(parts: list[tuple[Log, list[int]]]) -> Log:

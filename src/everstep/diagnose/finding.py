@@ -63,7 +63,6 @@ class Finding:
     victims: tuple[int, ...] = ()
     ruled_out: tuple[RuledOut, ...] = ()
     because: str = ""
-    waits: tuple[tuple[int, int, str], ...] = ()  # (who waits, for whom, at what)
     since_step: int | None = None
 
     def document(self) -> dict[str, Any]:

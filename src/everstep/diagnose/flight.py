@@ -1,7 +1,7 @@
 """PyTorch's Flight Recorder: dumps of versions 2.0 to 2.10, as pickle or JSON, of NCCL and gloo.
 
 A pickle is a program. Real dumps need none of its instructions for names (measured: no GLOBAL, no REDUCE), so
-the unpickler here refuses every one of them; the stock tool runs whatever a dump says.
+every one of them is refused (`bounded_pickle.plain`); the stock tool runs whatever a dump says.
 
 What differs between dumps, and what is made of it:
 
@@ -20,14 +20,12 @@ What differs between dumps, and what is made of it:
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+from everstep import bounded_pickle
+from everstep.bounded_pickle import BadPickleError
 from everstep.diagnose.comm_record import (
     FLIGHT_RECORDER,
     RECV,
@@ -39,11 +37,10 @@ from everstep.diagnose.comm_record import (
     Log,
     Record,
 )
-from everstep.diagnose.next_calls import same_place
 from everstep.errors import UserError
 
 _MESSAGE = re.compile(r"(?:\w+:)?(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
-_LARGEST = 1 << 30  # bytes of a dump; a real one has some hundred kilobytes
+_LARGEST = 1 << 28  # bytes of a dump; a real one has some hundred kilobytes
 _SIZES = {
     "Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4, "Half": 2,
     "BFloat16": 2, "Short": 2, "Bool": 1, "Byte": 1, "Char": 1,
@@ -59,27 +56,13 @@ class UnusableFileError(UserError):
     """A file that cannot be used; the message says why, in a few words, without the file's name."""
 
 
-class _Plain(pickle.Unpickler):
-    """Dicts, lists, tuples, strings and numbers; nothing that could run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise UnusableFileError(
-            f"its pickle asks for {module}.{name}; a Flight Recorder dump holds plain data only"
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise UnusableFileError("its pickle refers to objects outside the file")
-
-
 def unpickle(content: bytes) -> Any:
     if len(content) > _LARGEST:
         raise UnusableFileError(f"{len(content) >> 20} MiB is too large for a dump")
     try:
-        return _Plain(io.BytesIO(content)).load()
-    except UnusableFileError:
-        raise
-    except Exception as error:  # a torn pickle fails in any of a dozen ways
-        raise UnusableFileError(f"truncated or not a pickle ({type(error).__name__})") from None
+        return bounded_pickle.plain(content)
+    except BadPickleError as error:
+        raise UnusableFileError(f"its pickle is not read: {error}") from None
 
 
 def read_pickle(name: str, content: bytes) -> Dump:
@@ -116,7 +99,7 @@ def part_of(name: str, dump: Any) -> Dump:
         group, about = _group_of(entry)
         if group not in index:
             index[group] = len(groups)
-            groups.append(_unlisted(group, about, entry, entries))
+            groups.append(Group(name=group, about=about))
         try:
             records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
@@ -132,29 +115,8 @@ def part_of(name: str, dump: Any) -> Dump:
         form=FLIGHT_RECORDER,
         has_device=not gloo,
         world_size=len(members_of_world(dump)) if gloo else 0,
-        messages_next=_messages_next(entries, rank) if gloo else {},
+        misses_messages=gloo and misses_messages(entries),
     )
-
-
-def _unlisted(name: str, about: str, entry: Mapping[str, Any], entries: list[Mapping[str, Any]]) -> Group:
-    """A group that no list of groups names: what its entries say of it."""
-    level, timeout = entry.get("pg_id"), entry.get("timeout_ms")
-    same = [each for each in entries if _group_of(each)[0] == name]
-    return Group(
-        name=name,
-        about=about,
-        size=group_size(same),
-        level=int(level) if isinstance(level, int) else UNKNOWN,
-        timeout_ns=int(timeout) * 1_000_000 if isinstance(timeout, int) else UNKNOWN,
-    )
-
-
-def _messages_next(entries: list[Mapping[str, Any]], rank: int) -> dict[int, int]:
-    try:
-        count = messages_next(entries)
-    except (TypeError, ValueError):
-        return {}
-    return {rank: count} if count else {}
 
 
 def rank_of(name: str, memberships: list[tuple[int, ...]]) -> int:
@@ -196,7 +158,7 @@ def _record(entry: Mapping[str, Any], rank: int, group: int, members: tuple[int,
     if message:
         kind = message[1]
         local = int(message[3])
-        peer = members[local] if local < len(members) else local
+        peer = local if not members else members[local] if local < len(members) else UNKNOWN
     is_message = kind in (SEND, RECV)
     number = entry.get("p2p_seq_id") if is_message else entry.get("collective_seq_id", entry.get("seq_id"))
     sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
@@ -264,16 +226,8 @@ def _progress(
     }
 
 
-# What only gloo's Flight Recorder dumps need: members it leaves out, messages it counts and does not record.
-#
-# pg_config       one entry with an empty name. While a job has only its first group, it lists the ranks
-# op_id           collectives and messages of a group counted together; `collective_seq_id` counts the
-#                 collectives alone. So a gap in `op_id` between two entries is messages (or another thing
-#                 that is not recorded, as a monitored barrier)
-# pg_status       `last_enqueued_collective` is the last `op_id`: what it is above the last entry's was
-#                 issued after it
-# output_sizes    of an all-gather: one row per member
-# retired         completed, or failed: see `postmortem.py`
+# gloo's dumps: `pg_config` is one entry with an empty name, which lists the ranks while a job has only its
+# first group; `op_id` counts collectives and messages together, `collective_seq_id` collectives alone.
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -296,39 +250,7 @@ def members_of_world(dump: Mapping[str, Any]) -> tuple[int, ...]:
     return ranks if ranks == tuple(range(len(ranks))) else ()
 
 
-def group_size(entries: Entries) -> int:
-    """By the rows that an all-gather of the group puts out; 0: there is none."""
-    for entry in entries:
-        name = str(entry.get("profiling_name", ""))
-        if "gather" in name and "all" in name:
-            took, gave = _elements(entry.get("input_sizes")), _elements(entry.get("output_sizes"))
-            if took and gave and gave % took == 0:
-                return gave // took
-    return 0
-
-
-def _elements(sizes: Any) -> int:
-    total = 0
-    for shape in sizes if isinstance(sizes, (list, tuple)) else ():
-        count = 1
-        for size in shape if isinstance(shape, (list, tuple)) else [shape]:
-            count *= int(size)
-        total += count
-    return total
-
-
-def messages_next(entries: Entries) -> int:
-    """How many messages the rank usually issues, over all its groups, before its next collective; 0: none, or
-    it cannot be known."""
-    by_group: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for entry in entries:
-        by_group[int(entry.get("pg_id", UNKNOWN))].append(entry)
-    return sum(map(_next_gap, by_group.values()))
-
-
-def _next_gap(entries: Entries) -> int:
-    numbers = [(int(e.get("op_id", 0)), int(e.get("collective_seq_id", 0))) for e in entries]
-    gaps = [(b[0] - a[0]) - (b[1] - a[1]) for a, b in pairwise(numbers)]
-    before = same_place([(str(e.get("profiling_name")), str(e.get("input_sizes"))) for e in entries])
-    first = numbers[0][0] - numbers[0][1]  # before the first one
-    return max(0, first if before is None else gaps[before - 1])
+def misses_messages(entries: Entries) -> bool:
+    """Has the rank issued messages, of which gloo's recorder has no entries?"""
+    counts = [(entry.get("op_id", 0), entry.get("collective_seq_id", 0)) for entry in entries]
+    return any(isinstance(a, int) and isinstance(b, int) and a > b for a, b in counts)

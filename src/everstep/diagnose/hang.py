@@ -25,10 +25,9 @@ import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.circles import last_circles
-from everstep.diagnose.comm_record import RECV, SEND, UNKNOWN
+from everstep.diagnose.comm_record import UNKNOWN
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
 from everstep.diagnose.mismatch import find_mismatches
-from everstep.diagnose.postmortem import find_stopped
 from everstep.diagnose.raised import find_lost, find_raised
 from everstep.diagnose.wait_graph import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
 
@@ -43,9 +42,6 @@ def find_hangs(case: Case, *, now_ns: int = UNKNOWN) -> list[Finding]:
     raised = find_raised(case)
     if raised:
         return raised
-    stopped = find_stopped(case)
-    if stopped:
-        return find_lost(case) or stopped
     positions = positions_of(case)
     if not positions.first or not _overdue(case, positions, now_ns):
         return find_lost(case)
@@ -83,21 +79,6 @@ def _usual_pause_ns(case: Case) -> float:
         if len(found) >= 8:
             return float(np.quantile(found, 0.98))
     return 0.0
-
-
-def unrecorded_silence(case: Case) -> list[str]:
-    """A note where all ranks have long issued nothing, and next come messages that were not recorded."""
-    log = case.log
-    if case.has_device or not case.messages_next or log.is_kind(SEND, RECV).any():
-        return []
-    quiet = [case.taken_ns[r] - int(log.enqueued_ns[log.rank == r].max()) for r in case.messages_next
-             if r in case.taken_ns]  # fmt: skip
-    if not quiet or min(quiet) < max(_HANG_AFTER_S * 1e9, _PATIENCE * _usual_pause_ns(case)):
-        return []
-    return [
-        f"no rank has issued an operation for {min(quiet) / 1e9:.1f} s. What comes next are messages, which "
-        "gloo's Flight Recorder does not record; watch_messages does (docs/diagnosis.md)."
-    ]
 
 
 # ------------------------------------------------------------------ ends
@@ -234,7 +215,6 @@ def _findings(
     case: Case, positions: RankPositions, arrows: list[Arrow], accused: Accused, unresolved: list[list[int]]
 ) -> list[Finding]:
     found = []
-    waits = tuple((a.waiter, a.target, operation(case, a.at)) for a in arrows)
     for where in dict.fromkeys(place for place, _, _ in accused.values()):
         ranks = sorted(r for r, (place, _, _) in accused.items() if place is where)
         victims = sorted(_upstream(arrows, positions, set(ranks)) - set(accused))
@@ -254,15 +234,12 @@ def _findings(
                 because=f"the {where} of rank {ranks_text(ranks)} "
                 f"{'never asked for' if host else 'does not complete'} "
                 f"what {len(victims)} other rank{'s wait' if len(victims) != 1 else ' waits'} for.",
-                waits=waits,
             )
         )
-    return found + [_together(case, positions, circle, waits) for circle in unresolved if not found]
+    return found + [_together(case, positions, circle) for circle in unresolved if not found]
 
 
-def _together(
-    case: Case, positions: RankPositions, circle: list[int], waits: tuple[tuple[int, int, str], ...]
-) -> Finding:
+def _together(case: Case, positions: RankPositions, circle: list[int]) -> Finding:
     """Stuck at the same place, and nothing recorded tells them apart."""
     places = {operation(case, positions.first[r]) for r in circle if r in positions.first}
     link = len(circle) == 2
@@ -277,7 +254,6 @@ def _together(
         ),
         because=f"rank {ranks_text(circle)} entered {', '.join(sorted(places)[:2])} and none left; "
         "what is recorded does not tell which of them, or of the links between them, holds it up.",
-        waits=waits,
     )
 
 

@@ -55,14 +55,17 @@ def pair_up(case: Case) -> Pairs:
         empty = np.zeros(0, dtype=np.int64)
         return Pairs(empty, empty, empty, empty, empty, empty)
     ranks = int(max(log.rank.max(), log.peer.max())) + 1
-    span = int(log.seq.max()) + 1
+    # Numbers as they are would leave no room for the ranks: those of our own rings have a step in them.
+    known, number = np.unique(np.concatenate([log.seq[sends], log.seq[receives]]), return_inverse=True)
 
-    def keys(rows: Ints, sender: NDArray[np.int32], receiver: NDArray[np.int32]) -> Ints:
+    def keys(rows: Ints, number: Ints, sender: NDArray[np.int32], receiver: NDArray[np.int32]) -> Ints:
         place = (log.group[rows].astype(np.int64) * ranks + sender[rows]) * ranks + receiver[rows]
-        return place * span + log.seq[rows]
+        return place * len(known) + number
 
     _, at, other = np.intersect1d(
-        keys(sends, log.rank, log.peer), keys(receives, log.peer, log.rank), return_indices=True
+        keys(sends, number[: len(sends)], log.rank, log.peer),
+        keys(receives, number[len(sends) :], log.peer, log.rank),
+        return_indices=True,
     )
     sends, receives = sends[at], receives[other]
     return Pairs(

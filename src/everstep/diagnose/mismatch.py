@@ -8,28 +8,23 @@ the same operations before follows the program. Where it does not tell, all are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from everstep.diagnose.case import Case
 from everstep.diagnose.comm_record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
 from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.next_calls import same_place
 from everstep.diagnose.wait_graph import RankPositions
 
 _BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5
 _LOOK_BACK = 256  # operations
+_CONTEXT = 3  # operations back that must agree for two places of a program to be the same, where it has them
 
 
 def find_mismatches(case: Case, positions: RankPositions) -> list[Finding]:
     """The earliest disagreement at an operation that a rank waits at, if there is one."""
-    return first_disagreement(case, _waited_for(case, positions))
-
-
-def first_disagreement(case: Case, operations: Iterable[list[Record]]) -> list[Finding]:
-    """Of operations, each as its members issued it."""
-    for records in operations:
+    for records in _waited_for(case, positions):
         kinds = Counter(record.kind for record in records)
         if len(kinds) > 1:
             said = {record.rank: record.kind for record in records}
@@ -46,13 +41,12 @@ def _waited_for(case: Case, positions: RankPositions) -> list[list[Record]]:
     wanted = {(r.group, r.seq) for r in positions.first.values() if not r.is_message}
     if not wanted:
         return []
-    span = int(log.seq.max()) + 1
-    keys = np.array([group * span + seq for group, seq in wanted], dtype=np.int64)
-    rows = np.flatnonzero(np.isin(log.group.astype(np.int64) * span + log.seq, keys))
+    rows = np.flatnonzero(np.isin(log.seq, np.array([seq for _, seq in wanted], dtype=np.int64)))
     found: dict[tuple[int, int], list[Record]] = defaultdict(list)
     for at in rows[~log.take(rows).is_kind(SEND, RECV)].tolist():
         record = log.row(at)
-        found[record.group, record.seq].append(record)
+        if (record.group, record.seq) in wanted:
+            found[record.group, record.seq].append(record)
     return [found[key] for key in sorted(found)]
 
 
@@ -93,5 +87,16 @@ def _strays(case: Case, record: Record) -> bool:
     mine = (log.rank == record.rank) & (log.group == record.group) & (log.seq < record.seq)
     rows = np.flatnonzero(mine & ~log.is_kind(SEND, RECV, COMPUTE))[-_LOOK_BACK:]
     past = [(log.kinds[log.kind[at]], int(log.bytes[at])) for at in rows.tolist()]
-    before = same_place(past)
+    before = _same_place(past)
     return before is not None and past[before] != (record.kind, record.bytes)
+
+
+def _same_place(calls: Sequence[Hashable]) -> int | None:
+    """Where the program stood before at the place it has reached after `calls`: the index of what came next
+    then, the latest one. None: it has not been here."""
+    for context in range(min(_CONTEXT, len(calls)), 0, -1):
+        end = tuple(calls[-context:])
+        for at in range(len(calls) - 1, context - 1, -1):
+            if tuple(calls[at - context : at]) == end:
+                return at
+    return None

@@ -39,7 +39,6 @@ class RoleWork:
     steps: tuple[int, ...]
     own_s: Floats  # [step, rank]
     step_s: float  # how long a step takes, waiting included
-    labels: tuple[str, ...] = ()  # what else its ranks are called
 
 
 def roles_of(case: Case, offsets: Mapping[int, int]) -> list[RoleWork]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everstep.diagnose.comm_record import Dump, Log
+from everstep.diagnose.comm_record import PULLED, Dump, Log
 from everstep.diagnose.flight import UnusableFileError
 
 MARK = "everstep_pull"
@@ -28,7 +28,8 @@ def is_pull(value: Any) -> bool:
 
 def read_pull(name: str, text: str) -> Dump:
     value = json.loads(text)
-    part = Dump(source=name, log=Log.of([]), groups=[], world_size=int(value.get("world_size", 0)))
+    size = int(value.get("world_size", 0))
+    part = Dump(source=name, form=PULLED, log=Log.of([]), groups=[], world_size=size)
     try:
         for key, said in value["ranks"].items():
             rank = int(key)
@@ -44,5 +45,4 @@ def read_pull(name: str, text: str) -> Dump:
                 part.hosts[rank] = str(said["host"])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UnusableFileError(f"a pull's answers that cannot be read ({error})") from None
-    part.pulled = frozenset(part.taken_ns)
     return part

@@ -72,7 +72,6 @@ def _settled(role: RoleWork) -> RoleWork:
         steps=role.steps[skip:],
         own_s=role.own_s[skip:],
         step_s=role.step_s,
-        labels=role.labels,
     )
 
 
@@ -97,8 +96,7 @@ def _against_peers(role: RoleWork, hosts: dict[int, str]) -> dict[int, tuple[Sus
             continue
         strength = extra / max(spread(tail), 0.02 * role.step_s)
         evidence = (
-            (f"({role.labels[at]}) " if role.labels else "")
-            + f"its own work takes {mine * 1e3:.1f} ms a step, that of its {len(role.ranks) - 1} peers in "
+            f"its own work takes {mine * 1e3:.1f} ms a step, that of its {len(role.ranks) - 1} peers in "
             f"{role.name} {theirs * 1e3:.1f} ms ({mine / max(theirs, 1e-9):.2f} times), in "
             f"{int(np.sum(tail > extra / 2))} of {len(tail)} steps"
         )

@@ -26,18 +26,13 @@ Cell = tuple[int, int]
 
 def find_slow_links(
     pairs: Pairs, offsets: dict[int, int], *, step_s: float, hosts: dict[int, str] | None = None
-) -> tuple[list[Finding], DelayMatrix]:
-    """Findings, and the matrix they rest on (messages of the size most bytes travel in)."""
+) -> list[Finding]:
+    """By the messages of the size that most bytes travel in."""
     delay = pairs.delays_ns(offsets)
     rows = (delay != UNKNOWN) & (pairs.bytes == _main_size(pairs))
     matrix = delay_matrix(pairs, offsets, rows)
     hot = _hot_cells(pairs, delay, rows, matrix, step_s)
-    if not hot:
-        return [], matrix
-    findings = []
-    for where, cells in _places(matrix, hot):
-        findings.append(_finding(matrix, where, cells, hot, hosts or {}))
-    return findings, matrix
+    return [_finding(matrix, where, cells, hot, hosts or {}) for where, cells in _places(matrix, hot)]
 
 
 def _main_size(pairs: Pairs) -> int:

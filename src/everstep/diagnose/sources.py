@@ -5,7 +5,6 @@
 { "communicators" JSON: NCCL RAS
 { "header" …      JSON lines: NCCL Inspector
 everring          our own ring
-PAR1              parquet: a table of operations (read by the caller, who has the library for it)
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from everstep.diagnose.comm_record import Dump
 from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.ras_json import read_json
 
-PARQUET = b"PAR1"
 MOST_RANKS = 1 << 20
 
 
@@ -39,9 +37,10 @@ def read(name: str, content: bytes, *, modified_ns: int | None = None, before: b
 
 def _refuse_odd_ranks(part: Dump) -> None:
     """What is looked at has a place for each rank."""
-    size = max([part.world_size, *(group.size for group in part.groups)])
-    if size > MOST_RANKS:
-        raise UnusableFileError(f"it says that its job has {size} ranks; at most {MOST_RANKS} are read")
+    if part.world_size > MOST_RANKS:
+        raise UnusableFileError(
+            f"it says that its job has {part.world_size} ranks; at most {MOST_RANKS} are read"
+        )
     ranks = [*part.ranks, *part.silent]
     for group in part.groups:
         ranks += [min(group.members, default=0), max(group.members, default=0)]
@@ -64,12 +63,12 @@ def _read_text(name: str, content: bytes, before: str | None) -> Dump:
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise UnusableFileError("not a format known here: pickle, JSON, a ring or parquet") from None
+        raise UnusableFileError("not a format known here: pickle, JSON or a ring") from None
     stripped = text.lstrip()
     if inspector.is_inspector(stripped[: 1 << 16].split("\n", 1)[0]):
         return inspector.read_inspector(name, text)
     if not stripped.startswith(("{", "[")):
-        raise UnusableFileError("not a format known here: pickle, JSON, a ring or parquet")
+        raise UnusableFileError("not a format known here: pickle, JSON or a ring")
     try:
         value = read_json(text)
     except ValueError as error:

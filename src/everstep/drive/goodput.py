@@ -3,14 +3,14 @@
 Every moment from a task's submission to its end is in exactly one of these: productive, or lost by one cause.
 So the parts add up to the time that has passed, whatever happens; a test checks it on storms.
 
-    waiting  start   step 1   step 2   notice decide resume  step 3 (the rest)   reduced ...
-    ├───────┼───────┼────────┼────────┼──────┼──────┼──────┼───────────────────┼──────────
+    waiting  start   step 1   step 2   fault   step 3 (the rest)   reduced ...
+    ├───────┼───────┼────────┼────────┼───────┼───────────────────┼──────────
 
 Between two events of the coordinator a task is in one condition, and the time goes to it. While it trains the
 time is collected, and divided when its step is recorded: up to the usual time of an undisturbed step with all
-workers it is productive; the rest is lost: while a fault was being noticed (`notice`), by a fault in this
-step (`redo`), by missing workers (`reduced`), while a checkpoint was written (`save`), or by none of these
-(`slow`). A step that was done before is `redo` as a whole: each step is productive once.
+workers it is productive; the rest is lost: by a fault in this step (`fault`), by missing workers (`reduced`),
+while a checkpoint was written (`save`), or by none of these (`slow`). A step that was done before is lost as
+a whole: each step is productive once. There is a cause for each thing that somebody can do about it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,13 @@ PRODUCTIVE, STEPS = "productive", "steps"
 class Cause(StrEnum):
     """Why time was lost."""
 
-    WAIT = "wait"  # for slots
+    WAIT = "wait"  # for slots: more of them
     PAUSED = "paused"  # by a person
-    START = "start"  # before its first step: processes, checkpoints, the first schedule
-    NOTICE = "notice"  # there is evidence of a fault, and no verdict yet
-    DECIDE = "decide"  # ledgers are collected and the rest of the step is planned
-    RESUME = "resume"  # from the plan to the first op
-    RESTORE = "restore"  # a stage was lost: workers start and load a kept state
-    REDO = "redo"  # work that was done before, and time that a fault cost inside its step
-    REDUCED = "reduced"  # slower than usual, with fewer workers than the shape has
-    SAVE = "save"  # the same with all workers, while a checkpoint was written
+    START = "start"  # before its first step and after its last: processes, checkpoints, an unfinished step
+    FAULT = "fault"  # until training goes on as before; work that was done before; what its step took longer
+    REDUCED = "reduced"  # slower than usual, with fewer workers than the shape has: spares
+    SAVE = "save"  # the same with all workers, while a checkpoint was written: a longer interval
     SLOW = "slow"  # the same for any other reason: a straggler, data
-    END = "end"  # workers leave; an unfinished step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,9 +58,7 @@ class TaskAccount:
     open_s: float = 0.0  # of the step in progress: not divided yet
     last: int = 0  # the highest step that was recorded
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_USUAL))
-    notice_s: float = 0.0  # of that, while there was evidence of a fault and no verdict
     condition: Cause | None = Cause.WAIT  # None: it trains
-    suspects: bool = False  # there is evidence of a fault and no verdict
     disturbed: bool = False  # a fault fell into the step in progress
     saving: bool = False  # a checkpoint was being written when it began
     shape: str = ""
@@ -105,7 +98,6 @@ class TaskAccount:
             return
         if self.condition is None:
             self.open_s += seconds
-            self.notice_s += seconds if self.suspects else 0.0
         else:
             for hour, part in _hours(self.until, at):
                 self._add(hour, self.condition, part)
@@ -118,15 +110,15 @@ class TaskAccount:
         seconds, self.open_s = self.open_s, 0.0
         hour, clean = int(self.until // HOUR_S), not self.disturbed
         if step <= self.last:
-            self._add(hour, Cause.REDO, seconds)
+            self._add(hour, Cause.FAULT, seconds)
         else:
-            cause = Cause.REDO if not clean else Cause.REDUCED if not full else Cause.SLOW
+            cause = Cause.FAULT if not clean else Cause.REDUCED if not full else Cause.SLOW
             if cause is Cause.SLOW and self.saving:
                 cause = Cause.SAVE
             self._divide(hour, seconds, cause, typical=clean and full)
             self._add(hour, STEPS, float(step - self.last) if self.last else 1.0)  # scripts tell some steps
             self.last = step
-        self.disturbed, self.notice_s, self.saving = False, 0.0, saving
+        self.disturbed, self.saving = False, saving
 
     def _divide(self, hour: int, seconds: float, cause: Cause, *, typical: bool) -> None:
         """`cause`: of what it took longer than usual."""
@@ -141,17 +133,15 @@ class TaskAccount:
         self._add(hour, self.held_by, self.held)
         if typical:
             self.usual.append(seconds)
-        noticed = min(self.notice_s, seconds - good)
-        self.held_by, self.held = cause, seconds - good - noticed
+        self.held_by, self.held = cause, seconds - good
         self._add(hour, PRODUCTIVE, good)
-        self._add(hour, Cause.NOTICE, noticed)
 
     def ended(self) -> None:
         hour = int(self.until // HOUR_S)
         self._add(hour, self.held_by, self.held)
-        self._add(hour, Cause.END, self.open_s)
+        self._add(hour, Cause.START, self.open_s)
         self.open_s = self.held = 0.0
-        self.condition = Cause.END
+        self.condition = Cause.START
 
     def _add(self, hour: int, what: str, amount: float) -> None:
         if amount:
@@ -180,8 +170,6 @@ class TaskAccount:
             "totals": dict(self.totals),
             "hours": [[hour, dict(amounts)] for hour, amounts in self.hours.items()],
             "open_s": self.open_s,
-            "notice_s": self.notice_s,
-            "suspects": self.suspects,
             "held": self.held,
             "held_by": self.held_by,
             "last": self.last,
@@ -224,7 +212,6 @@ class Accounts:
         # At the last look, for each task: what its condition depends on, beside incidents and steps.
         self._seen: dict[str, tuple[TaskState, TaskSubmitted, object]] = {}
         self._stopped: set[str] = set()
-        self._suspects: set[str] = set()
         self._at = self._advanced_at = 0.0
 
     @property
@@ -253,11 +240,9 @@ class Accounts:
                 task = tasks[name]
                 self._tasks[name].recorded(step, full=is_full(task), saving=is_saving(task, step))
                 changed.add(name)
-        open_ones = log.open_ones()
-        stopped = {one.task for one in open_ones if one.stops_training}
-        suspects = {one.task for one in open_ones if one.verdict is None}
-        changed |= (stopped ^ self._stopped) | (suspects ^ self._suspects)
-        self._stopped, self._suspects = stopped, suspects
+        stopped = {one.task for one in log.open_ones() if one.stops_training}
+        changed |= stopped ^ self._stopped
+        self._stopped = stopped
         names: Iterable[str] = tasks
         if only is not None and len(self._seen) == len(tasks):
             names = (changed | {only}) & tasks.keys()
@@ -289,7 +274,7 @@ class Accounts:
         elif account.state in OVER:
             return
         condition = condition_of(task, stopped=name in self._stopped, begun=account.last > 0)
-        account.disturbed |= condition in _FAULT
+        account.disturbed |= condition is Cause.FAULT
         account.advance(at)
         account.state = task.state
         if task.state in OVER:
@@ -297,7 +282,7 @@ class Accounts:
         elif account.shape != (shape := str(task.shape)):
             account.shape = shape
             account.usual.clear()
-        account.condition, account.suspects = condition, name in self._suspects
+        account.condition = condition
 
     def forget(self, now: float) -> None:
         oldest = now - KEPT_HOURS * HOUR_S
@@ -305,9 +290,6 @@ class Accounts:
         for number, (until, name) in enumerate(over):
             if until < oldest or number < len(over) - MOST_OVER:
                 del self._tasks[name]
-
-
-_FAULT = frozenset({Cause.DECIDE, Cause.RESUME, Cause.RESTORE})
 
 
 def condition_of(task: Task, *, stopped: bool, begun: bool) -> Cause | None:
@@ -320,25 +302,25 @@ def condition_of(task: Task, *, stopped: bool, begun: bool) -> Cause | None:
         case TaskState.PAUSED:
             return Cause.PAUSED
         case TaskState.SEARCHING:
-            return Cause.RESTORE if begun else Cause.START
+            return Cause.FAULT if begun else Cause.START
         case TaskState.RUNNING if task.recovery is not None:
             return _of_phase(task.recovery.phase, stopped=stopped, begun=begun)
         case TaskState.RUNNING:
             return None
         case _:
-            return Cause.END
+            return Cause.START
 
 
 def _of_phase(phase: object, *, stopped: bool, begun: bool) -> Cause | None:
-    if isinstance(phase, Gathering | Planning):
-        return Cause.DECIDE
     if isinstance(phase, Over):
-        return Cause.END
+        return Cause.START
+    if isinstance(phase, Gathering | Planning):
+        return Cause.FAULT
     if isinstance(phase, Living | Settling | Locating):
         return None
     if not isinstance(phase, Running):
-        return Cause.RESTORE if begun else Cause.START
-    return Cause.RESUME if stopped else None
+        return Cause.FAULT if begun else Cause.START
+    return Cause.FAULT if stopped else None
 
 
 def is_full(task: Task) -> bool:
@@ -350,5 +332,5 @@ def is_full(task: Task) -> bool:
 
 def is_saving(task: Task, step: int) -> bool:
     """Once this step is on record: does a checkpoint go on being written while the next one runs?"""
-    folder = None if task.request.needs is None else task.request.needs.checkpoints
+    folder = task.request.needs.checkpoints
     return folder is not None and task.checkpoints.is_saving(step, folder.interval)

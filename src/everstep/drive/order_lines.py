@@ -33,14 +33,13 @@ class FactTexts:
     """Facts in JSON, kept for the other lines."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[tuple[int, bool], tuple[object, str]] = OrderedDict()
+        self._texts: OrderedDict[int, tuple[object, str]] = OrderedDict()
 
-    def of(self, facts: EpochFacts | FactChanges, *, packed: bool = False) -> str:
-        key = id(facts), packed
+    def of(self, facts: EpochFacts | FactChanges) -> str:
+        key = id(facts)
         known = self._texts.get(key)
         if known is None or known[0] is not facts:
-            text = _json(encode(facts))
-            known = self._texts[key] = facts, _packed(text) if packed else text
+            known = self._texts[key] = facts, _packed(_json(encode(facts)))
             while len(self._texts) > _KEPT:
                 self._texts.popitem(last=False)
         return known[1]
@@ -54,9 +53,7 @@ def _packed(text: str) -> str:
 
 
 def unpacked(order: Json) -> Json:
-    """An order as it was before it was written: facts that are packed are a string. To be asked by an agent
-    that has said that it can read them (`unpacks` in its hello).
-    """
+    """An order as it was before it was written: facts that are packed are a string."""
     if not isinstance(order, dict):
         return order
     packed = {name: text for name in ("facts", "news") if isinstance(text := order.get(name), str)}
@@ -74,12 +71,10 @@ def _unpacked(text: str) -> Json:
 
 
 class OrderLine:
-    """One line to an agent, with what its agent knows: by task, the epoch of its facts. `packs`: its agent
-    can unpack them.
-    """
+    """One line to an agent, with what its agent knows: by task, the epoch of its facts."""
 
-    def __init__(self, known: Mapping[str, int], *, packs: bool = False) -> None:
-        self._known, self._packs = dict(known), packs
+    def __init__(self, known: Mapping[str, int]) -> None:
+        self._known = dict(known)
 
     def shortened(self, order: msg.Order) -> msg.Order:
         """The order without what the agent knows. To be asked once for each order, in their turn."""
@@ -96,12 +91,10 @@ class OrderLine:
         """As it is written, with `around` beside it."""
         said = {"number": action.number, "because": action.because, **around}
         order = self.shortened(action.order)
-        if isinstance(order, msg.OlderOrder):
-            return _json({**said, "order": order.data})
         if not isinstance(order, msg.ResumeTask):
             return _json({**said, "order": encode(order)})
         name, facts = ("facts", order.facts) if order.facts is not None else ("news", order.news)
         assert facts is not None
         bare = encode(replace(order, facts=None, news=None))
         whole = _json({**said, "order": {**bare, name: _FACTS}})
-        return whole.replace(f'"{_FACTS}"', texts.of(facts, packed=self._packs), 1)
+        return whole.replace(f'"{_FACTS}"', texts.of(facts), 1)

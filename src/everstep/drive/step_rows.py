@@ -6,14 +6,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import RecordStep
-from everstep.protocol.ops import Worker
 from everstep.protocol.table import Document, Json
 from everstep.protocol.work import mean_loss
-from everstep.schedule.profile import DROPPED
 
 KEPT_ROWS = 2000  # of a task, for those who look
 LOSS = "loss"  # what every evaluation finds first
@@ -54,23 +51,16 @@ class StepRows:
     first: int = 0
     last: int = 0
     lost: list[tuple[int, int]] = field(default_factory=list)  # first and last of steps that have no rows
+    made: int = 0  # steps, also those that were made before
     committed: int = 0  # microbatches
     replayed_elsewhere: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that was evaluated
-    # of the experts that tokens chose, the share that was full, as workers last reported it; not journaled
-    dropped: dict[Worker, float] = field(default_factory=dict)
-
-    def learn(self, report: msg.TimesReported) -> None:
-        if DROPPED in report.times:
-            self.dropped[report.worker] = report.times[DROPPED]
-
-    def dropped_share(self) -> float | None:
-        """None: the model has no experts with a capacity, or nothing is known yet."""
-        return round(fmean(self.dropped.values()), 4) if self.dropped else None
 
     def evaluate(self, record: RecordStep, names: Iterable[str]) -> dict[str, float]:
         """The scores that a step brought along: those of the weights after the step before."""
         found = means(names, (line for _, line in record.scores))
+        for later in [step for step in self.evaluations if step >= record.step]:  # of steps done again
+            del self.evaluations[later]
         self.evaluations[record.step - 1] = found
         while len(self.evaluations) > KEPT_EVALUATIONS:
             del self.evaluations[min(self.evaluations)]
@@ -89,9 +79,9 @@ class StepRows:
         coordinator was there or that an older journal does not know, the steps between were done once too.
         """
         self.last_at = self.last_at or now
-        self.dropped.clear()
         if 0 < self.last < done:
             self.committed += (done - self.last) * microbatches
+            self.made += done - self.last
             self.lost = [*self.lost, (self.last + 1, done)][-KEPT_LOST:]
             self.last = done
 
@@ -107,6 +97,7 @@ class StepRows:
             at=now,
         )
         self.rows.append(row)
+        self.made += 1
         self.last_at = now
         self.first = min(self.first or record.step, record.step)
         if record.step <= self.last:  # done again, from a kept state: only the last time counts
@@ -163,6 +154,7 @@ def rows_document(rows: StepRows) -> Document:
         "first": rows.first,
         "last": rows.last,
         "lost": [list(steps) for steps in rows.lost],
+        "made": rows.made,
         "committed": rows.committed,
         "replayed_elsewhere": rows.replayed_elsewhere,
         "evaluations": [[step, values] for step, values in sorted(rows.evaluations.items())],

@@ -126,17 +126,13 @@ class Thinking:
                         action.task
                     )
                     self.forget(action.task)
-                case msg.NodeChanged():
-                    node = machine.nodes.get(action.node)  # it may be forgotten by now
-                    is_here = node is not None and node.reachable
-                    self.measured.node_changed(action.node, is_here=is_here, at=one.at)
 
     def _measure_ops(self, machine: Coordinator) -> None:
         for name, scheduler in self.schedulers.items():
             if (task := machine.tasks.get(name)) is not None:
                 known = self.measured.of(name)
                 measured = scheduler.profile.measured(task.speeds.slow)
-                known.instance = None if measured is None else measured.merged()
+                known.instance = measured
                 known.mode = scheduler.mode
                 known.slow = dict(task.speeds.slow)
 

@@ -22,7 +22,6 @@ from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Topology
 from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker, parse_worker
-from everstep.protocol.shape import Fold
 from everstep.protocol.table import Json
 from everstep.protocol.work import EpochFacts
 
@@ -76,9 +75,7 @@ class TrafficPlan:
             facts = task.progress.facts
             if facts is not None and task.state not in OVER:
                 if before is None or name not in before or before[name][0] is not facts:
-                    self._unknown[name] = (
-                        set(self._crossing(facts, task.shape.fold)) - self._sent.get(name, {}).keys()
-                    )
+                    self._unknown[name] = set(self._crossing(facts)) - self._sent.get(name, {}).keys()
                 now[name] = facts, not self._unknown[name]
         if before is not None and _are_the_same(before, now):
             return None
@@ -92,19 +89,19 @@ class TrafficPlan:
         self.routing, self.document = routing, routes_document(routing)
         return self.document
 
-    def _crossing(self, facts: EpochFacts, fold: Fold) -> list[Pair]:
+    def _crossing(self, facts: EpochFacts) -> list[Pair]:
         """Pairs whose flow leaves a node for another one of the fabric."""
         nodes = {worker: self._at.get(host) for worker, (host, _) in facts.book.items()}
         return [
             (one, other)
-            for one, other in sorted(pairs_of(facts, fold))
+            for one, other in sorted(pairs_of(facts))
             if (here := nodes.get(one)) and (there := nodes.get(other)) and here[0] != there[0]
         ]
 
     def _flows(self, task: Task, facts: EpochFacts) -> Iterable[Flow]:
         sent = self._sent.get(task.name, {})
         usual = fmean(sent.values()) if sent else UNKNOWN
-        for one, other in self._crossing(facts, task.shape.fold):
+        for one, other in self._crossing(facts):
             host, port = facts.book[other]
             for shard in range(task.shape.shards):
                 name = connection_name(task.name, str(one), host, port + shard)
@@ -133,9 +130,9 @@ def routed(topology: Topology, before: Routing | None, flows: tuple[Flow, ...]) 
     return allocate(topology, flows) if before is None else reallocate(topology, before, flows)
 
 
-def pairs_of(facts: EpochFacts, fold: Fold) -> set[Pair]:
+def pairs_of(facts: EpochFacts) -> set[Pair]:
     """Who sends tensors to whom in the steady steps of an epoch: all replicas of a stage to each other, and
-    the hosts of neighbouring parts of each microbatch.
+    the hosts of neighbouring stages of each microbatch.
     """
     live = facts.members[-1].live if facts.members else ()
     found = {
@@ -143,15 +140,13 @@ def pairs_of(facts: EpochFacts, fold: Fold) -> set[Pair]:
         for stage, replicas in enumerate(live)
         for one, other in permutations(replicas, 2)
     }
-    at = [fold.stage(part) for part in range(fold.parts)] if live else []
-    ways = [(k, p, k) for p in range(len(at) - 1) for k in set(live[at[p]]) & set(live[at[p + 1]])]
-    for (microbatch, part), replica in facts.steady_hosts.items():
-        before = facts.steady_hosts.get((microbatch, part - 1), microbatch.home)
-        after = facts.steady_hosts.get((microbatch, part + 1), microbatch.home)
-        ways += [(before, part - 1, replica)] if part > 0 else []
-        ways += [(replica, part, after)] if part + 1 < len(at) else []
-    for one, part, other in ways:
-        this, following = Worker(one, at[part]), Worker(other, at[part + 1])
-        if this != following:
-            found |= {(this, following), (following, this)}
+    ways = [(k, s, k) for s in range(len(live) - 1) for k in set(live[s]) & set(live[s + 1])]
+    for (microbatch, stage), replica in facts.steady_hosts.items():
+        before = facts.steady_hosts.get((microbatch, stage - 1), microbatch.home)
+        after = facts.steady_hosts.get((microbatch, stage + 1), microbatch.home)
+        ways += [(before, stage - 1, replica)] if stage > 0 else []
+        ways += [(replica, stage, after)] if stage + 1 < len(live) else []
+    for one, stage, other in ways:
+        this, following = Worker(one, stage), Worker(other, stage + 1)
+        found |= {(this, following), (following, this)}
     return found

@@ -11,7 +11,7 @@ Three steps, each for what the one before cannot do:
 `reallocate` starts from the routing that is there: flows whose paths still work stay, and `max_moves`
 bounds how many of them polishing may touch. A move costs a flow its connection, so few moves are worth a
 slightly worse balance. Rejected: an integer program (a task's start would wait for a
-solver), and greedy alone (twice the bound on a full fabric with random pairs; see bench/fabric.py).
+solver), and greedy alone (twice the bound on a full fabric with random pairs).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from everstep.job.job import DataSpec, Job
 from everstep.job.tables import shown
 
 LEAST_STEPS = 200
-# Numbers in what a microbatch hands from layer to layer. Compiled, on an H200 (LOG.md): a GPT of width 1024
+# Numbers in what a microbatch hands from layer to layer. Compiled, on an H200: a GPT of width 1024
 # is slower at 4 M and as fast at 8 M, one of 2048 a fifth faster at 32 M; a Llama of 2048 is a fifth faster
 # at 16 M, a Qwen3-MoE of 1024 three times as fast at 8 M.
 LEAST_NUMBERS = {"preset": 16 << 20, "hf": 8 << 20}
@@ -90,7 +90,6 @@ def _against(job: Job, tokens: int | None) -> list[tuple[bool, str]]:
         (job.steps < LEAST_STEPS, f"compiling is not worth it for less than {LEAST_STEPS} steps"),
         (job.python is not None, "it is not known whether the Python of its workers can compile"),
         (job.shards > 1, "layers that are split over shards are not compiled"),
-        (job.offload, "it has not been tried with offload = true"),
         (kind is None, "the layers are your own, and may have code that cannot be compiled"),
         (kind == "hf" and theirs not in TRIED, f"it has not been tried with {theirs} models; true tries it"),
         (tokens is None, "the rows of the data may have many lengths, and each is compiled by itself"),
@@ -113,7 +112,7 @@ def _tokens(job: Job) -> int | None:
 
 def _is_even(data: DataSpec) -> bool:
     """Have all its rows one length?"""
-    return data.kind in ("synthetic", "file", "tokens") or (data.kind == "table" and data.pack)
+    return data.kind in ("synthetic", "tokens") or (data.kind == "table" and data.pack)
 
 
 # ------------------------------------------------------------------ what this machine can do

@@ -26,7 +26,6 @@ from everstep.protocol.shape import CHUNKS_PER_REPLICA, Shape
 # A schedule holds every op of a step: beyond this the coordinator would plan for minutes.
 MOST_WORKERS, MOST_OPS = 16_384, 1 << 20
 COPY_INTERVAL = 10  # steps between copies of states in memory that nobody asked for
-MOST_VIRTUAL = 8  # parts per worker
 MOST_SHARDS = 64  # of a worker: they are on one node
 _NO_VOTES = {
     "replicas": "needs a second replica to compute microbatches again; give replicas = 2 or more.",
@@ -48,9 +47,6 @@ _USUAL_NAMES = {  # of other trainers
     "accumulate_grad_batches": "microbatches",
     "gradient_checkpointing": "recompute",
     "activation_checkpointing": "recompute",
-    "cpu_offloading": "offload",
-    "context_parallel_size": "shards",
-    "rampup_batch_size": "ramp",
     "dtype": "precision",
     "output_dir": "folder",
     "save_steps": "interval",
@@ -99,14 +95,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """A microbatch is `rows` of `sequence` tokens: synthetic text, windows of a file drawn at random, packed
-    tokens or a table in shuffled epochs, or a user's own.
+    """A microbatch is `rows` of `sequence` tokens: synthetic text, packed tokens or a table in shuffled
+    epochs, or a user's own.
 
     `build = "module:function"` is called with the other keys, and returns an object with
     `batch(step, microbatch) -> (inputs, targets)`.
     """
 
-    kind: Literal["synthetic", "file", "tokens", "table"] | None = None
+    kind: Literal["synthetic", "tokens", "table"] | None = None
     build: str | None = None
     rows: int = 4
     sequence: int | None = None  # None: the model's context
@@ -124,13 +120,13 @@ class DataSpec:
         at_least("data.sequence", self.sequence, 1)
         at_most("data.rows", self.rows, 2**20)
         at_most("data.sequence", self.sequence, 2**30)
-        if self.kind in ("file", "tokens", "table") and self.path is None:
+        if self.kind in ("tokens", "table") and self.path is None:
             raise UserError(f'data.path is missing; data.kind = "{self.kind}" needs a path.')
         for key, is_set, kinds in (
             ("document_end", self.document_end is not None, ("tokens",)),
             ("pack", self.pack, ("table",)),
             ("columns", self.columns is not None, ("table",)),
-            ("path", self.path is not None, ("file", "tokens", "table", None)),
+            ("path", self.path is not None, ("tokens", "table", None)),
         ):
             if is_set and self.kind not in kinds:
                 usual = " or ".join(f'"{kind}"' for kind in kinds if kind)
@@ -220,11 +216,8 @@ class NetSpec:
     encrypt: bool = False  # on every TCP connection; needs the package cryptography
     # every chunk of a message carries a tag made with the task's secret; auto: except on loopback
     authenticate: Literal["auto", "always", "never"] = "auto"
-    sockets: int = 1  # more than one: large tensors between CPU workers go over so many at once
 
     def __post_init__(self) -> None:
-        at_least("net.sockets", self.sockets, 1)
-        at_most("net.sockets", self.sockets, 16)
         if self.encrypt and self.authenticate == "never":
             raise UserError(
                 'net.encrypt = true authenticates as well, and net.authenticate is "never"; leave one out.'
@@ -239,8 +232,8 @@ class VerifySpec:
     votes: Literal["auto", "off", "sampled", "every"] = "auto"
     cost: float = 0.01  # sampled: at most this part of a step is spent on it
     # A step with a NaN, or with a loss far above the last ones, is computed again. If it is the same again:
-    nan: Literal["off", "skip", "back", "pause"] = "skip"  # off: skipped, and not computed again
-    spike: Literal["off", "tell", "skip", "back", "pause"] = "off"
+    nan: Literal["off", "skip", "pause"] = "skip"  # off: skipped, and not computed again
+    spike: Literal["off", "skip", "pause"] = "off"
     band: float = 10.0  # a spike is so many times the spread of the last 32 losses above their median
 
     def __post_init__(self) -> None:
@@ -249,12 +242,11 @@ class VerifySpec:
         if not 0 < self.cost <= 1:
             raise UserError(f"verify.cost is {self.cost}; it is a part of a step, above 0 and at most 1.")
 
-    def period(self, microbatches: int) -> tuple[int, int]:
-        """Steps between two votes, and how many of a replica's microbatches are computed again in each."""
+    def period(self, microbatches: int) -> int:
+        """Steps between two votes; 0: there are none."""
         if self.votes == "off":
-            return 0, 0
-        share = microbatches * (1.0 if self.votes == "every" else self.cost)
-        return (1, int(share)) if share >= 1 else (math.ceil(1 / share), 1)
+            return 0
+        return 1 if self.votes == "every" else math.ceil(1 / min(1.0, microbatches * self.cost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,29 +280,21 @@ class Job:
     max_replicas: int = 0  # on a cluster, the most that the planner may give by itself; 0: `replicas`
     stages: int = 1  # pipeline parts; at most as many as there are layers
     min_stages: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `stages`
-    virtual: int = 1  # parts of the model that each worker runs: the pipeline is so many times as long
-    virtual_order: Literal["v", "interleaved"] = "v"  # v: parts 0 1 2 | 5 4 3 on three stages; 0 1 2 | 3 4 5
     shards: int = 1  # processes, each with a device of its own, that share every layer of a worker
     min_shards: int = 0  # fewest that fit a slot's memory: the planner may go so far; 0: as many as `shards`
-    sequence_parallel: bool = False  # shards split the sequence where they do not split the layers
-    context_parallel: bool = False  # shards have whole layers, and each has a part of every row
     microbatches: int = 4  # that each replica brings to a step
-    ramp: dict[str, float] = field(default_factory=dict)  # from a step on, the share of the batch that counts
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"  # of the computation; weights are kept in fp32
-    loss_scale: float = 65536.0  # with fp16: the first one, a power of two; halved by every overflow
-    loss_scale_interval: int = 2000  # and doubled after so many steps without one
-    accumulate: Literal["strict", "strict32", "fp64", "fp32"] = "strict"  # how gradients are summed
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; weights are kept in fp32
+    accumulate: Literal["strict", "fp32"] = "strict"  # how gradients are summed
     compile: bool | Literal["auto"] = "auto"  # fuse what is between Linears; auto: where that is faster
     graphs: Literal["auto", "always", "never"] = "auto"  # launch F and I of a GPU as CUDA graphs
     recompute: bool = False  # keep a layer's input only, and run the layer again in the backward
     recompute_every: int = 1  # with recompute: only one layer of this many
     recompute_part: Literal["layer", "attention"] = "layer"  # with recompute: all of a layer, or less
-    offload: bool = False  # what layers of a GPU keep for the backward waits in host memory
     seed: int = 0  # of weights, data and dropout
     device: str = "cpu"  # or "cuda"
     threads: int = 1  # of each worker
     memory_gib: float | None = None  # that each worker may use; None: its device's, shared evenly
-    transport: Literal["auto", "tcp", "nccl", "shm", "pipe"] = "auto"  # of tensors; auto: the best per pair
+    transport: Literal["auto", "tcp", "nccl"] = "auto"  # of tensors; auto: the best per pair
     load_ahead: int | None = None  # microbatches of data; by default 2, for functions of your own 0
     memory_interval: int | None = (
         None  # steps between copies of the state in nodes' memory; None: 10, if it fits
@@ -326,11 +310,6 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("steps", "replicas", "stages", "shards", "microbatches", "threads", "recompute_every"):
             at_least(name, getattr(self, name), 1)
-        at_least("loss_scale_interval", self.loss_scale_interval, 1)
-        if not 2.0**-64 <= self.loss_scale <= 2.0**64 or math.frexp(self.loss_scale)[0] != 0.5:
-            raise UserError(
-                f"loss_scale is {self.loss_scale:g}; give a power of two, such as 1024: it rounds nothing."
-            )
         if self.device not in ("cpu", "cuda"):
             raise UserError(
                 f"device {self.device!r} is not known; use cpu or cuda. Each worker gets the GPU of its "
@@ -338,8 +317,6 @@ class Job:
             )
         for name, value in self.environment.items():
             _refuse_variable(name, value)
-        at_least("virtual", self.virtual, 1)
-        at_most("virtual", self.virtual, MOST_VIRTUAL)
         if self.python is not None and not self.python_words():
             raise UserError("python is empty; give a command that starts Python, or leave it out.")
         at_least("seed", self.seed, 0)
@@ -347,11 +324,6 @@ class Job:
         at_least("min_stages", self.min_stages, 0)
         at_least("min_shards", self.min_shards, 0)
         at_least("memory_interval", self.memory_interval, 0)
-        if self.net.sockets > 1 and self.device.startswith("cuda"):
-            raise UserError(
-                f"net.sockets is {self.net.sockets}, which is for CPU workers, but device is "
-                f"{self.device!r}; leave net.sockets out. NCCL has NCCL_NSOCKS_PERTHREAD for [environment]."
-            )
         if self.memory_gib is not None:
             positive("memory_gib", self.memory_gib)
             at_most("memory_gib", self.memory_gib, 10**9)
@@ -360,24 +332,12 @@ class Job:
         at_least("load_ahead", self.load_ahead, 0)
         at_most("load_ahead", self.load_ahead, 1024)
         at_most("shards", self.shards, MOST_SHARDS)
-        for step, share in self.ramp.items():
-            _refuse_phase(step, share)
-        if self.ramp and not any(int(step) == 1 for step in self.ramp):
-            raise UserError(f"ramp begins at step {min(map(int, self.ramp))}; give a share from step 1 on.")
         form = self.model.shape()
         if form is not None:
-            length = {"data.sequence": self.data.sequence or form.context}
-            if self.evaluation is not None:
-                length["evaluation.data.sequence"] = self.evaluation.data.sequence or form.context
-            if self.context_parallel:
-                presets.refuse_parts(self.shards, length)
-            else:
-                presets.refuse_shards(self.shards, form.shared_out())
-            if self.sequence_parallel:
-                presets.refuse_shards(self.shards, length)
+            presets.refuse_shards(self.shards, form.shared_out())
         at_most("replicas * stages", self.replicas * self.stages, MOST_WORKERS)
-        parts = self.stages * self.virtual
-        at_most("replicas * stages * microbatches", self.replicas * parts * self.microbatches, MOST_OPS)
+        ops = self.replicas * self.stages * self.microbatches
+        at_most("replicas * stages * microbatches", ops, MOST_OPS)
 
     def refuse_contradictions(self) -> None:
         """In a job that a user gives: a later change of its shape can leave such settings behind."""
@@ -392,29 +352,17 @@ class Job:
                     f"{least} is {getattr(self, least)}, more than {most}, which is {getattr(self, most)}; "
                     f"give at most {getattr(self, most)}, or leave {least} out."
                 )
-        if self.sequence_parallel and self.context_parallel:
-            raise UserError(
-                "sequence_parallel and context_parallel are both true; the one is for shards that split the "
-                "layers, the other for shards that split the rows: leave one out."
-            )
-        for name, given in (("sequence", self.sequence_parallel), ("context", self.context_parallel)):
-            if given and self.shards == 1:
-                raise UserError(
-                    f"{name}_parallel = true splits the sequence over the shards of a worker, and shards is "
-                    f"1; give 2 shards or more, or leave {name}_parallel out."
-                )
-        self._refuse_keeping()
-        self._refuse_scaling()
-        self._refuse_virtual()
+        if self.recompute_part == "attention":
+            self._refuse_attention_again()
         if self.net.encrypt and self.transport == "nccl":
             raise UserError(
                 'transport = "nccl" is not encrypted, and net.encrypt is true; leave transport out: NCCL is '
                 "then used between the GPUs of one machine, and TCP between machines."
             )
         for name, chosen in (("nan", self.verify.nan), ("spike", self.verify.spike)):
-            if chosen in ("back", "pause") and self.checkpoint is None:
+            if chosen == "pause" and self.checkpoint is None:
                 raise UserError(
-                    f'verify.{name} = "{chosen}" needs a saved state; give a [checkpoint], or "skip".'
+                    f'verify.{name} = "pause" needs a saved state; give a [checkpoint], or "skip".'
                 )
         if self.verify.votes == "every":
             for name, value in (("replicas", self.replicas == 1), ("accumulate", self.accumulate == "fp32")):
@@ -423,66 +371,16 @@ class Job:
             if self.shards > 1:
                 raise UserError(f'verify.votes = "every" {_NO_VOTES["shards"]}')
 
-    def _refuse_keeping(self) -> None:
-        """Of ways to hold less between forward and backward, those that do not go together."""
-        if self.recompute_part == "attention":
-            part = 'recompute_part = "attention"'
-            if not self.recompute:
-                raise UserError(f"{part} is about what is run again, and recompute is false; set it to true.")
-            if self.shards > 1 and not self.context_parallel:
-                raise UserError(
-                    f"{part} cannot be combined with shards that split the layers; leave recompute_part out."
-                )
-            if self.compiles:
-                raise UserError(f"{part} cannot be combined with compile = true; leave one of them out.")
-        if not self.offload:
-            return
-        if self.device == "cpu":
-            raise UserError(
-                'offload = true moves what layers keep from a GPU to host memory, and device is "cpu"; leave '
-                "offload out."
-            )
-        if self.graphs == "always":
-            raise UserError('offload = true cannot be recorded, and graphs is "always"; leave graphs out.')
-        if self.recompute and (self.recompute_every == 1 or self.recompute_part == "attention"):
-            raise UserError(
-                "offload = true is for layers that are not run again, and recompute is true for all of them; "
-                "give recompute_every = 2 or more of whole layers, or leave one of them out."
-            )
-
-    def _refuse_scaling(self) -> None:
-        """Rows of fp8 have scales of their own; a loss scale is of fp16, and changes from step to step."""
-        if self.precision == "fp8" and self.shards > 1 and not self.context_parallel:
-            raise UserError(
-                'precision = "fp8" cannot be combined with shards that split the layers; give shards = 1, or '
-                'precision = "bf16".'
-            )
-        if self.precision == "fp16":
-            if self.graphs == "always":
-                raise UserError(
-                    'graphs = "always" records a backward with one loss scale, and precision is "fp16"; '
-                    "leave graphs out."
-                )
-            return
-        for name in ("loss_scale", "loss_scale_interval"):
-            if getattr(self, name) != next(f.default for f in fields(Job) if f.name == name):
-                raise UserError(
-                    f'{name} is for precision = "fp16", and precision is "{self.precision}"; leave it out.'
-                )
-
-    def _refuse_virtual(self) -> None:
-        """What workers with several parts cannot do."""
-        if self.virtual == 1:
-            return
-        parts = f"virtual = {self.virtual}"
-        if self.stages == 1:
-            raise UserError(f"{parts} needs 2 stages or more, and stages is 1; leave virtual out.")
+    def _refuse_attention_again(self) -> None:
+        part = 'recompute_part = "attention"'
+        if not self.recompute:
+            raise UserError(f"{part} is about what is run again, and recompute is false; set it to true.")
         if self.shards > 1:
-            raise UserError(f"{parts} cannot be combined with shards = {self.shards}; leave one of them out.")
-        if self.graphs == "always":
-            raise UserError(f'{parts} cannot be recorded, and graphs is "always"; leave graphs out.')
-        if self.verify.votes == "every":
-            raise UserError(f'{parts} cannot be combined with verify.votes = "every"; leave one of them out.')
+            raise UserError(
+                f"{part} cannot be combined with shards that split the layers; leave recompute_part out."
+            )
+        if self.compiles:
+            raise UserError(f"{part} cannot be combined with compile = true; leave one of them out.")
 
     @property
     def compiles(self) -> bool:
@@ -495,26 +393,22 @@ class Job:
         return COPY_INTERVAL if self.memory_interval is None else self.memory_interval
 
     @property
-    def vote_period(self) -> tuple[int, int]:
-        """As `VerifySpec.period`; (0, 0) where no two workers compute the same bits."""
-        if self.replicas == 1 or self.shards > 1 or self.virtual > 1 or self.accumulate == "fp32":
-            return 0, 0
+    def vote_period(self) -> int:
+        """As `VerifySpec.period`; 0 where no two workers compute the same bits."""
+        if self.replicas == 1 or self.shards > 1 or self.accumulate == "fp32":
+            return 0
         if self.verify.votes == "auto" and self.device != "cpu":
-            return 0, 0
+            return 0
         return self.verify.period(self.microbatches)
 
     @property
-    def sums(self) -> Literal["strict", "strict40", "strict32", "fp64", "fp32"]:
+    def sums(self) -> Literal["strict", "strict40", "fp32"]:
         """Strict sums as wide as the precision needs: products of 16-bit numbers have few right bits."""
         return "strict40" if self.accumulate == "strict" and self.precision != "fp32" else self.accumulate
 
     @property
     def microbatches_in_step(self) -> int:
         return self.replicas * self.microbatches
-
-    @property
-    def turns(self) -> bool:
-        return self.virtual_order == "v"
 
     @property
     def chunks(self) -> int:
@@ -528,8 +422,6 @@ class Job:
             self.microbatches,
             chunks=self.chunks,
             shards=self.shards,
-            virtual=self.virtual,
-            turns=self.turns,
         )
 
     def reshaped(self, replicas: int, stages: int, shards: int | None = None) -> Self:
@@ -579,13 +471,13 @@ class Job:
             return 1
         form, config = self.model.shape(), self._hf_config()
         if form is not None:
-            return (form.depth + 2) // self.virtual
+            return form.depth + 2
         depth = config.get("num_hidden_layers", config.get("n_layer"))
-        return (depth + 2) // self.virtual if isinstance(depth, int) else None
+        return depth + 2 if isinstance(depth, int) else None
 
     def heads(self) -> dict[str, int | None]:
         """Of a Hugging Face model, where its config says: shards share them out."""
-        config = self._hf_config() if self.shards > 1 and not self.context_parallel else {}
+        config = self._hf_config() if self.shards > 1 else {}
         keys = ("num_attention_heads", "num_key_value_heads")
         return {key: config[key] for key in keys if isinstance(config.get(key), int)}
 
@@ -682,16 +574,6 @@ class Job:
             if isinstance(given, Mapping) and "options" not in known:
                 _refuse_misplaced(f"{name}." if name else "", given, known, f"[{name}]" if name else "a job")
         return read(cls, _from_home(table), "")
-
-
-def _refuse_phase(step: Any, share: Any) -> None:
-    """Of a ramp: a table has any words as keys, and any values."""
-    is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
-    if not str(step).isdecimal() or int(step) < 1 or not is_share:
-        raise UserError(
-            f"ramp has {step} = {share!r}; give steps from 1 on, and shares of the batch above 0 and at most "
-            '1: ramp = {"1" = 0.25, "1000" = 1.0}.'
-        )
 
 
 def _refuse_variable(name: str, value: Any) -> None:

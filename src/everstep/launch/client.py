@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from everstep import outbound
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.node.coordinator_address import current
 from everstep.server.certificates import client_context
@@ -55,9 +56,18 @@ class Client:
         if base.startswith("https"):
             context = client_context(self.ca)
         try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            with outbound.opener(context).open(request, timeout=30) as answer:
+                if outbound.OURS not in answer.headers:
+                    raise UserError(_another(base, "its answer is another program's"))
                 return (decoded or _decoded)(answer.read(MAX_ANSWER_BYTES + 1), base)
         except urllib.error.HTTPError as error:
+            if 300 <= error.code < 400:
+                raise UserError(
+                    f"{base} sends callers elsewhere ({error.code}), and the token belongs to this address; "
+                    "give the address of the coordinator itself by --address."
+                ) from None
+            if outbound.OURS not in error.headers and error.code < 500:  # else a proxy may say this
+                raise UserError(_another(base, f"it answers {error.code} {error.reason}")) from None
             sentence = _sentence(error.read(1 << 16)) or f"it answers {error.code} {error.reason}."
             if error.code in (400, 401, 403, 404):
                 raise UserError(f"{base}: {sentence}") from None
@@ -65,7 +75,7 @@ class Client:
         except urllib.error.URLError as error:
             raise UserError(
                 f"no coordinator at {base} ({error.reason}); start one with everstep coordinator, or give "
-                "--address."
+                f"--address.{_proxy_is_not_used(base)}"
             ) from None
         except (TimeoutError, OSError) as error:
             raise EverstepError(f"the coordinator at {base} does not answer: {error}.") from None
@@ -73,9 +83,11 @@ class Client:
             http.client.HTTPException,
             ValueError,
         ) as error:  # an address of something else, or of nothing
-            raise UserError(
-                f"{base} is not the address of a coordinator ({error}); give --address."
-            ) from None
+            raise UserError(_another(base, str(error))) from None
+
+
+def _another(base: str, because: str) -> str:
+    return f"{base} is not the address of a coordinator ({because}); give --address."
 
 
 def _is_address(text: str) -> bool:
@@ -83,6 +95,14 @@ def _is_address(text: str) -> bool:
         return urlsplit(text).scheme in ("http", "https") and bool(urlsplit(text).netloc)
     except ValueError:  # half of the brackets of an IPv6 address
         return False
+
+
+def _proxy_is_not_used(address: str) -> str:
+    """To someone who can only reach it through a proxy; see `outbound`."""
+    where = urlsplit(address)
+    if where.scheme not in urllib.request.getproxies() or urllib.request.proxy_bypass(where.hostname or ""):
+        return ""
+    return f" {where.scheme}_proxy is not used: it would see the token."
 
 
 def in_path(name: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import socket
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from everstep.errors import EverstepError, UserError
+from everstep.launch import coordinator_token
 from everstep.launch.client import Client
 from everstep.log import say, warn
 from everstep.net.sockets import family_of, in_url
@@ -275,11 +275,19 @@ class Followed:
                 self._output.flush()
 
 
-def shared_token(run_id: str, endpoint: tuple[str, int]) -> str:
-    """For machines that share nothing but a command line, as with torchrun: no secret, but it keeps runs of
-    other ids apart.
+def token_of_run(endpoint: tuple[str, int], given: str = "") -> str:
+    """What the machines of a run know each other by. It must be a secret: whoever has it and reaches the port
+    runs code. So it is never made from what a command line shows.
     """
-    return hashlib.sha256(f"everstep run {run_id} {endpoint[0]}:{endpoint[1]}".encode()).hexdigest()
+    found = coordinator_token.found(given)
+    if found or endpoint[0] in LOOPBACK:  # all of one user on one machine
+        return found or coordinator_token.made()
+    where, name = f"{in_url(endpoint[0])}:{endpoint[1]}", coordinator_token.VARIABLE
+    raise UserError(
+        f"the machines of a run over {where} need a secret, or whoever reaches it runs code on them; set "
+        f"{name} to the same on all of them (made by openssl rand -hex 32), or write it into "
+        f"{coordinator_token.own_file()} (mode 600)."
+    )
 
 
 def is_here(host: str) -> bool:

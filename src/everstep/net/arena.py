@@ -10,22 +10,19 @@ Lifetimes. A block returns to its arena when the last tensor over it is gone; a 
 last tensor over it is gone and its owner is no peer any more. CUDA keeps the memory of a dead owner until the
 last mapping of it is closed (measured), so what a dead worker had finished can still be read.
 
-Two kinds of memory, one interface: CUDA memory by IPC handles, and memory files on the CPU.
+The memory is a GPU's, by CUDA's IPC handles; what a test needs in its place is `SharedMemory`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import mmap
-import os
 import threading
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,10 +138,12 @@ class Arena:
 
 @dataclass(slots=True)
 class _Mapping:
+    handle: str
     address: int
     nbytes: int
     owner: object
     leases: int = 0
+    closing: bool = False  # its owner is gone: when nothing uses it
 
 
 @dataclass(slots=True)
@@ -165,7 +164,7 @@ class Mappings:
             raise PeerError("a peer named memory outside of what it has")
         mapping = self._open.get(at.handle)
         if mapping is None:
-            mapping = _Mapping(self.memory.open(at.handle, at.slab_bytes), at.slab_bytes, owner)
+            mapping = _Mapping(at.handle, self.memory.open(at.handle, at.slab_bytes), at.slab_bytes, owner)
             self._open[at.handle] = mapping
         if mapping.nbytes != at.slab_bytes:
             raise PeerError("a peer named one piece of memory in two sizes")
@@ -181,58 +180,17 @@ class Mappings:
 
     def keep(self, owners: set[Any]) -> None:
         """Close the mappings of everyone else, as soon as nothing uses them."""
-        for handle, mapping in list(self._open.items()):
-            if mapping.owner not in owners and mapping.leases == 0:
-                del self._open[handle]
-                self.memory.close(mapping.address, mapping.nbytes)
+        for mapping in list(self._open.values()):
+            mapping.closing = mapping.owner not in owners
+            self._close_unused(mapping)
 
-    @staticmethod
-    def _released(mapping: _Mapping) -> None:
+    def _released(self, mapping: _Mapping) -> None:
         mapping.leases -= 1
+        self._close_unused(mapping)
 
-
-class SharedFiles:
-    """CPU memory in files without a name: they are gone with the last process that has them mapped."""
-
-    def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}
-
-    def allocate(self, nbytes: int) -> tuple[int, str]:
-        file = os.memfd_create("everstep-arena")  # stays open: others open it by its number
-        os.posix_fallocate(file, 0, nbytes)
-        return self._mapped(file, nbytes), f"{os.getpid()} {file}"
-
-    def open(self, handle: str, nbytes: int) -> int:
-        pid, _, number = handle.partition(" ")
-        if not pid.isdecimal() or not number.isdecimal():
-            raise PeerError("a peer named memory by something that is not a handle")
-        try:
-            with Path(f"/proc/{int(pid)}/fd/{int(number)}").open("r+b") as file:
-                if os.fstat(file.fileno()).st_size != nbytes:
-                    raise PeerError("a peer named a piece of memory in a wrong size")
-                return self._mapped(file.fileno(), nbytes)
-        except OSError as error:
-            raise UnmappableError(f"a peer's memory cannot be mapped: {error}") from None
-
-    def close(self, address: int, nbytes: int) -> None:
-        del self._maps[address]  # unmapped with the last array over it
-
-    def view(self, address: int, nbytes: int, owner: object) -> Tensor:
-        base = max(a for a in self._maps if a <= address)
-        array = np.frombuffer(self._maps[base], dtype=np.uint8, count=nbytes, offset=address - base)
-        leased = array.view(_LeasedArray)
-        leased.lease = owner
-        return torch.from_numpy(leased)
-
-    def _mapped(self, file: int, nbytes: int) -> int:
-        made = mmap.mmap(file, nbytes)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(made))
-        self._maps[address] = made
-        return address
-
-
-class _LeasedArray(np.ndarray):
-    lease: object = None
+    def _close_unused(self, mapping: _Mapping) -> None:
+        if mapping.closing and mapping.leases == 0 and self._open.pop(mapping.handle, None) is not None:
+            self.memory.close(mapping.address, mapping.nbytes)
 
 
 class CudaMemory:

@@ -133,34 +133,6 @@ class StateEnd:
     pieces: int
 
 
-class Stretch(NamedTuple):
-    """Of one stretch of a part, from its beginning."""
-
-    stretch: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartAhead:
-    """Sent while the part is still computed. `of`: tells this attempt from all others of the sender."""
-
-    of: int
-    piece: Stretch
-    size: int  # of the whole stretch
-
-
-@dataclass(frozen=True, slots=True)
-class PartRest:
-    """The part itself, less what was sent ahead. `places`: of its stretches among the tensors."""
-
-    of: int
-    ahead: tuple[Stretch, ...]
-    rest: tuple[Stretch, ...]
-    places: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 # ------------------------------------------------------------------ lanes
 
 
@@ -187,32 +159,6 @@ class Unmappable:
     port: int
 
 
-# ------------------------------------------------------------------ storage that is read together
-
-
-@dataclass(frozen=True, slots=True)
-class AskUnit:
-    """For bytes of a file of a checkpoint. `position`: how far the load of this replica is."""
-
-    step: int
-    file: str
-    at: int
-    size: int
-    position: int
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUnit:
-    """The bytes that were asked for, from this replica; without them: it cannot give them."""
-
-    step: int
-    file: str
-    at: int
-    size: int
-    replica: int
-
-
 # ------------------------------------------------------------------ the envelope
 
 
@@ -220,7 +166,6 @@ class FrameKind(StrEnum):
     """Messages that are not parcels."""
 
     STATE = "X"  # a piece of a state that a joining worker copies
-    READ = "R"  # asks for bytes of a checkpoint that all peers load, or gives them
     LANE = "L"  # opens a lane between two workers, or says that one is broken or no memory can be mapped
 
 
@@ -234,10 +179,8 @@ VALUES: dict[ParcelKind | FrameKind, Any] = {
     ParcelKind.ANSWER: RunHashes,
     FrameKind.STATE: StateTransfer,
     FrameKind.LANE: OpenLane | LaneBroke | Unmappable,
-    FrameKind.READ: AskUnit | GiveUnit,
 }  # other messages have none
 PIECES: dict[ParcelKind | FrameKind, Any] = {
-    ParcelKind.PART: PartAhead | PartRest | None,
     ParcelKind.FILL: StatePiece | StateEnd,
     FrameKind.STATE: StatePiece | StateEnd,
 }  # other messages are whole
@@ -248,7 +191,7 @@ class Envelope(NamedTuple):
     value: Any = None
     beside: Any = None
     where: Where = None
-    piece: StatePiece | StateEnd | PartAhead | PartRest | None = None
+    piece: StatePiece | StateEnd | None = None
 
     def encode(self) -> bytes:
         if self == _EMPTY:
@@ -274,10 +217,8 @@ _EMPTY = Envelope()
 
 def _decoded(kind: ParcelKind | FrameKind, told: Sequence[Any]) -> Envelope:
     value, beside, where, piece = told
-    found = decode(PIECES.get(kind, NoneType), piece)
-    has_value = not isinstance(found, PartAhead)  # what is sent ahead says nothing yet
-    value = decode(VALUES.get(kind, NoneType) if has_value else NoneType, value)
-    made = Envelope(value, beside, decode(Where, where), found)
+    value, piece = decode(VALUES.get(kind, NoneType), value), decode(PIECES.get(kind, NoneType), piece)
+    made = Envelope(value, beside, decode(Where, where), piece)
     if isinstance(made.where, InMemory):
         check_forms([place.form for place in made.where.places])
     elif made.where is not None:

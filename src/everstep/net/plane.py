@@ -2,10 +2,7 @@
 shared memory, and puts whatever arrives into one inbox. The transport is chosen for each pair of workers:
 
     ipc    same GPU: the bytes stay where they are, the message says where; the receiver reads them there
-    shm    same machine, CPU: the same with memory files
     nccl   different GPUs: the message announces a transfer on a lane, the bytes go from GPU to GPU
-    pipe   the same protocol between CPU workers of one machine: what tests use
-    bundle `net.sockets` between CPU workers: the same over several sockets
     tcp    all others, and until the peer is known or its lane is open: through the host and a socket
 
 Each worker says of itself which memory it can share and which lanes it can open; both ends of a pair compute
@@ -25,7 +22,6 @@ the queue; states go there piece by piece (`transfers`).
 from __future__ import annotations
 
 import json
-import math
 import os
 import queue
 import socket
@@ -34,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +39,7 @@ from everstep.errors import PeerError, UserError
 from everstep.job.job import NetSpec
 from everstep.log import say
 from everstep.net import frames, host_memory, nccl, seal
-from everstep.net.arena import Arena, CudaMemory, Mappings, SharedFiles, SharedMemory, UnmappableError
-from everstep.net.bundle import PIECE_BYTES, BundleWire
+from everstep.net.arena import Arena, CudaMemory, Mappings, UnmappableError
 from everstep.net.completions import Completions
 from everstep.net.envelope import (
     DTYPES,
@@ -58,14 +53,11 @@ from everstep.net.envelope import (
 )
 from everstep.net.lanes import Lane, Lanes, LaneState, Wire
 from everstep.net.links import Address, LinkEvents, Links
-from everstep.net.pipe_wire import PipeWire
-from everstep.net.shared_reads import SharedReads
 from everstep.net.sockets import FlowProgress, Way, listening
 from everstep.net.transfers import ArrivingFills
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.work import LinkBroke, LinkOpened
 
-BUNDLE, LEAST_BUNDLED = "bundle", 2 * PIECE_BYTES  # smaller messages take the socket of the link
 MAX_COMPUTES = 300
 MOST_LANES_AHEAD = 16  # peers to which lanes are opened before they are used
 _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender is steps ahead
@@ -77,7 +69,7 @@ _LASTING = frozenset({ParcelKind.FEED})  # read by its receiver when the sender 
 class Identity:
     """What a worker says of itself to peers that connect."""
 
-    kind: str  # of the memory it can share: ipc or shm; tcp: none
+    kind: str  # of the memory it can share: ipc; tcp: none
     memory: str  # the same text: the same memory
     lanes: str = ""  # the kind of lane it can open, with the version both ends must have: "nccl 22809"
     # Device and software that its bits depend on; empty: sums depend on their order anyway.
@@ -115,12 +107,10 @@ def bits_differ(mine: Identity, theirs: Identity) -> str | None:
 
 
 def identity_of(
-    device: torch.device, transport: str, computes: str = "", *, encrypt: bool = False, sockets: int = 1
+    device: torch.device, transport: str, computes: str = "", *, encrypt: bool = False
 ) -> Identity:
     """Of a worker that computes on this device. NCCL does not encrypt: then its lanes stay on one machine."""
     kind, memory, lanes = _memory_and_lanes(device, transport)
-    if sockets > 1 and device.type == "cpu":
-        lanes = lanes or f"{BUNDLE} {sockets}"
     if encrypt and lanes.startswith("nccl"):
         lanes = f"{lanes} {_machine()}"
     return Identity(kind, memory, lanes, computes)
@@ -139,9 +129,6 @@ def _memory_and_lanes(device: torch.device, transport: str) -> tuple[str, str, s
         return "ipc", f"{torch.cuda.get_device_properties(device).uuid} {_machine()}", lanes
     if transport == "nccl":
         raise UserError('transport = "nccl" is for GPUs; set device = "cuda", or use "auto".')
-    if transport in ("shm", "pipe"):
-        here = _namespace("pid")  # who shares it can open each other's memory files
-        return ("shm", here, "") if transport == "shm" else ("tcp", "", f"pipe {here}")
     return "tcp", "", ""
 
 
@@ -173,26 +160,9 @@ class PlaneSettings:
     way: Callable[[str, int], Way | None] | None = None  # onto its planned path
 
 
-class LaneKind(NamedTuple):
-    """What carries the bytes of a lane, and how many of them a worker sends, or receives, by at once."""
-
-    wire: Callable[[PlaneSettings], Wire]
-    most: float = math.inf
-
-
-# By transport. All others of `chosen` need no lane.
-WIRES: dict[str, LaneKind] = {
-    "nccl": LaneKind(lambda settings: nccl.NcclWire(settings.device), nccl.MOST_AT_ONCE),
-    "pipe": LaneKind(lambda settings: PipeWire(), nccl.MOST_AT_ONCE),
-    BUNDLE: LaneKind(
-        lambda settings: BundleWire(
-            settings.secret,
-            settings.host,
-            settings.net.sockets,
-            partial(seal.accepted, settings.net),
-            bind=settings.bind,
-        )
-    ),
+# What carries the bytes of a lane, by transport. All others of `chosen` need no lane.
+WIRES: dict[str, Callable[[PlaneSettings], Wire]] = {
+    "nccl": lambda settings: nccl.NcclWire(settings.device),
 }
 
 
@@ -210,9 +180,7 @@ class DataPlane:
         encrypt = settings.net.encrypt
         if encrypt:
             seal.require_encryption()
-        self.identity = identity_of(
-            device, settings.transport, settings.computes, encrypt=encrypt, sockets=settings.net.sockets
-        )
+        self.identity = identity_of(device, settings.transport, settings.computes, encrypt=encrypt)
         listener = settings.listener or (listening(settings.bind) if settings.bind else None)
         self.links = Links(
             LinkEvents(
@@ -230,11 +198,7 @@ class DataPlane:
             accepts=partial(seal.accepted, settings.net),
         )
         self.completions = Completions(device, self.inbox.put) if device.type == "cuda" else None
-        memory: SharedMemory | None = None
-        if self.identity.kind == "ipc":
-            memory = CudaMemory(device)
-        elif self.identity.kind == "shm":
-            memory = SharedFiles()
+        memory = CudaMemory(device) if self.identity.kind == "ipc" else None
         self.arena = None if memory is None else Arena(memory)
         self._mappings = None if memory is None else Mappings(memory)
         self._lanes: Lanes | None = None
@@ -242,13 +206,12 @@ class DataPlane:
             kind = self.identity.lanes.partition(" ")[0]
             self._lanes = Lanes(
                 self.links,
-                partial(WIRES[kind].wire, settings),
+                partial(WIRES[kind], settings),
                 deliver=self._deliver,
                 kind=kind,
-                most=WIRES[kind].most,
+                most=nccl.MOST_AT_ONCE,
             )
         self._fills = ArrivingFills(device, self._deliver)
-        self.reads = SharedReads(self.links.send)
         self.carriers: dict[Address, str] = {}  # what carried tensors to it last
         self._ahead: set[Address] = set()  # peers to which lanes are to be opened
         self._warned: set[Address] = set()
@@ -271,7 +234,7 @@ class DataPlane:
         if isinstance(frame.envelope.value, Unmappable):
             self._keep_apart(frame.envelope.value)
             return
-        if self.reads.arrived(frame) or self._fills.take(frame):
+        if self._fills.take(frame):
             return
         if self._lanes is not None and self._lanes.take(frame):
             return
@@ -295,7 +258,6 @@ class DataPlane:
     def _link_broke(self, address: Address) -> None:
         if self._lanes is not None:
             self._lanes.link_broke(address)
-        self.reads.link_broke(address)
         self.inbox.put(LinkBroke(address, self.links.errors.pop(address, "")))
 
     # -------------------------------------------------------------- the worker's own thread
@@ -343,16 +305,6 @@ class DataPlane:
         elif self.completions is not None:
             tensors = tuple(map(_to_host_behind, tensors))
         self._after_now(partial(self.links.send, to, parcel, envelope, *tensors))
-
-    def sends_beside(self, to: Address) -> bool:
-        """Does what is posted now leave while the device computes on? In shared memory it need not leave; and
-        a GPU's way through the host begins with a copy that all that follows would wait for.
-        """
-        pair = self._pair(to)
-        if pair in WIRES:
-            lane = None if self._lanes is None else self._lanes.lane(to)
-            return lane is not None and lane.state is LaneState.READY
-        return pair == "tcp" and self.completions is None
 
     def _after_now(self, do: Callable[[], None]) -> None:
         if self.completions is None:
@@ -459,8 +411,6 @@ class DataPlane:
         if not tensors or what in _LASTING:
             return "tcp", None
         pair = self._pair(to)
-        if pair == BUNDLE and sum(tensor.nbytes for tensor in tensors) < LEAST_BUNDLED:
-            return "tcp", None
         if pair in WIRES:
             lane = None if self._lanes is None else self._lanes.lane(to)
             use = lane is not None and (self.waits or lane.state is LaneState.READY)

@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import struct
+import time
 from typing import NamedTuple
 
 UNANSWERED_MS = 10_000  # bytes that no one has acknowledged for so long: the path is dead
@@ -85,9 +86,12 @@ def progress_of(sock: socket.socket) -> FlowProgress:
     return FlowProgress(acked, (busy_us - receiver_full_us) / 1e6, unacked > 0)
 
 
-def read_exactly(line: socket.socket, count: int) -> bytes:
-    found = b""
+def read_exactly(line: socket.socket, count: int, *, within_s: float | None = None) -> bytes:
+    """`within_s`: for all of them, and not for each of the pieces in which a stranger may send them."""
+    found, ends = b"", None if within_s is None else time.monotonic() + within_s
     while len(found) < count:
+        if ends is not None:
+            line.settimeout(max(0.001, ends - time.monotonic()))
         if not (more := line.recv(count - len(found))):
             raise ConnectionResetError(0, "the other end closed the connection")
         found += more

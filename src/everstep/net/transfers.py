@@ -40,9 +40,11 @@ from everstep.net import frames, host_memory
 from everstep.net.envelope import MAX_BYTES, Envelope, FrameKind, StateEnd, StatePiece, type_number
 from everstep.net.links import Address, Links
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
-from everstep.schedule.footprint import SNAPSHOT_PIECE, SNAPSHOT_REST, SNAPSHOT_WINDOW
 
 STUCK_S = 5.0
+# Bytes in host memory: queued for each receiver while a step is computed; left for the moment before an
+# update; copied at once.
+SNAPSHOT_WINDOW, SNAPSHOT_REST, SNAPSHOT_PIECE = 256 << 20, 1 << 30, 8 << 20
 _LOOK_S = 0.002
 
 
@@ -68,6 +70,7 @@ class _Outgoing:
         self.hurry = threading.Event()
         self.cancelled = threading.Event()
         self.copied = threading.Event()
+        self.error: Exception | None = None  # why it will not end
         self.device = next((t.device for t in state.values() if t.is_cuda), torch.device("cpu"))
         self.ready: Any = None
         if self.device.type == "cuda":
@@ -117,7 +120,10 @@ class StateSender:
             going.hurry.set()
         for key, going in list(self._going.items()):
             to, chunk = key
-            if not self._drained(going, waiting):
+            drained = self._drained(going, waiting)
+            if going.error is not None:
+                raise going.error
+            if not drained:
                 self._cancel(key)
                 self._links.move(to)
             elif chunk is not None or to not in still:
@@ -164,6 +170,10 @@ class StateSender:
                 self.peak_bytes = max(self.peak_bytes, self._links.queued(going.to))
                 count += 1
             self._links.send(going.to, going.what, going.envelope._replace(piece=StateEnd(count)))
+        except (
+            Exception
+        ) as error:  # raised by the next `settle`: the receiver would wait for the end for ever
+            going.error = error
         finally:
             going.state = {}
             going.copied.set()

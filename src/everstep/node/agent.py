@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from everstep import outbound
 from everstep.core.agent import agent_messages as ag
 from everstep.core.agent.agent import (
     AgentEvent,
@@ -44,28 +45,27 @@ from everstep.core.agent.agent import (
     OrderHeard,
     ReportsKept,
 )
-from everstep.core.agent.process import AgentLimits
 from everstep.core.faults.detector import DetectorLimits
 from everstep.core.faults.severity import ErrorKind, judge
 from everstep.core.faults.xids import place_of_xid
 from everstep.drive.order_lines import unpacked
-from everstep.errors import PeerError, UserError
+from everstep.errors import PeerError, UserError, clipped
 from everstep.job.compiling import why_unable
 from everstep.log import say, warn
 from everstep.net.sockets import watch_path
+from everstep.net.strangers import StrangerLimit
 from everstep.node.agent_record import AgentRecord, Left, line_row, report_row
 from everstep.node.cloud_notice import ASK_EVERY_S, CloudNotice
 from everstep.node.coordinator_address import current
 from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import WARM_S, ForkServer, InheritedServer, Lasting
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
-from everstep.node.recent_ops import last_steps, recorded
+from everstep.node.recent_ops import recorded
 from everstep.node.slot_devices import JobFiles, NodeDevices, slots_named
 from everstep.node.stacks import stacks_of
 from everstep.node.worker_processes import AgentSide, NodeSettings, TaskHere, WorkerProcesses
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import parse_worker
 from everstep.protocol.table import PROTOCOL
@@ -158,8 +158,7 @@ class Agent:
         self.boot = secrets.token_hex(8)
         self._cannot_compile = why_unable("cuda")  # once: it looks at disks
         ahead_s = time.time() - time.monotonic()  # workers speak monotonic time; the coordinator, wall time
-        cores = AgentLimits(cores=len(os.sched_getaffinity(0)))
-        self.state = AgentState(detector=settings.limits, limits=cores, ahead_s=ahead_s)
+        self.state = AgentState(detector=settings.limits, ahead_s=ahead_s)
         self.devices = NodeDevices()
         self._job_files = None if settings.job_files is None else JobFiles(settings.job_files)
         self._mapped: dict[int, set[str]] | None = None  # tasks by slot, as last written
@@ -476,7 +475,7 @@ class Agent:
 
         app = web.Application()
         app.router.add_get("/{path:.*}", answer)
-        runner = web.AppRunner(app, access_log=None)
+        runner = StrangerLimit().runner(app)
         await runner.setup()
         host, port = self.settings.bind or self.settings.host, self.settings.probe_port
         try:
@@ -571,7 +570,7 @@ class Agent:
         order does.
         """
         wait, turn = RETRY_FIRST_S, 0
-        async with aiohttp.ClientSession() as session:
+        async with outbound.session() as session:
             while True:
                 known = [current(place) for place in self.settings.coordinators]
                 address = known[turn % len(known)]
@@ -678,11 +677,16 @@ class Agent:
         self._commit()
         facts = {task: facts.epoch for task, facts in self.state.processes.facts.items()}
         done, term = self.state.done, self.state.term
-        said = {"hello": hello, "done": done, "facts": facts, "term": term, "unpacks": True}
+        said = {"hello": hello, "done": done, "facts": facts, "term": term}
         await line.send_str(json.dumps(said))
         welcome = await line.receive_json(timeout=10.0)
         if "refused" in welcome:
             raise PeerError(welcome["refused"])
+        if welcome.get("protocol") != PROTOCOL:
+            raise PeerError(
+                f"the coordinator speaks protocol {clipped(str(welcome.get('protocol')), 20)}, this agent "
+                f"{PROTOCOL}; give both the same version of Everstep"
+            )
         journal = str(welcome.get("journal", ""))
         self._hear(LineOpened(int(welcome.get("term", 0)), welcome["heard"], journal))
         self._welcomed = self._has_joined = True
@@ -719,7 +723,7 @@ class Agent:
         if "heard" in message:
             self._hear(ReportsKept(message["heard"], term))
         if "order" in message:
-            order = decode(msg.Order, older.order_of_protocol_3(unpacked(message["order"])))
+            order = decode(msg.Order, unpacked(message["order"]))
             self._hear(OrderHeard(message["number"], order, term))
         if "routes" in message and self.settings.fabric is not None:
             self.settings.fabric.take(self.workers.settings.folder, message["routes"])
@@ -789,12 +793,6 @@ class Agent:
                     return self.workers.logs.read(
                         asked["task"], worker, most=int(asked["bytes"]), start=start
                     )
-                case "ops":
-                    return {
-                        str(worker): last_steps(process.beacon.path)
-                        for (task, worker), process in self.workers.processes.items()
-                        if task == asked["task"]
-                    }
                 case "trace":
                     first, last = int(asked["first"]), int(asked["last"])
                     return {

@@ -36,7 +36,7 @@ from everstep.node.worker_lines import Counts
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.messages import Sender
-from everstep.protocol.table import Document
+from everstep.protocol.table import PROTOCOL, Document
 
 REWRITE_BYTES = 4 << 20  # a record is written again when it has grown by so much
 MOST_PATH = 90  # of the folder: names of sockets have at most 107 bytes
@@ -109,7 +109,7 @@ class AgentRecord:
 
     def rewrite(self, line: Document) -> bool:
         """This line says everything."""
-        text = self._text({"kernel": _boot_id(), **line})
+        text = self._text({"kernel": _boot_id(), "protocol": PROTOCOL, **line})
         new = self._path.with_name("record.new")
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         _write(file, text)
@@ -186,12 +186,26 @@ def held(folder: Path, *, replace: bool, shared: bool = False) -> Iterator[None]
     except OSError as error:
         raise UserError(f"--state {folder} cannot be used: {error.strerror}.") from None
     try:
+        _refuse_other_protocol(folder)  # before another agent is told to leave
         _take(file, folder, replace=replace)
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(file)
+
+
+def _refuse_other_protocol(folder: Path) -> None:
+    """Workers that speak another one cannot be taken over."""
+    try:
+        first = json.loads((folder / "record").read_bytes().split(b"\n", 1)[0])
+    except (OSError, ValueError):
+        return
+    if first.get("kernel") == _boot_id() and first.get("protocol") != PROTOCOL:
+        raise UserError(
+            f"--state {folder} has workers of an agent that spoke protocol {first.get('protocol')}, and this "
+            f"one speaks {PROTOCOL}: end their tasks with that version of Everstep, or give another folder."
+        )
 
 
 def _take(file: int, folder: Path, *, replace: bool) -> None:

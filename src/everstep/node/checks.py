@@ -8,7 +8,7 @@ other days.
 A finding that is about one GPU names it (`gpu`: its UUID, or its PCI address): the slots of that GPU get no
 workers then, the others do.
 
-To add a check: a function of a `Probe` in `CHECKS`. Checks of others: `foreign_checks.py`.
+To add a check: a function of a `Probe` in `CHECKS`. The user's own are commands.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -296,6 +297,25 @@ CHECKS: dict[str, Callable[[Probe], Iterable[CheckFinding]]] = {
 }
 
 # ------------------------------------------------------------------ all of them
+
+
+def command(text: str, limit_s: float) -> CheckFinding:
+    """A check of the user's own: exit code 0 passes, its last line is shown. It leads a process group of its
+    own, which ends with it.
+    """
+    process = subprocess.Popen(
+        text, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        told = process.communicate(timeout=limit_s)[0].decode(errors="replace").strip()
+        last = told.splitlines()[-1][:200] if told else "it said nothing"
+        state: State = "passed" if process.returncode == 0 else "failed"
+        says = last if state == "passed" else f"exit code {process.returncode}: {last}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        state, says = "failed", f"no answer within {limit_s:.0f} s"
+    return CheckFinding(check=f"command {text}"[:80], state=state, says=says)
 
 
 def run_checks(

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from everstep import outbound
 from everstep.errors import UserError
 from everstep.protocol.messages import LeaveNoticed
 
@@ -133,11 +134,10 @@ class CloudNotice:
         return found
 
     def _ask(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
-        """Its answer; None: it has nothing to say (404). Never through a proxy."""
+        """Its answer; None: it has nothing to say (404)."""
         request = urllib.request.Request(f"{self.service}{path}", headers=dict(headers), method=method)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=TIMEOUT_S) as answer:
+            with outbound.opener().open(request, timeout=TIMEOUT_S) as answer:
                 text: str = answer.read(MOST_BYTES).decode(errors="replace")
                 return text
         except urllib.error.HTTPError as error:

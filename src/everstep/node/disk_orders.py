@@ -5,12 +5,12 @@ whose parts are all written, remove what will not become one.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection
 from typing import assert_never
 
 from everstep.core.agent.agent_messages import CommitWhole, DiskOrder, PartialsLooked
 from everstep.errors import clipped
-from everstep.job.job import Job
 from everstep.log import say, warn
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
@@ -18,6 +18,9 @@ from everstep.protocol.messages import CheckpointFolder
 from everstep.store import folder
 from everstep.store.places import place_of
 from everstep.store.search import Newest, NoStart, newest_to_use
+
+LAST_COMMIT_S = 60.0  # a task's last state is offered to a disk that refuses it for so long
+AGAIN_S = 1.0
 
 
 def newest(
@@ -83,9 +86,8 @@ def failure(order: DiskOrder, error: Exception) -> msg.NodeReport | None:
 
 def _looked(order: msg.FindCheckpoint) -> msg.NodeReport:
     """While the task runs: a worker of each of its stages waits to load what is found."""
-    needs = order.needs or Job.from_dict(order.job).needs()
     try:
-        found = newest(needs.checkpoints, order.known, run=order.run, live=True)
+        found = newest(order.needs.checkpoints, order.known, run=order.run, live=True)
     except NoStart as error:
         warn(f"task {order.task} restarts from what its coordinator knows: {error}")
         return _not_looked(order)
@@ -98,9 +100,8 @@ def _not_looked(order: msg.FindCheckpoint) -> msg.NodeReport:
 
 
 def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
-    needs = order.needs or Job.from_dict(order.job).needs()
     try:
-        found = newest(needs.checkpoints, order.known, verify=order.verify, run=order.run)
+        found = newest(order.needs.checkpoints, order.known, verify=order.verify, run=order.run)
     except NoStart as error:
         return _unusable(order, str(error), passing=error.passing)
     return msg.CheckpointFound(
@@ -116,24 +117,28 @@ def _found(order: msg.FindCheckpoint) -> msg.NodeReport:
 def _committed(order: msg.CommitCheckpoint, at: CheckpointFolder | None) -> msg.NodeReport:
     if at is None:
         return _not_saved(order, "the agent was restarted and does not know the task")
-    try:
-        _commit(at, order)
-    except Exception as error:  # a full disk, a store that is away: what was written makes room
-        with contextlib.suppress(Exception):
-            if (done := _done_before(at, order.step)) is not None:
-                return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=done))
-            _discard(at, order.step)
-        return _not_saved(order, f"{type(error).__name__}: {error}")
+    began = time.monotonic()
+    while True:
+        try:
+            _commit(at, order)
+            break
+        except Exception as error:  # a full disk, a store that is away
+            with contextlib.suppress(Exception):
+                if (done := _done_before(at, order.step)) is not None:
+                    return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=done))
+            if order.last and time.monotonic() - began < LAST_COMMIT_S:
+                time.sleep(AGAIN_S)
+                continue
+            with contextlib.suppress(Exception):
+                _discard(at, order.step)  # what was written makes room
+            return _not_saved(order, f"{type(error).__name__}: {error}")
     return msg.TaskEvent(task=order.task, event=ev.CheckpointCommitted(step=order.step))
 
 
 def _commit(at: CheckpointFolder, order: msg.CommitCheckpoint) -> None:
     """All parts of this step are in the folder: from now on it is a checkpoint."""
     root = folder.root_of(at.base, at.folder)
-    # Workers of the version before, and their reports in a journal, tell the whole description.
-    found = [
-        part if "slices" in part else folder.read_description(root, order.step, part) for part in order.parts
-    ]
+    found = [folder.read_description(root, order.step, part) for part in order.parts]
     folder.commit_described(root, order.step, found, at.keep, order.loss)
 
 

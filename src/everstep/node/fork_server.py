@@ -25,14 +25,25 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep import log
 from everstep.errors import EverstepError, UserError
-from everstep.forked import ASKS_NVML, leave_to_owner
+from everstep.forked import (
+    ASKS_NVML,
+    adopt_orphans,
+    children_of,
+    end_orphans,
+    leave_to_owner,
+    reap_orphans,
+    received_request,
+    send_request,
+)
 from everstep.log import warn
 from everstep.node.process_facts import born, end_leftovers
 from everstep.protocol.codec import decode
@@ -44,6 +55,7 @@ from everstep.store.unix_users import found as unix_user
 WARM_S = 300.0  # to load torch, from a slow disk on a busy machine
 ANSWER_S = 20.0  # to fork
 OWNER_GONE_S = 10.0  # for a process that was killed to be gone
+ORPHANS_S = 2.0  # to end daemons; one that waits for a broken disk holds nothing up
 OOM_SCORE = 500  # of workers, from -1000 to 1000: the kernel ends the process with the most first
 # torch's optimizers import torch._dynamo in their first step: 2 s, better spent once, before the forks.
 _TRAINING = (
@@ -301,7 +313,7 @@ class ForkServer:
             assert self._socket is not None, "the fork server is not started"
             try:
                 self._socket.settimeout(within_s)
-                self._socket.send(json.dumps(request).encode())
+                send_request(self._socket, request)
                 data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
             except TimeoutError:  # stopped, or hung: its late answer would be another request's
                 self.warm = False
@@ -353,6 +365,7 @@ def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) 
     gc.freeze()  # a worker's collections pass over what was imported, and leave its pages shared
     gc.enable()
     sock = socket.socket(fileno=fd)
+    others = set(children_of(os.getpid()))  # whoever called this may have some
     children: dict[int, Any] = {}  # by number: which worker it is
     is_told = False
     while not is_told:
@@ -364,14 +377,27 @@ def serve(fd: int, always: list[str], preload: list[str], alone_s: float = 0.0) 
             except TimeoutError:
                 break
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner was killed meanwhile
-            is_told = _answer(owner, sock, children)
+            is_told = _answer(owner, sock, children, others)
         if not alone_s:
             break
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         _end_session(pid)
+    _wait_dead(children)  # until then what they have started has another parent
+    end_orphans(others | children.keys(), ORPHANS_S)
     return is_told
+
+
+def _wait_dead(children: Iterable[int]) -> None:
+    """They were killed; one that hangs in the kernel is not waited for."""
+    deadline = time.monotonic() + ORPHANS_S
+    for pid in children:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.002)
 
 
 def _tidy_up(owner: int) -> None:
@@ -388,16 +414,17 @@ def _tidy_up(owner: int) -> None:
 
 def _end_session(worker: int) -> None:
     """Whatever a worker has started (loaders, uploads) ends with it: it leads a session. Its number is still
-    its own, because it was not reaped yet.
+    its own, because it was not reaped yet. A daemon, which has left the session, ends with the last worker of
+    this fork server: whose it was cannot be said.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
 
 
-def _answer(sock: socket.socket, door: socket.socket, children: dict[int, Any]) -> bool:
+def _answer(sock: socket.socket, door: socket.socket, children: dict[int, Any], others: set[int]) -> bool:
     """Until the owner closes its end. True: it said that no other will come."""
-    while data := sock.recv(1 << 20):
-        request = json.loads(data)
+    while (request := received_request(sock)[0]) is not None:
+        reap_orphans(others | children.keys())
         if "end" in request:
             return True
         if "children" in request:
@@ -411,6 +438,8 @@ def _answer(sock: socket.socket, door: socket.socket, children: dict[int, Any]) 
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(request["reap"], 0)
             children.pop(request["reap"], None)
+            if not children:
+                end_orphans(others, ORPHANS_S)
             continue
         pid = os.fork()
         if pid == 0:
@@ -463,6 +492,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning is for the owner
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     owner = os.pidfd_open(os.getppid())
+    adopt_orphans()
     if not serve(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[4:], float(sys.argv[2])):
         _tidy_up(owner)
     os._exit(0)  # with torch loaded, the interpreter's own end takes a second, and the owner waits for it

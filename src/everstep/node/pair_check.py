@@ -35,6 +35,7 @@ SPAN_S = 0.3  # of a transfer
 FIRST_BYTES, MOST_BYTES, BLOCK = 1 << 18, 1 << 28, 1 << 18
 TRY_S = 5.0  # for all of it
 SERVE_S = 10.0
+STRANGER_S = 2.0  # for a caller to bring its key
 MOST_CALLERS = 16
 _RESENT_AT, _SENT_AT = 100, 136  # in the kernel's tcp_info: tcpi_total_retrans, tcpi_segs_out
 _PATTERN = bytes(range(256)) * (BLOCK // 256)
@@ -82,13 +83,14 @@ class PairServer:
     def _answer(self, caller: socket.socket) -> None:
         try:
             with caller, contextlib.suppress(OSError):
-                caller.settimeout(SERVE_S)
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                given, now = read_exactly(caller, KEY_BYTES), time.monotonic()
+                given, now = read_exactly(caller, KEY_BYTES, within_s=STRANGER_S), time.monotonic()
                 known = [k for k, until in list(self._keys.items()) if until > now]
                 if not (found := [key for key in known if hmac.compare_digest(key, given)]):
                     return
-                del self._keys[found[0]]
+                if self._keys.pop(found[0], None) is None:  # another caller with this key was faster
+                    return
+                caller.settimeout(SERVE_S)
                 caller.sendall(b"k")
                 self._serve(caller)
         finally:
@@ -217,10 +219,8 @@ def _size(line: socket.socket) -> int:
 
 def _resent(line: socket.socket) -> float:
     """The share of packets that both ends have sent again: bytes go both ways, and so do losses."""
-    ends = [_packets(line)]
-    with contextlib.suppress(OSError):  # an agent of the version before closes the line
-        line.sendall(b"r")
-        ends.append(_PACKETS.unpack(read_exactly(line, _PACKETS.size)))
+    line.sendall(b"r")
+    ends = [_packets(line), _PACKETS.unpack(read_exactly(line, _PACKETS.size))]
     sent = sum(sent for sent, _ in ends)
     return sum(again for _, again in ends) / sent if sent else 0.0
 

@@ -11,27 +11,9 @@ from everstep.diagnose.flight import UnusableFileError
 from everstep.diagnose.ring import KINDS
 from everstep.engine.telemetry.beacon import ring_beside
 from everstep.node.rings import ring_at
+from everstep.protocol.parcels import STEP_AT
 
-STEPS = 3  # neighbours may be a step apart: the newest that all have is shown
 _COMPUTE, _SEND, _RECV = (KINDS.index(kind) for kind in ("compute", "send", "recv"))
-
-
-def last_steps(beacon: Path) -> dict[str, list[list[int]]]:
-    """By step, the start and end of each op in nanoseconds of the wall clock, in the order they were run."""
-    try:
-        log = ring_at(ring_beside(beacon)).log
-    except (OSError, UnusableFileError):
-        return {}
-    ops = log.kind == _COMPUTE
-    if not ops.any():
-        return {}
-    now, found = int(log.seq[ops].max()), {}
-    for step in range(max(1, now - STEPS), now):
-        of_step = ops & (log.seq == step)
-        begun, ended = log.enqueued_ns[of_step], log.ended_ns[of_step]
-        order = np.argsort(begun, kind="stable")
-        found[str(step)] = np.stack([begun[order], ended[order]], axis=1).tolist()
-    return found
 
 
 def recorded(beacon: Path, first: int, last: int) -> dict[str, Any]:
@@ -45,7 +27,7 @@ def recorded(beacon: Path, first: int, last: int) -> dict[str, Any]:
         return {}
     log = dump.log
     ops = log.kind == _COMPUTE
-    steps = np.where(ops, log.seq, log.seq >> 24)
+    steps = np.where(ops, log.seq, log.seq >> STEP_AT)
     wanted = (steps >= first) & (steps <= last)
     found: dict[str, Any] = {"rank": dump.ranks[0], "steps": _range(log.seq[ops])}
     rows = wanted & ops

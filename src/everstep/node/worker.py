@@ -21,7 +21,7 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader, stand_by
 from everstep.engine.layers import regions
-from everstep.engine.layers.shard_plan import ALL_WHOLE, Cut
+from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
 from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
@@ -37,7 +37,7 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
-from everstep.errors import MOST_TRACEBACK, UserError, clipped
+from everstep.errors import MOST_TRACEBACK, UserError, clipped, named
 from everstep.job.compiling import refusal, why_unable
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
@@ -100,8 +100,9 @@ def main(given: Mapping[str, Any]) -> int:
     except BaseException as error:
         if group is not None and group.first_dead(ECHO_S) is not None:
             group.wait()  # a collective failed because a shard has ended: its watcher says so, and ends all
-        text = f"{type(error).__name__}: {error}"
-        line.say(raised(spec.sender, text, where=line.where(), traceback=traceback.format_exc(limit=50)))
+        line.say(
+            raised(spec.sender, named(error), where=line.where(), traceback=traceback.format_exc(limit=50))
+        )
         warn(traceback.format_exc())
         line.finish()
         return 1
@@ -140,7 +141,7 @@ def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
-        text = clipped(f"{type(error).__name__}: {error}")
+        text = clipped(named(error))
         group.tell(
             sh.ShardRaised(error=text, traceback=clipped(traceback.format_exc(limit=50), MOST_TRACEBACK))
         )
@@ -162,9 +163,7 @@ def _run(spec: WorkerSpec, job: Job, line: AgentLine | _Pipe, group: ShardGroup 
 def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: ShardGroup | None) -> None:
     sender, job = spec.sender, program.job
     loader = None
-    fold = job.task_shape().fold
-    ends = (fold.stage(0), fold.stage(fold.parts - 1))
-    if sender.worker.stage in ends:  # forked, if at all, before there are threads and devices
+    if sender.worker.stage in (0, job.stages - 1):  # forked, if at all, before there are threads and devices
         loader = Loader(program.data, ahead=job.load_ahead)
         program = replace(program, data=loader)
         if program.evaluation is not None:
@@ -179,7 +178,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     seen = spec.beacon_path if shard == 0 else None
     recorder = None
     if seen is not None:
-        recorder = WorkerRecorder.beside(str(seen), sender.worker, replicas=job.replicas, fold=fold)
+        recorder = WorkerRecorder.beside(str(seen), sender.worker, replicas=job.replicas, stages=job.stages)
     plane = DataPlane(
         PlaneSettings(
             secret=bytes.fromhex(spec.secret),
@@ -200,7 +199,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     )
     faults = tuple(map(parse_fault, spec.faults))
     beacon = None if seen is None else Beacon(seen)
-    signs = WorkerSigns(control, beacon, time.monotonic_ns, device, faults, shard)
+    signs = WorkerSigns(control, beacon, time.monotonic_ns, faults, shard)
     leader, shards = None, None
     if group is not None:  # watched before it meets: a shard that ends on its way would be waited for
         leader = ShardLeader(group.count, group.tell, line.say) if shard == 0 else None
@@ -213,7 +212,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         memory_root=Path(spec.memory),
         secret=spec.secret,
         say=line.say if leader is None else partial(leader.report, 0),
-        cut=Cut(ALL_WHOLE if job.context_parallel else program.model.shard_plan, shard, job.shards),
+        cut=Cut(program.model.shard_plan, shard, job.shards),
         slots=spec.slots_on_node,
     )
     control.state.votes.computes = plane.identity.computes
@@ -296,8 +295,6 @@ def _meet(
         group.index,
         group.count,
         device,
-        splits_sequence=job.sequence_parallel,
-        splits_context=job.context_parallel,
         ordered=job.accumulate != "fp32" and device.type == "cuda",
         inside=inside,
     )

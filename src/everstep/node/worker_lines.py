@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +35,10 @@ from everstep.protocol.messages import (
 )
 from everstep.protocol.table import PROTOCOL
 
-SPOKEN = (PROTOCOL - 1, PROTOCOL)  # a worker may be of the version before: its agent was replaced
 ACKNOWLEDGE_EVERY_S = 1.0
 MOST_UNSENT = 64 << 20  # bytes that one worker has not read
 MOST_UNGREETED = 1024
+MOST_HELLO = 1 << 16  # bytes before a caller has said who it is
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -74,10 +74,15 @@ class Counts:
 
 def _is_honest(caller: socket.socket, pid: int) -> bool:
     """A process of another user can be one of another owner: the kernel must know it by this number."""
-    known, uid, _ = _CREDENTIALS.unpack(
+    known, uid = _pid_and_user(caller)
+    return uid == os.geteuid() or known == pid
+
+
+def _pid_and_user(caller: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _CREDENTIALS.unpack(
         caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
-    return bool(uid == os.geteuid() or known == pid)
+    return pid, uid
 
 
 class WorkerLines:
@@ -113,10 +118,8 @@ class WorkerLines:
     def close(self) -> None:
         for sender in list(self._lines):
             self.hang_up(sender)
-        for fd, caller in list(self._callers.items()):
-            self._loop.unwatch(fd)
-            caller.socket.close()
-        self._callers.clear()
+        for fd in list(self._callers):
+            self._forget_caller(fd)
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
 
@@ -200,11 +203,23 @@ class WorkerLines:
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while len(self._callers) < MOST_UNGREETED:
+            for _ in range(MOST_UNGREETED):
                 sock, _ = self._listener.accept()
                 fd = sock.fileno()
                 self._callers[fd] = _Line(sock)
                 self._loop.watch(fd, lambda fd=fd: self._greet(fd))  # type: ignore[misc]
+                if len(self._callers) > MOST_UNGREETED:
+                    self._make_room()
+
+    def _make_room(self) -> None:
+        """Hang up on the oldest caller of the user with the most: who is honest says at once who it is."""
+        users = {fd: _pid_and_user(caller.socket)[1] for fd, caller in self._callers.items()}
+        (most, _), *_ = Counter(users.values()).most_common(1)
+        self._forget_caller(next(fd for fd, user in users.items() if user == most))
+
+    def _forget_caller(self, fd: int) -> None:
+        self._loop.unwatch(fd)
+        self._callers.pop(fd).socket.close()
 
     def _greet(self, fd: int) -> None:
         caller = self._callers.get(fd)
@@ -218,13 +233,13 @@ class WorkerLines:
             return
         except (OSError, PeerError):
             hello, data = None, b""
-        if hello is None and data:
+        if hello is None and data and caller.unpacker.num_waiting <= MOST_HELLO:
             return  # the rest of it comes later
         self._loop.unwatch(fd)
         del self._callers[fd]
         if (
             not isinstance(hello, WorkerHello)
-            or hello.protocol not in SPOKEN
+            or hello.protocol != PROTOCOL
             or not _is_honest(caller.socket, hello.pid)
         ):
             caller.socket.close()

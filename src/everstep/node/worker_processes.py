@@ -30,7 +30,6 @@ from everstep.engine.shards.marks import mark_path, read_marks
 from everstep.engine.telemetry.beacon import Beacon, BeaconReading, ring_beside
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError, UserError
-from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec, lifeline_beside
 from everstep.log import trim
 from everstep.node.checks import at_slots, checked_apart
@@ -131,12 +130,15 @@ class TaskHere:
 
     @staticmethod
     def of(order: msg.OpenTask, user: UnixUser | None = None) -> TaskHere:
-        shape, needs = order.shape, order.needs
-        if shape is None or needs is None:  # from a coordinator, or a journal, of the version before
-            job = Job.from_dict(order.job)
-            shape, needs = job.task_shape(), job.needs()
         return TaskHere(
-            order.job, order.secret, order.script, order.faults, shape.replicas, needs, order.ranks, user
+            order.job,
+            order.secret,
+            order.script,
+            order.faults,
+            order.shape.replicas,
+            order.needs,
+            order.ranks,
+            user,
         )
 
 

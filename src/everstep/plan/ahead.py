@@ -84,7 +84,7 @@ def after(kind: str, name: str, view: ClusterView) -> SupposedCluster:
             for task in tasks.values():
                 task.seats = {worker: seat for worker, seat in task.seats.items() if seat.node != name}
         case "join":
-            nodes[name] = replace(nodes[name], liveness=NodeLiveness.HEARD, back_at=None)
+            nodes[name] = replace(nodes[name], liveness=NodeLiveness.HEARD)
         case "finish":
             tasks[name].seats, tasks[name].state = {}, TaskState.FINISHED
     _fill(nodes, tasks)

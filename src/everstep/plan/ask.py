@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from everstep.core.cluster.lives import Lives
-from everstep.core.cluster.network_checks import MOST_S
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.slowness import node_of_slow_links, slow_links
@@ -144,7 +143,7 @@ def _wanting(view: ClusterView) -> list[RunningTask]:
 def question(view: ClusterView, now: float, measured: Measurements) -> PlanQuestion | None:
     tasks = _wanting(view)
     unit = _slots_per_worker(tasks)
-    nodes = tuple(_node(view, node, now, measured, unit) for node in view.nodes.values())
+    nodes = tuple(_node(node, unit) for node in view.nodes.values())
     capacity = sum(node.slots for node in nodes if not node.lost)
     if not tasks or not capacity:
         return None
@@ -205,23 +204,13 @@ def _may_change(task: RunningTask) -> bool:
     )
 
 
-def _node(view: ClusterView, node: Node, now: float, measured: Measurements, unit: int) -> PlanNode:
+def _node(node: Node, unit: int) -> PlanNode:
     lost = node.admin is not NodeAdmin.UP or not node.reachable
-    back_at = node.back_at
-    if back_at is None and node.admin is NodeAdmin.ISOLATED and node.reachable:
-        back_at = node.admin_since + view.patience.isolation_s
-    elif back_at is None and node.admin is NodeAdmin.CHECKING and node.reachable:
-        back_at = node.admin_since + MOST_S
-    back_in_s = None if back_at is None else max(1.0, back_at - now)
-    if back_in_s is None and not node.reachable and (usual := measured.usual_absence_s()) is not None:
-        left = usual - measured.away_for_s(node.name, now)
-        back_in_s = max(1.0, left) if left > 0 else None
     return PlanNode(
         name=node.name,
         slots=node.slots if unit == 1 else (node.slots - len(node.lost_slots)) // unit,
         bad_slots=frozenset(node.lost_slots) if unit == 1 else frozenset(),
         lost=lost,
-        back_in_s=rounded(back_in_s) if lost and back_in_s is not None else None,
     )
 
 

@@ -15,17 +15,15 @@ from statistics import median
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.instance import Instance
-from everstep.schedule.modes import TRAINING
+from everstep.schedule.modes import STAGGERED
 
 KEPT_STEPS = 9
 LEAST_STEPS = 3  # fewer say little: the first ones after a change are slow
 CONFIDENCE = 0.9  # that what steps usually take lies between the shortest and the longest of those measured
 ENOUGH_STEPS = math.ceil(1 - math.log2(1 - CONFIDENCE))  # one of n is missed with 2 x 0.5 ** n
 DOUBT = 0.05  # spreads are rounded up to whole ones of these: a question is not another one for a little
-KEPT_ABSENCES = 16
 OLD = 0.7  # how shares of collectives are smoothed
 KEPT_PROMISES, PROMISE_S = 8, 3600.0  # changes of shape, and for how long they say something
-MOST_AWAY = 1000  # nodes
 KEPT_CHANGES = 8  # of shape, of all tasks
 Placed = tuple[int, int, int]  # replicas, stages, workers
 
@@ -38,7 +36,7 @@ class TaskMeasurements:
     off_by: dict[Placed, float] = field(default_factory=dict)  # step over bound, when last there
     reshape_s: float | None = None  # of the last change of shape
     instance: Instance | None = None  # op times in the shape it has
-    mode: str = TRAINING  # of the schedule in force
+    mode: str = STAGGERED  # of the schedule in force
     slow: Mapping[Worker, float] = field(default_factory=dict)  # the speeds that are in these times
     last_at: float | None = None  # when its last step was recorded
     last: Placed | None = None
@@ -106,16 +104,14 @@ class ChangeOfShape:
 
 
 class Measurements:
-    """Of all tasks, how long nodes that went away stayed away, and whether changes of shape brought what was
-    expected of them. The last is a matter of the machines, not of the task: where cores are fewer than slots,
-    more workers are not faster, whatever the times of ops say.
+    """Of all tasks, and whether changes of shape brought what was expected of them. That is a matter of the
+    machines, not of the task: where cores are fewer than slots, more workers are not faster, whatever the
+    times of ops say.
     """
 
     def __init__(self) -> None:
         self.tasks: dict[str, TaskMeasurements] = {}
-        self.absences: deque[float] = deque(maxlen=KEPT_ABSENCES)
         self.changes: deque[ChangeOfShape] = deque(maxlen=KEPT_CHANGES)  # also of tasks that are over
-        self._away: dict[str, float] = {}
         self._promises: deque[tuple[float, float]] = deque(maxlen=KEPT_PROMISES)  # when, which share was kept
 
     def of(self, task: str) -> TaskMeasurements:
@@ -175,18 +171,3 @@ class Measurements:
 
     def ended(self, task: str) -> None:
         self.tasks.pop(task, None)
-
-    def node_changed(self, node: str, *, is_here: bool, at: float) -> None:
-        if not is_here:
-            self._away.setdefault(node, at)
-            while len(self._away) > MOST_AWAY:
-                del self._away[next(iter(self._away))]
-        elif node in self._away:
-            self.absences.append(max(0.0, at - self._away.pop(node)))
-
-    def usual_absence_s(self) -> float | None:
-        """How long a node that went away without a promise has usually stayed away; None: not known."""
-        return median(self.absences) if self.absences else None
-
-    def away_for_s(self, node: str, at: float) -> float:
-        return max(0.0, at - self._away.get(node, at))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.schedule.footprint import stash_cap
-from everstep.schedule.modes import TRAINING
+from everstep.schedule.modes import DECOUPLED, STAGGERED
+from everstep.schedule.stash_limits import stash_cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +43,20 @@ def _staggered(stages: int, chunks: int) -> float:
 OURS, RESCHEDULED = "staggered", "rescheduled"
 ORDERS: dict[str, PipelineOrder] = {
     "1f1b": PipelineOrder(
-        broken="reroute", whole="reroute", in_flight=_one_per_stage, bubble=_fill_and_drain
+        broken=DECOUPLED, whole=DECOUPLED, in_flight=_one_per_stage, bubble=_fill_and_drain
     ),
     "interleaved": PipelineOrder(
-        broken="reroute",
-        whole="reroute",
+        broken=DECOUPLED,
+        whole=DECOUPLED,
         in_flight=_interleaved,
         bubble=lambda stages, chunks: (stages - 1) / chunks,
     ),
     OURS: PipelineOrder(
-        broken=TRAINING, whole=TRAINING, in_flight=_staggered, bubble=lambda stages, chunks: 0.0
+        broken=STAGGERED, whole=STAGGERED, in_flight=_staggered, bubble=lambda stages, chunks: 0.0
     ),
     # 1F1B and its memory while nothing is lost; after a loss our order, or 1F1B around the missing workers.
-    RESCHEDULED: PipelineOrder(broken=TRAINING, whole="", in_flight=_one_per_stage, bubble=_fill_and_drain),
+    RESCHEDULED: PipelineOrder(broken=STAGGERED, whole="", in_flight=_one_per_stage, bubble=_fill_and_drain),
     "unstaggered": PipelineOrder(
-        broken="reroute", whole="", in_flight=_one_per_stage, bubble=_fill_and_drain
+        broken=DECOUPLED, whole="", in_flight=_one_per_stage, bubble=_fill_and_drain
     ),
 }

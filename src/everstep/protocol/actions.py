@@ -140,7 +140,7 @@ class FailTask(Action):
     because: str
 
 
-@message(since=4, says="look for a newer checkpoint")
+@message(says="look for a newer checkpoint")
 class LookForCheckpoint(Action):
     """Before everyone loads a state: is there a newer one on disk than was reported?"""
 
@@ -175,6 +175,7 @@ class LifeFailed(Action):
     because: str
     finding: str = ""  # what the stacks of a hang show; empty: the text says it all
     traceback: str = ""
+    held_s: float | None = None  # the other ranks waited so long, and continue; None: the life ends
 
 
 @message(says="{what}: {because}")

@@ -4,8 +4,7 @@ coordinator, agents and workers.
 The types are the schema, and what a wire may carry is in the table of messages. A dataclass becomes an object
 of its fields, and "is" names its class. Ops, workers and microbatches are their own text, several ops one
 text. A mapping with keys that are not text becomes a list of pairs. A field of type Json is JSON already and
-is left alone. A field that is not given to `__init__` is derived from the others, and is left out. A type
-that an earlier version wrote as a list says how to read that (`from_older`).
+is left alone. A field that is not given to `__init__` is derived from the others, and is left out.
 
 Nothing is listed by hand, so no field can be forgotten. Decoding checks every value against its type: a
 message that is not what it claims to be is refused by name before it reaches a decision. A field that this
@@ -153,9 +152,6 @@ def _decoder(kind: Kind) -> Coder:
 
 
 def _text_decoder(kind: Kind, parse: Coder) -> Coder:
-    older = getattr(kind, "from_older", None)
-    if older is not None:
-        return lambda data: older(data) if isinstance(data, list) else parse(_of(str, data))
     return lambda data: parse(data if type(data) is str else _of(str, data))
 
 
@@ -240,11 +236,7 @@ def _object_decoder(kind: Kind) -> Coder:
     coders = {field.name: (hints[field.name], _decoder(hints[field.name])) for field in given}
     needed = [field.name for field in given if field.default is MISSING and field.default_factory is MISSING]
 
-    older = getattr(kind, "from_older", None)
-
     def whole(data: Json) -> Json:
-        if older is not None and isinstance(data, list):
-            return older(data)
         _of(dict, data)
         for name in needed:
             if name not in data:
@@ -282,6 +274,11 @@ class Unpacker:
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._bytes = bytearray()
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of a message that is not whole."""
+        return len(self._bytes)
 
     def feed(self, data: bytes) -> Iterator[Any]:
         self._bytes += data

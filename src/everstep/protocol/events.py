@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from everstep.protocol.ops import Microbatch, OpLists, Worker
 from everstep.protocol.parcels import Scores
-from everstep.protocol.table import AGENT, ATTEMPT, EPOCH, INCARNATION, NEXT_ATTEMPT, WORKER, message
+from everstep.protocol.table import (
+    AGENT,
+    ATTEMPT,
+    COMMIT,
+    EPOCH,
+    INCARNATION,
+    NEXT_ATTEMPT,
+    SEARCH,
+    WORKER,
+    message,
+)
 from everstep.protocol.work import Ledger, Place, SuspectedStep
 
 
@@ -24,7 +34,6 @@ class WorkerStarted(Event):
     worker: Worker
     incarnation: int
     address: tuple[str, int] | None = None  # where its peers reach it
-    by_node: bool = False  # it can add up what its node has before it is sent on (`protocol.routes`)
     sums: str = ""  # how it sums gradients, where versions differ in it
 
 
@@ -40,7 +49,6 @@ class WorkerExited(Event):
     planned: bool = False  # it was asked to go: no incident
     killed_at: float | None = None  # where that is known, as in a demo
     stuck: bool = False  # it outlives SIGKILL: it counts as gone, and its slot is lost
-    crowded: bool = False  # its node has two workers or more per core, and its steps are short
 
 
 @message(says="workers of {task} are gone at once")
@@ -128,7 +136,6 @@ class VoteRun:
 @message(
     by=WORKER,
     fences=(EPOCH,),
-    since=3,
     says="worker {worker} of {task} computed other bits than worker {host} in step {step}",
 )
 class VoteDiffered(Event):
@@ -136,8 +143,7 @@ class VoteDiffered(Event):
     differ. It waits for a verdict: the step cannot be sealed before.
 
     `runs`: in order, what host, checker and a third worker, if there is one, computed from the same inputs;
-    the first run of the host is the one that its sum holds. `truth`: the hash that a run from a kept state
-    gave for the same step since.
+    the first run of the host is the one that its sum holds.
     """
 
     worker: Worker
@@ -146,12 +152,9 @@ class VoteDiffered(Event):
     step: int
     microbatch: Microbatch | None  # None: states differ
     runs: tuple[VoteRun, ...]
-    truth: str = ""
 
 
-@message(
-    by=WORKER, fences=(EPOCH,), since=4, says="worker {worker} of {task} holds step {found.step}: {because}"
-)
+@message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} holds step {found.step}: {because}")
 class StepSuspected(Event):
     """A worker has found a NaN, or a loss far above those of the steps before, and holds the sum back."""
 
@@ -161,14 +164,14 @@ class StepSuspected(Event):
     because: str
 
 
-@message(since=4, says="task {task}: steps up to {quiet_until} whose loss is odd are not computed again")
+@message(says="task {task}: what was odd in step {step} came from data or model")
 class ReplayJudged(Event):
     """A step had the same numbers when it was computed again, so the data or the model are the cause."""
 
-    quiet_until: int
+    step: int
 
 
-@message(since=3, says="task {task} continues: {because}")
+@message(says="task {task} continues: {because}")
 class VotesSettled(Event):
     """No worker has to go because of a vote. `go_on`: whether there are to be further votes."""
 
@@ -176,14 +179,11 @@ class VotesSettled(Event):
     go_on: bool
 
 
-@message(since=3, says="task {task} goes back to a verified state: {because}")
+@message(says="task {task} goes back to a verified state: {because}")
 class StateDoubted(Event):
-    """Steps after the last one that was voted on may hold wrong numbers: they are done again. `suspect`: all
-    from this step on, which is then skipped.
-    """
+    """Steps after the last one that was voted on may hold wrong numbers: they are done again."""
 
     because: str
-    suspect: SuspectedStep | None = None
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has copied its state")
@@ -227,14 +227,18 @@ class TrainingStalled(Event):
     because: str
 
 
-@message(by=AGENT, says="the checkpoint of step {step} of {task} is committed")
+@message(by=AGENT, fences=(COMMIT,), says="the checkpoint of step {step} of {task} is committed")
 class CheckpointCommitted(Event):
     """The checkpoint of this step is complete on disk."""
 
     step: int
 
 
-@message(by=AGENT, since=4, says="the newest checkpoint in the folder of {task} is of step {step}")
+@message(
+    by=AGENT,
+    fences=(SEARCH,),
+    says="the newest checkpoint in the folder of {task} is of step {step}",
+)
 class CheckpointsLooked(Event):
     """The folder was looked at before everyone loads a state: its newest checkpoint may be one that no report
     told of. None: it could not be looked at. `again`: the answer is lost; ask another node.

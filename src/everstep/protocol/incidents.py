@@ -68,6 +68,53 @@ def usual_sender(parcel: str) -> Worker | None:
     return Worker(replica, stage + away)
 
 
+# ------------------------------------------------------------------ what an incident is about
+# Of those that are found again while they are open: by these values, never by their words.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsLost:
+    """A process on the incident's node holds them that cannot be ended."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesFail:
+    in_memory: bool  # else on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsSkipped:
+    """One after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OddNumbers:
+    """A step that is computed again for its numbers."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowWorker:
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRanks:
+    worker: Worker  # whose ranks they are
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    sender: Worker
+    receiver: Worker
+
+
+Subject = SlotsLost | SavesFail | StepsSkipped | OddNumbers | SlowWorker | SlowRanks | SlowLink
+
 # ------------------------------------------------------------------ incidents
 
 
@@ -129,6 +176,7 @@ class Incident:
     first_step: int = 0  # the first that was not complete; the worker may have been ahead of it
     task: str = ""
     node: str = ""
+    subject: Subject | None = None  # by which it is found again
     rank: int | None = None  # of a script, if one can be named
     traceback: str = ""
     planned_at: float | None = None

@@ -9,7 +9,8 @@ A state with data of its own is an instance of a class; its table is keyed by th
     self.places[worker] = become(PLACE, self.places[worker], Joining(incarnation), f"worker {worker}")
 
 An illegal transition is a bug of ours, so it is an InternalError that names both states. Staying in a state
-is a transition too: the table must list it. `docs/lifecycles.md` is drawn from these tables.
+is a transition too: the table must list it. `python -m tools.docs lifecycles` draws these
+tables.
 """
 
 from __future__ import annotations

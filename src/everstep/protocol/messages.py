@@ -24,15 +24,30 @@ from typing import NamedTuple
 
 from everstep.protocol.actions import Action, ComputePlan, Notice, RecordStep
 from everstep.protocol.events import Event
+from everstep.protocol.held import KeeperOrder, RankWord, Record
 from everstep.protocol.incidents import OpsTook
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from everstep.protocol.table import AGENT, ATTEMPT, COORDINATOR, OPERATOR, PROTOCOL, WORKER, Json, message
+from everstep.protocol.table import (
+    AGENT,
+    ATTEMPT,
+    COMMIT,
+    COORDINATOR,
+    OPERATOR,
+    PAIR,
+    PROBE,
+    PROTOCOL,
+    SEARCH,
+    WORKER,
+    Json,
+    message,
+)
 from everstep.protocol.work import EpochFacts, FactChanges, OwnOrders, StateDirections
 from everstep.protocol.work import MemoryAddress as MemoryAddress
 
 # What a beacon shows of a worker that hands over or writes a state, or reads one: that takes what it takes.
 SAVING, LOADING = "saving", "loading a state"
+AWAITS_STATE = "a snapshot of a peer's state"  # of one that was ordered to wait for it
 
 # ------------------------------------------------------------------ the wires
 
@@ -166,7 +181,7 @@ class TaskEvent(TaskReport, WorkerReport):
     event: Event
 
 
-@message(by=AGENT, says="the newest checkpoint of {task} is of step {step}")
+@message(by=AGENT, fences=(SEARCH,), says="the newest checkpoint of {task} is of step {step}")
 class CheckpointFound(TaskReport):
     """The newest whole checkpoint of a task, 0 if there is none."""
 
@@ -178,7 +193,7 @@ class CheckpointFound(TaskReport):
     compiled: bool | None = False  # were the layers of the run that wrote it? None: it is none of ours
 
 
-@message(by=AGENT, says="the checkpoints of {task} cannot be used: {because}")
+@message(by=AGENT, fences=(SEARCH,), says="the checkpoints of {task} cannot be used: {because}")
 class CheckpointUnusable(TaskReport):
     """A task's checkpoints give no step to start from. `passing`: it may be otherwise later."""
 
@@ -207,7 +222,7 @@ class PartWritten(TaskReport, WorkerReport):
 
 @message(
     by=(WORKER, AGENT),
-    fences=(ATTEMPT,),
+    fences=(ATTEMPT, COMMIT),
     says="the state of {task} after step {step} was not saved: {because}",
 )
 class SaveFailed(TaskReport, WorkerReport):
@@ -294,7 +309,7 @@ class LinkDown(TaskReport, WorkerReport):
     error: str = ""
 
 
-@message(by=AGENT, says="node {node} has probed links of {task}; not reached: {unreached}")
+@message(by=AGENT, fences=(PROBE,), says="node {node} has probed links of {task}; not reached: {unreached}")
 class LinksProbed(TaskReport):
     """Which of the nodes that it was asked to probe this node can reach on the data network."""
 
@@ -386,7 +401,7 @@ class CheckResult:
     slots: tuple[int, ...] = ()  # of that GPU; none: it is about the node
 
 
-@message(by=AGENT, since=4, says="node {node} was checked: {because}")
+@message(by=AGENT, says="node {node} was checked: {because}")
 class NodeChecked(OwnReport):
     """The answer to `CheckNode`. No results: the checks did not run."""
 
@@ -394,7 +409,11 @@ class NodeChecked(OwnReport):
     because: str  # why it was checked
 
 
-@message(by=AGENT, since=4, says="node {node} has measured the network between it and {peer}")
+@message(
+    by=AGENT,
+    fences=(PAIR,),
+    says="node {node} has measured the network between it and {peer}",
+)
 class PairMeasured(OwnReport):
     """The answer to `MeasurePair`, as seen from the node that measured."""
 
@@ -451,6 +470,9 @@ class RankRules:
     hidden: Mapping[int, int] = field(default_factory=dict)  # by local rank: 1 stdout, 2 stderr, 3 both
     has_own_device: bool = False  # each rank sees one GPU, and is local rank 0 (--virtual-local-rank)
     snapshots: str = ""  # folder that all nodes see, to which states in memory are drained; empty: none
+    hold: str = "auto"  # survivors wait for a replacement. auto: if the script names everstep; on; off
+    unit: int = 0  # ranks next to each other that hold one replica; 0: as its parameters say
+    copy_every: int = 10  # snapshots from one copy in memory to the next
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -523,6 +545,7 @@ class RanksIdle(RankReport, WorkerReport):
     codes: Mapping[int, int] = field(default_factory=dict)  # by rank; negative: a signal
     order: int = 0  # of this node among those of the task: ranks are numbered along it
     memory: tuple[str, int] | None = None  # where other nodes read the states that are kept here
+    can_hold: bool = False  # the script, as it is on this node, asks for it
 
 
 @message(by=WORKER, says="the ranks of {task} on {node} have started, life {life}")
@@ -555,6 +578,31 @@ class RankFailed(RankReport, WorkerReport):
     program_error: str = ""  # by which Python says that the program is wrong; empty: it does not
     lost_snapshot: int | None = None  # the state of this step could not be read
     finished: tuple[int, ...] = ()  # ranks of this node that had ended with code 0 by then
+
+
+@message(by=WORKER, says="the process of rank {rank} of {task} is gone: {reason}")
+class RankGone(RankReport, WorkerReport):
+    """In a life whose ranks are held. `records`: what it, or its predecessor, wrote down at its snapshots."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    rank: int
+    code: int
+    reason: str
+    records: tuple[Record, ...] = ()
+
+
+@message(by=WORKER, says="ranks of {task} on {node} say where they are")
+class RanksSaid(RankReport, WorkerReport):
+    """Of a life whose ranks are held, in the order in which they said it."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    said: tuple[RankWord, ...]
 
 
 @message(by=WORKER, fleeting=True, says="the ranks of {task} on {node} make no progress for {still_s:.1f} s")
@@ -593,7 +641,7 @@ class RanksLocated(RankReport, WorkerReport):
     finished: tuple[int, ...] = ()  # ranks of this node that have ended with code 0
 
 
-@message(by=WORKER, since=4, says="ranks {ranks} of {task} on {node} have come to the end of their script")
+@message(by=WORKER, says="ranks {ranks} of {task} on {node} have come to the end of their script")
 class RanksLeft(RankReport, WorkerReport):
     """They will end with code 0, and have left their process groups: who waits for them waits in vain."""
 
@@ -604,7 +652,7 @@ class RanksLeft(RankReport, WorkerReport):
     ranks: tuple[int, ...]
 
 
-@message(by=WORKER, since=4, fleeting=True, says="when the ranks of {task} on {node} entered collectives")
+@message(by=WORKER, fleeting=True, says="when the ranks of {task} on {node} entered collectives")
 class RanksPaced(RankReport, WorkerReport):
     """From their flight recorders, every minute at most: a slow rank is the one that the others wait for."""
 
@@ -710,6 +758,7 @@ class BeginLife(Action, RankOrder):
     hosts_store: bool
     because: str
     restore: KeptSnapshot | None = None  # what `everstep.restore` gives
+    unit: int = 0  # its ranks are held; so many of them hold one replica. 0: they are not
 
 
 @message(says="end life {life} of {task} on {node}")
@@ -721,6 +770,18 @@ class EndLife(Action, RankOrder):
     incarnation: int
     life: int
     grace_s: float
+    because: str
+
+
+@message(says="hold, replace or resume ranks of {task} on {node}")
+class OrderRanks(Action, RankOrder):
+    """What the healing of a held script asks of this node's ranks, in this order."""
+
+    task: str
+    worker: Worker
+    incarnation: int
+    life: int
+    orders: tuple[KeeperOrder, ...]
     because: str
 
 
@@ -746,7 +807,7 @@ class CheckpointFolder:
     folder: str  # or a URL
     keep: int  # older ones are removed
     start_over: bool = False  # continue without checkpoints that cannot be used
-    interval: int = 0  # steps between two of them; 0: the version before does not say
+    interval: int = 0  # steps between two of them; 0: not said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -768,10 +829,10 @@ class OpenTask(NodeOrder):
     task: str
     job: Json  # handed to workers as it is
     secret: str
+    shape: Shape
+    needs: TaskNeeds
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
-    shape: Shape | None = None  # None, also below: the coordinator or its journal is of the version before
-    needs: TaskNeeds | None = None
     ranks: RankRules | None = None  # of a script task; None: a managed one
     owner: str = ""  # who submitted it
 
@@ -796,7 +857,7 @@ class KillProcess(NodeOrder):
     incarnation: int
 
 
-@message(since=4, says="start workers of {task} on {node}")
+@message(says="start workers of {task} on {node}")
 class StartProcesses(NodeOrder):
     """Several at once."""
 
@@ -804,7 +865,7 @@ class StartProcesses(NodeOrder):
     starts: tuple[StartProcess, ...]
 
 
-@message(since=4, says="pause the workers of {task} on {node}, epoch {epoch}")
+@message(says="pause the workers of {task} on {node}, epoch {epoch}")
 class InterruptTask(NodeOrder):
     """These workers finish the op in hand, report their ledgers, and wait."""
 
@@ -822,7 +883,7 @@ class WorkerResume(NamedTuple):
     states: StateDirections
 
 
-@message(since=4, says="resume the workers of {task} on {node}")
+@message(says="resume the workers of {task} on {node}")
 class ResumeTask(NodeOrder):
     """A new epoch: these workers go on. An agent that knows the facts of the epoch before is sent only the
     `news` since then, any other one all facts.
@@ -832,13 +893,6 @@ class ResumeTask(NodeOrder):
     facts: EpochFacts | None
     news: FactChanges | None
     workers: tuple[WorkerResume, ...]
-
-
-@message(since=4, says="an order to {node} in the words of an earlier version")
-class OlderOrder(NodeOrder):
-    """For an agent of the version before; see `protocol.older`."""
-
-    data: Json
 
 
 @message(says="notify worker {worker} of {task} on {node}")
@@ -888,10 +942,9 @@ class FindCheckpoint(NodeOrder):
     """Look for the newest checkpoint of this task that can be used."""
 
     task: str
-    job: Json  # for agents of the version before
+    needs: TaskNeeds
     known: int = 0  # a step that was committed: the newest cannot be older
     search: int = 1  # to be said again in the answer: an answer to an earlier search does not count
-    needs: TaskNeeds | None = None  # None: as in OpenTask
     verify: bool = False  # all bytes: a worker could not load it
     run: str = ""  # `run_of` its secret: what this run has written is committed where it is whole
     live: bool = False  # the task runs; answered by CheckpointsLooked
@@ -907,16 +960,17 @@ class CommitCheckpoint(NodeOrder):
     parts: tuple[Json, ...]
     attempt: int = 0  # to be said again if it fails
     loss: float | None = None  # of this step
+    last: bool = False  # no later one will be committed in its place: tried again if the disk refuses
 
 
-@message(since=4, says="check node {node}: {because}")
+@message(says="check node {node}: {because}")
 class CheckNode(NodeOrder):
     """Run the checks of `everstep check`, and those of the node's own, in at most 20 s."""
 
     because: str
 
 
-@message(since=4, says="measure the network between {node} and {peer}")
+@message(says="measure the network between {node} and {peer}")
 class MeasurePair(NodeOrder):
     """Measure the network to this node, which was sent `AnswerPair` with the same key."""
 
@@ -926,7 +980,7 @@ class MeasurePair(NodeOrder):
     key: str
 
 
-@message(since=4, says="let {peer} measure the network to {node}")
+@message(says="let {peer} measure the network to {node}")
 class AnswerPair(NodeOrder):
     """Answer the node that brings this key, once."""
 
@@ -969,6 +1023,9 @@ class Patience:
     isolation_s: float = 600.0
     isolations_before_lemon: int = 2  # of a slot; of a node statistics decide
     lonely_silence_s: float = 30.0  # a silent node that no other node can speak for is given up after this
+    cut_silence_s: float = (
+        180.0  # one of a task that trains, of which no node is heard, if others could run it
+    )
     awaited_silence_s: float = 10.0  # one that owes a ledger; an agent may be looking for us
     replaced_s: float = 15.0  # for another agent to come, where workers outlive theirs
     start_silence_s: float = 3.0  # one on which a worker was to start, and nothing trains
@@ -1032,7 +1089,6 @@ class NodeJoined(OtherEvent):
     slots: int
     host: str
     memory_port: int = 0  # where other nodes reach its memory store; 0: nowhere
-    protocol: int = PROTOCOL  # the version that its agent speaks
     checks: tuple[CheckResult, ...] = ()  # that its agent has run before it joined
     pair_port: int = 0  # where other nodes measure the network to it; 0: nowhere
     checks_network: bool = False  # it is to get no workers before its network is checked
@@ -1045,7 +1101,7 @@ class NodeJoined(OtherEvent):
     cannot_compile: str = ""  # why torch.compile cannot work for its GPUs; empty: it can, or not said
 
 
-@message(since=4, says="the journal {journal} is kept by version {version}: {because}")
+@message(says="the journal {journal} is kept by version {version}: {because}")
 class JournalBegun(OtherEvent):
     """The journal has this id from now on. Agents that followed another one are reconciled when they join."""
 
@@ -1054,7 +1110,7 @@ class JournalBegun(OtherEvent):
     because: str
 
 
-@message(since=4, says="a report of node {node} is not understood: {what}")
+@message(says="a report of node {node} is not understood: {what}")
 class ReportUnknown(NodeEvent):
     """It counts as heard, or it would be sent again without end. A later version may have said it."""
 
@@ -1100,15 +1156,6 @@ class ReadmitRequested(NodeEvent):
     by: str
 
 
-@message(by=OPERATOR, says="node {node} is expected back in {back_in_s:.0f} s, says {by}")
-class RepairPromised(NodeEvent):
-    """An operator, or a repair system, says when this node will be back."""
-
-    node: str
-    back_in_s: float
-    by: str = AN_OPERATOR
-
-
 @message(by=OPERATOR, says="node {node} leaves in {leaves_in_s:.0f} s, says {by}")
 class LeaveAnnounced(NodeEvent):
     """This node will be taken away: an operator, or the provider of a spot instance, says when."""
@@ -1143,11 +1190,11 @@ class TaskSubmitted(OtherEvent):
     script: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     closes: bool = False  # after the last step follows one that only evaluates
-    needs: TaskNeeds | None = None  # None: submitted to the version before
+    needs: TaskNeeds = field(default_factory=TaskNeeds)
     owner: str = AN_OPERATOR
     ranks: RankRules | None = None  # of a script task; None: a managed one
-    on_nan: str = "skip"  # what follows a step with a NaN that is the same again: skip, back, pause
-    on_spike: str = "tell"  # the same of a loss far above those before it; tell: the step counts
+    on_nan: str = "skip"  # what follows a step with a NaN that is the same again: skip, pause
+    on_spike: str = "skip"  # the same of a loss far above those before it
     votes_on_all: bool = False  # replicas check each other's numbers in every step
     compile_because: str = ""  # why `job.compile` was chosen so; empty: the job said it
 
@@ -1214,19 +1261,13 @@ class ReshapeRequested(TaskRequest):
     by: str = AN_OPERATOR
 
 
-@message(by=OPERATOR, since=4, says="{by} updates task {task}")
+@message(by=OPERATOR, says="{by} updates task {task}")
 class UpdateRequested(TaskRequest):
-    """Another job, mostly one with other code, from the next step boundary on. The job before it comes back
-    if a worker fails before the first step, or if the loss or the time of a step leaves its band within
-    `steps` steps.
-    """
+    """Another job, mostly one with other code, from the next step boundary on."""
 
     task: str
     job: Json
     shape: Shape
-    steps: int
-    most_loss: float | None = None  # None, also below: no limit
-    most_step_s: float | None = None
     by: str = AN_OPERATOR
 
 
@@ -1238,7 +1279,7 @@ class PlanAnswered(TaskRequest):
     event: Event
 
 
-@message(since=4, says="no plan could be computed: {because}")
+@message(says="no plan could be computed: {because}")
 class PlanFailed(OtherEvent):
     """The scheduler of a task, or the planner (task: empty), has raised or does not answer. A plain plan
     follows.
@@ -1480,7 +1521,7 @@ class ShardEnded(WorkerCall):
     how: str  # killed by SIGKILL
 
 
-@message(since=4, by=AGENT, says="resume")
+@message(by=AGENT, says="resume")
 class ResumeWorker(WorkerOrder):
     """A new epoch, for one worker: all facts, or the news since the epoch that it knows."""
 

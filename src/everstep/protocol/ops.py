@@ -22,12 +22,11 @@ from everstep.errors import UserError, clipped
 
 
 class Kind(StrEnum):
-    """What an op does. `B` is `I` and `W` at once; `R` and `U` belong to a stage, not to a microbatch."""
+    """What an op does. `R` and `U` belong to a stage, not to a microbatch."""
 
     F = "F"
     I = "I"
     W = "W"
-    B = "B"
     R = "R"
     U = "U"
 
@@ -53,7 +52,7 @@ class Microbatch(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A unit of work at a stage: of one microbatch (F, I, W, B), or of a whole step (R, U); 2F1.0, 2R."""
+    """A unit of work at a stage: of one microbatch (F, I, W), or of a whole step (R, U); 2F1.0, 2R."""
 
     kind: Kind
     microbatch: Microbatch | None
@@ -64,7 +63,7 @@ class Op(NamedTuple):
 
 
 # At most nine digits: Python does not convert more than 4,300.
-_OP = re.compile(r"(\d{1,9})([FIWBRU])(?:(\d{1,9})\.(\d{1,9}))?", re.ASCII)
+_OP = re.compile(r"(\d{1,9})([FIWRU])(?:(\d{1,9})\.(\d{1,9}))?", re.ASCII)
 _WORKER = re.compile(r"(\d{1,9}):(\d{1,9})", re.ASCII)
 _MICROBATCH = re.compile(r"(\d{1,9})\.(\d{1,9})", re.ASCII)
 
@@ -78,7 +77,7 @@ def parse_op(text: str) -> Op:
         )
     stage, kind, home, index = found.groups()
     if (kind in "RU") != (home is None):
-        raise UserError(f"op {text!r}: F, I, W and B name a microbatch (2F1.0), R and U do not (2R).")
+        raise UserError(f"op {text!r}: F, I and W name a microbatch (2F1.0), R and U do not (2R).")
     return Op(Kind(kind), None if home is None else Microbatch(int(home), int(index)), int(stage))
 
 
@@ -111,11 +110,6 @@ class Replicas(tuple[int, ...]):
     """Replicas of a stage, ascending. As text `0-510,512-1023`: of thousands few are missing."""
 
     __slots__ = ()
-
-    @classmethod
-    def from_older(cls, data: list[int]) -> Replicas:
-        """As protocol 3 wrote them: a list of numbers."""
-        return cls(int(replica) for replica in data)
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -182,11 +176,6 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
             numbers[stage][replica] = patterns.setdefault(pattern, len(patterns))
         return cls(tuple(patterns), tuple(map(tuple, numbers)))
 
-    @classmethod
-    def from_older(cls, data: list[tuple[str, str]]) -> OpLists:
-        """As protocol 3 wrote it: a list of workers with their ops."""
-        return cls.of_texts({parse_worker(worker): text for worker, text in data})
-
     def text(self, worker: Worker) -> str:
         """In their notation."""
         return self.pattern(worker).replace(OWN, str(worker.replica))
@@ -221,6 +210,6 @@ class OpLists(Mapping[Worker, tuple[Op, ...]]):
 
 def _with_own(text: str, replica: int) -> str:
     """Where a replica's number is the home of a microbatch: behind the kind of an op."""
-    for kind in "FIWB":
+    for kind in "FIW":
         text = text.replace(f"{kind}{replica}.", f"{kind}{OWN}.")
     return text

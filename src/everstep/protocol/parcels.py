@@ -53,8 +53,8 @@ class Parcel(NamedTuple):
 
     @property
     def maker(self) -> int:
-        """Of a boundary tensor, the part it comes from: of an activation the one before, of a gradient the
-        one behind.
+        """Of a boundary tensor, the stage it comes from: of an activation the one before, of a gradient
+        the one behind.
         """
         return self.stage - 1 if self.what is ParcelKind.ACTIVATION else self.stage + 1
 
@@ -76,7 +76,6 @@ class Part(NamedTuple):
     executed: int  # ops this worker ran for the step, to show that nothing was run twice
     weights: tuple[float, ...]  # of the microbatches, in their order
     scores: Scores = ()
-    parts: tuple[int, ...] = ()  # of the model, one per microbatch; empty: a worker has one part
 
 
 class StepHashes(NamedTuple):
@@ -106,3 +105,18 @@ class StateTransfer(NamedTuple):
     state_step: int
     source: int  # replica
     incarnation: int  # of the joiner: a frame for an earlier process is of no use
+
+
+# In a recorder's row, one number says which parcel it is about; so sends and gets of one parcel are found.
+_HOME_AT, _WHAT_AT, STEP_AT = 12, 24, 32  # bits; below: the microbatch. `what` has eight
+_PLACE = (1 << 12) - 1  # a replica, or a microbatch of one
+
+
+def recorded_as(step: int, what: int, home: int, number: int) -> int:
+    return step << STEP_AT | what << _WHAT_AT | (home & _PLACE) << _HOME_AT | number & _PLACE
+
+
+def parts_of(recorded: int) -> tuple[int, int, int, int]:
+    """The other way round."""
+    what = recorded >> _WHAT_AT & 0xFF
+    return recorded >> STEP_AT, what, recorded >> _HOME_AT & _PLACE, recorded & _PLACE

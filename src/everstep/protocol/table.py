@@ -7,8 +7,8 @@ Its base classes are the wires it travels on: empty classes, which annotations a
 their messages. Wires do not inherit from one another: a wider wire is a union of them. From the rows of the
 table follow which reports a coordinator accepts (`core.cluster.fences`), what can be decoded (`codec`), the
 sentences that people read (`server.words`), what an agent keeps while the line is cut (`core.agent.reports`)
-and `docs/protocol.md`. A machine that takes the messages of a wire has `Handlers`; a test compares them with
-the rows, so a message without a handler fails there.
+and the reference of the protocol. A machine that takes the messages of a wire has `Handlers`; a test compares
+them with the rows, so a message without a handler fails there.
 
 To add a message: its row, its sender, its handler.
 """
@@ -47,18 +47,26 @@ class Speaker(StrEnum):
 
 
 class Fence(StrEnum):
-    """A number of a message that must be the current one; else it is of the past and does not count. Beside
-    that, whatever a worker says counts only if its process (`Sender`) holds the worker's place on that node.
+    """What must hold of a message, or it does not count. Whatever a worker says counts only if its process
+    (`Sender`) holds the worker's place on that node; an agent speaks of its own node, and of others' matters
+    only where it was asked.
     """
 
+    # A number that must be the current one; else the message is of the past.
     INCARNATION = "incarnation"  # of the worker that it names
     EPOCH = "epoch"
     ATTEMPT = "attempt"  # at the step that it names
     NEXT_ATTEMPT = "attempt at the next step"
+    # What an agent must have been asked; else it speaks for somebody else.
+    SEARCH = "search for checkpoints"  # by its number: this node makes it
+    COMMIT = "commit"  # this node was ordered to make it, or has the task
+    PROBE = "probe of links"
+    PAIR = "measurement of a pair"  # by its key: this node makes it
 
 
 WORKER, AGENT, COORDINATOR, OPERATOR = Speaker
-INCARNATION, EPOCH, ATTEMPT, NEXT_ATTEMPT = Fence
+INCARNATION, EPOCH, ATTEMPT, NEXT_ATTEMPT, SEARCH, COMMIT, PROBE, PAIR = Fence
+ASKED = frozenset({SEARCH, COMMIT, PROBE, PAIR})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,6 @@ class Row:
     by: tuple[Speaker, ...]
     fences: tuple[Fence, ...]
     says: str  # with the message's fields, and `node` and `task` where they are around it
-    since: int  # the protocol version that brought it
     fleeting: bool  # of no use later: not kept while the line is cut
 
     def sentence(self, message: object, **around: object) -> str:
@@ -92,7 +99,6 @@ def message(
     says: str,
     by: Speaker | tuple[Speaker, ...] = COORDINATOR,
     fences: tuple[Fence, ...] = (),
-    since: int = 1,
     fleeting: bool = False,
 ) -> Callable[[type[Message]], type[Message]]:
     """Make the class a frozen dataclass and give it its row."""
@@ -100,7 +106,7 @@ def message(
     def declare(kind: type[Message]) -> type[Message]:
         made = dataclass(frozen=True, slots=True, kw_only=True)(kind)
         speakers = (by,) if isinstance(by, Speaker) else by
-        TABLE[made] = Row(kind=made, by=speakers, fences=fences, says=says, since=since, fleeting=fleeting)
+        TABLE[made] = Row(kind=made, by=speakers, fences=fences, says=says, fleeting=fleeting)
         return made
 
     return declare

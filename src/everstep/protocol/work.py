@@ -37,7 +37,6 @@ class Members:
     live: tuple[Replicas, ...]  # per stage
     rounds: tuple[int, ...]  # per stage, the epoch in which this group was formed
     holders: tuple[tuple[tuple[int, ...], ...], ...] = ()  # sharded: per stage and chunk, the owner first
-    by_node: frozenset[int] = frozenset()  # the stages all of whose workers can reduce that way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +75,13 @@ def _kinds(ops: tuple[Op, ...]) -> dict[Place, str]:
 
 
 QUIET_STEPS = 20  # after one that came from data or model no step is held back
+
+
+def is_quiet(step: int, odd: int | None) -> bool:
+    """Is this step not looked into, as this odd one came from data or model? Earlier ones are: a task may go
+    back.
+    """
+    return odd is not None and odd <= step <= odd + QUIET_STEPS
 
 
 def mean_loss(losses: Iterable[tuple[Microbatch, float]]) -> float | None:
@@ -506,6 +512,7 @@ class SaveCheckpoint:
     index: int = 0
     count: int = 1
     chunks: tuple[int, ...] = ()  # sharded: these of `count` chunks, one part each
+    last: bool = False  # no later one will be written in its place
 
 
 @dataclass(frozen=True, slots=True)

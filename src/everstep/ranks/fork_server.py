@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import importlib
 import importlib.machinery
 import json
@@ -24,22 +23,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError
-from everstep.forked import ASKS_NVML
-from everstep.ranks import looks
+from everstep.forked import ASKS_NVML, adopt_orphans, end_orphans, received_request, send_request
 from everstep.ranks.rank_main import PARENT
 
 _COMMAND = (sys.executable, "-m", "everstep.ranks.fork_server")
 AUTO, NONE = "auto", "none"  # in `preload`: what the script imports; nothing
 WARM_S = 120.0  # to load it, from a slow disk on a busy machine
 _ORPHANS_S = 2.0  # to end them; one that waits for a broken disk does not hold the next life up
-_PR_SET_CHILD_SUBREAPER = 36
 # Loaded at the first use, and as slow as torch itself: by an optimizer, by `deepspeed.initialize`.
 _LATER = {
     "torch": ("torch._dynamo",),
@@ -212,7 +208,7 @@ class ForkingStarter:
         assert self._socket is not None
         received: list[int] = []
         with contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            send_request(self._socket, request, fds)
             data, received, _, _ = socket.recv_fds(self._socket, 4096, 1)
         if not received:
             raise self._failed()
@@ -269,12 +265,11 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
     line = socket.socket(fileno=fd)
     server = os.getpid()
     forked: set[int] = set()  # and not reaped yet
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process
+    adopt_orphans()
     while True:
-        data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
-        if not data:
+        request, fds = received_request(line, 3)
+        if request is None:
             return
-        request = json.loads(data)
         if "ping" in request:
             line.send(b"{}")
             continue
@@ -283,7 +278,7 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
             forked.discard(request["reap"])
             continue
         if "orphans" in request:
-            _end_orphans(forked)
+            end_orphans(forked, _ORPHANS_S)
             line.send(b"{}")
             continue
         pid = os.fork()
@@ -295,19 +290,6 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
         socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
         for each in (*fds, pidfd):
             os.close(each)
-
-
-def _end_orphans(forked: set[int]) -> None:
-    """A daemon has left its rank's process group, and may have cleared its environment; its parent it cannot
-    choose. Its own children are orphans, and ours, once it has ended.
-    """
-    deadline = time.monotonic() + _ORPHANS_S
-    while (orphans := set(looks.children(os.getpid())) - forked) and time.monotonic() < deadline:
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.002)
 
 
 def _host_store(fd: int, server: int) -> None:
@@ -348,7 +330,7 @@ def imports_of(command: Sequence[str], folder: str) -> list[str]:
     """`module` or `module:name,name`, in order: installed modules that a script imports at its beginning.
     Empty: there is nothing worth loading once for all ranks.
     """
-    path = _script_path(command, folder)
+    path = script_path(command, folder)
     try:
         tree = ast.parse(path.read_bytes()) if path is not None else None
     except (OSError, SyntaxError, ValueError):  # the script says it better
@@ -359,7 +341,7 @@ def imports_of(command: Sequence[str], folder: str) -> list[str]:
     return found if roots - {"everstep"} else []
 
 
-def _script_path(command: Sequence[str], folder: str) -> Path | None:
+def script_path(command: Sequence[str], folder: str) -> Path | None:
     if command[0] != "-m":
         return Path(folder, command[0])
     root, *rest = command[1].split(".")

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from everstep.errors import UserError
+from everstep.errors import PeerError, UserError
+from everstep.protocol.codec import decode
+from everstep.protocol.held import RankWord
 from everstep.ranks import looks as rank_looks
 from everstep.ranks import store as rank_store
 from everstep.ranks import words
@@ -83,12 +85,14 @@ class RankGroup:
         self._private = private or {}
         self._oom_kills = rank_looks.oom_kills()
         self._marks.clear()
-        pids = {}
-        for place in places:
-            with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
-                place.folder.mkdir(parents=True, exist_ok=True)
-            pids[place.rank] = self._start(place)
-        return pids
+        return {place.rank: self.start_one(place) for place in places}
+
+    def start_one(self, place: RankPlace) -> int:
+        """Also in the middle of a life, in place of one that is gone; its pid."""
+        assert place.rank not in self.ranks, "a second process of one rank"
+        with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
+            place.folder.mkdir(parents=True, exist_ok=True)
+        return self._start(place)
 
     def _start(self, place: RankPlace) -> int:
         hidden = self._hidden.get(place.local_rank, 0)
@@ -209,6 +213,11 @@ class RankGroup:
                         failed=str(message.get("because", "")),
                     )
                 )
+            case "held":
+                with contextlib.suppress(PeerError):  # not ours
+                    word = decode(RankWord, message.get("word"))
+                    if word.rank == number:  # a rank speaks for itself only
+                        self._happened(words.HeldRankSaid(rank=number, word=word))
             case "raised":
                 self._happened(
                     words.RankRaised(

@@ -13,6 +13,7 @@ Between lives it stays, and so does its fork server: a new life begins with a fo
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import re
@@ -29,16 +30,28 @@ from typing import Any, BinaryIO
 
 from everstep.core.faults import testimony
 from everstep.errors import EverstepError, UserError
+from everstep.hold.settings import Born, HoldSettings
+from everstep.hold.slate import Slate
 from everstep.log import say, warn
 from everstep.protocol import messages as msg
+from everstep.protocol.codec import encode
+from everstep.protocol.held import EndRank, KeeperOrder, RankWord, StartRank, TellRank
 from everstep.protocol.messages import RankPace, RankPosition, RankRules, Sender
 from everstep.ranks import looks as rank_looks
 from everstep.ranks import words
 from everstep.ranks.environment import RankPlace, unset_by_user
-from everstep.ranks.fork_server import AUTO, NONE, ForkingStarter, PlainStarter, RankStarter, imports_of
+from everstep.ranks.fork_server import (
+    AUTO,
+    NONE,
+    ForkingStarter,
+    PlainStarter,
+    RankStarter,
+    imports_of,
+    script_path,
+)
 from everstep.ranks.group import RankGroup, rank_folder
 from everstep.ranks.nccl_records import NcclQuestion, Operations, SeenByRas
-from everstep.ranks.rank_main import EXEC, RESTORE, SNAPSHOTS, STACKS_SIGNAL
+from everstep.ranks.rank_main import COPY_EVERY, EXEC, HELD, RESTORE, SNAPSHOTS, STACKS_SIGNAL
 from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory
 from everstep.ranks.stillness import Stillness
@@ -119,6 +132,11 @@ class _Life:
     pacing: set[int] = field(default_factory=set)  # ranks that write down when they entered collectives
     paces: list[RankPace] = field(default_factory=list)
     timed: NcclQuestion | None = None  # by NCCL's Inspector, beside the paces
+    unit: int = 0  # of held ranks; 0: they are not held
+    places: dict[int, RankPlace] = field(default_factory=dict)
+    slates: dict[int, Slate] = field(default_factory=dict)
+    ending: set[int] = field(default_factory=set)  # ranks that are to be replaced: their end is no failure
+    said: list[RankWord] = field(default_factory=list)  # and not told yet
     terminate_at: float | None = None  # those that were saying last words
     kill_at: float | None = None  # it is ending
     is_killed: bool = False
@@ -155,6 +173,7 @@ class Keeper:
         self._look_at = self._family_at = 0.0
         self._is_leaving = False
         self._memory = memory
+        self._can_hold = asks_to_be_held(rules)
 
     def run(self) -> int:
         try:
@@ -197,6 +216,9 @@ class Keeper:
                 self._group.take(rank, what)
         if self._life is not None:
             self._tell_left(self._life)
+            self._tell_said(self._life)
+            if self._life is None:
+                return
             self._press(self._life, time.monotonic())
             self._look(self._life, time.monotonic())
 
@@ -210,6 +232,9 @@ class Keeper:
                 self._end(self._life, order.grace_s, f"{order.because}; all ranks end together")
             case msg.EndLife(life=number) if self._life is None and number == self._number:
                 pass  # its ranks have ended by themselves, and that was told
+            case msg.OrderRanks(life=number) if self._life is not None and number == self._life.number:
+                for each in order.orders:
+                    self._order_rank(self._life, each)
             case msg.LocateRanks(life=number) if self._life is not None and number == self._life.number:
                 self._question = _StacksQuestion(self._group.ranks, self._ask_nccl(self._life.world))
             case msg.CopySnapshot():
@@ -228,8 +253,9 @@ class Keeper:
         now, rules = time.monotonic(), self._rules
         here = range(order.first_rank, order.first_rank + rules.ranks)
         self._number, self._look_at, self._family_at = order.life, now + LOOK_EVERY_S, now
-        self._life = _Life(
+        life = self._life = _Life(
             number=order.life,
+            unit=order.unit,
             ranks=here,
             world=order.world,
             stillness=Stillness(idle_share=IDLE_SHARE, moved_at=now),
@@ -238,7 +264,9 @@ class Keeper:
         if not order.hosts_store:
             self._group.stop_listening()
         host, port = order.master
-        private = {SNAPSHOTS: str(self._memory.folder)}
+        private = {SNAPSHOTS: str(self._memory.folder), COPY_EVERY: str(rules.copy_every)}
+        if order.unit:
+            private[HELD] = "1"
         if order.restore is not None:
             step = order.restore.step
             if failed := self._memory.fetch(step, order.restore.files):
@@ -250,32 +278,93 @@ class Keeper:
             check(rules)
             if order.hosts_store and self.port_error:
                 raise UserError(self.port_error)
-            pids = self._group.start(
-                [
-                    RankPlace(
-                        rank=rank,
-                        ranks=order.world,
-                        life=order.life,
-                        restarts=order.restarts,
-                        max_restarts=rules.max_restarts,
-                        run_id=rules.run_id,
-                        master_address=host,
-                        master_port=port,
-                        folder=rank_folder(self._settings.logs, rules.run_id, order.life - 1, rank),
-                        role=rules.role,
-                        group=order.group,
-                        num_groups=order.num_groups,
-                        first_rank=order.first_rank,
-                        has_own_device=rules.has_own_device,
-                    )
-                    for rank in here
-                ],
-                private,
-            )
+            life.places = {
+                rank: RankPlace(
+                    rank=rank,
+                    ranks=order.world,
+                    life=order.life,
+                    restarts=order.restarts,
+                    max_restarts=rules.max_restarts,
+                    run_id=rules.run_id,
+                    master_address=host,
+                    master_port=port,
+                    folder=rank_folder(self._settings.logs, rules.run_id, order.life - 1, rank),
+                    role=rules.role,
+                    group=order.group,
+                    num_groups=order.num_groups,
+                    first_rank=order.first_rank,
+                    has_own_device=rules.has_own_device,
+                )
+                for rank in here
+            }
+            if life.unit:
+                life.slates = {rank: self._slate(rank) for rank in here}
+            pids = self._group.start(life.places.values(), private)
+            for rank in here if life.unit else ():
+                self._settle_rank(life, rank)
         except (OSError, EverstepError) as error:
             self._could_not_start(self._life, error)
             return
         self._say(msg.RanksStarted, pids=pids)
+
+    # -------------------------------------------------------------- held ranks
+
+    def _slate(self, rank: int) -> Slate:
+        """A new one: what ranks of the life before wrote down is of no use to this one."""
+        path = self._slate_path(rank)
+        path.unlink(missing_ok=True)
+        return Slate(path)
+
+    def _slate_path(self, rank: int) -> Path:
+        return self._memory.folder / f"slate-{rank}"
+
+    def _settle_rank(self, life: _Life, rank: int, born: Born | None = None) -> None:
+        """The first it hears."""
+        settings = HoldSettings(
+            rank=rank,
+            world=life.world,
+            unit=life.unit,
+            key=hmac.digest(self._settings.secret.encode(), b"everstep held ranks", "sha256").hex(),
+            slate=str(self._slate_path(rank)),
+            host=self._settings.host,
+            born=born,
+        )
+        self._group.ranks[rank].ask(hold=encode(settings))
+
+    def _order_rank(self, life: _Life, order: KeeperOrder) -> None:
+        match order:
+            case TellRank(rank=rank) if rank in self._group.ranks:
+                self._group.ranks[rank].ask(order=encode(order.order))
+            case EndRank(rank=rank) if rank in self._group.ranks:
+                life.ending.add(rank)
+                self._signal([rank], "SIGKILL", order.because)
+            case StartRank(rank=rank) if life.kill_at is None:
+                self._replace(life, order)
+
+    def _replace(self, life: _Life, order: StartRank) -> None:
+        rank = order.rank
+        for known in (life.failed, life.ending):
+            known.discard(rank)
+        for about in (life.codes, life.raised_at):
+            about.pop(rank, None)
+        life.unit = order.unit
+        try:
+            self._group.start_one(life.places[rank])
+        except (OSError, EverstepError) as error:
+            self._could_not_start(life, error)
+            return
+        self._settings.note(f"rank {rank} is replaced: {order.because}.")
+        self._settle_rank(life, rank, Born(epoch=order.epoch, absent=order.absent, peers=order.peers))
+
+    def _gone(self, life: _Life, event: words.RankExited) -> None:
+        life.ending.discard(event.rank)
+        records = life.slates[event.rank].records()
+        self._say(msg.RankGone, rank=event.rank, code=event.code, reason=event.reason, records=records)
+
+    def _tell_said(self, life: _Life) -> None:
+        if life.said:
+            said, life.said = tuple(life.said), []
+            self._say(msg.RanksSaid, said=said)
 
     def _could_not_start(self, life: _Life, error: Exception) -> None:
         """No rank, or not all: what runs ends with the rest of the life."""
@@ -310,6 +399,7 @@ class Keeper:
         speaking = {rank for rank, since in life.raised_at.items() if now - since < LAST_WORDS_S}
         life.terminate_at = now + LAST_WORDS_S if speaking else None
         self._signal([rank for rank in self._group.ranks if rank not in speaking], "SIGTERM", because)
+        self._is_over(life)  # of held ranks, the last may be gone
 
     def _press(self, life: _Life, now: float) -> None:
         if life.terminate_at is not None and now >= life.terminate_at:
@@ -349,7 +439,7 @@ class Keeper:
             case words.RankExited():
                 life.codes[event.rank] = event.code
                 life.stillness.forget(event.rank)
-                if event.code != 0:
+                if event.code != 0 and event.rank not in life.ending:
                     self._fail(
                         life,
                         rank=event.rank,
@@ -359,7 +449,12 @@ class Keeper:
                         code=event.code,
                         evidence=testimony.last_words(event.rank, event.words),
                     )
+                if life.unit and life.kill_at is None:
+                    self._tell_said(life)
+                    self._gone(life, event)
                 self._is_over(life)
+            case words.HeldRankSaid():
+                life.said.append(event.word)
             case words.StepSeen():
                 self._progressed(life, event, now)
             case words.RankHandedOver():
@@ -383,7 +478,10 @@ class Keeper:
             life.left = []
 
     def _is_over(self, life: _Life) -> None:
-        if not self._group.ranks and len(life.codes) == len(life.ranks):
+        is_awaited = life.unit and life.kill_at is None and any(life.codes.values())  # a replacement
+        if not self._group.ranks and len(life.codes) == len(life.ranks) and not is_awaited:
+            for slate in life.slates.values():
+                slate.close()
             self._life, self._question, self.codes = None, None, life.codes
             self._is_idle(life.codes)
 
@@ -401,6 +499,7 @@ class Keeper:
             codes=dict(codes),
             order=self._settings.order,
             memory=self._memory.address,
+            can_hold=self._can_hold,
         )
 
     def _say(self, kind: Any, **fields: Any) -> None:
@@ -668,6 +767,7 @@ class _StacksQuestion:
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _MOST_CHAIN = 1000
+_SNAPSHOT = b"everstep.snapshot"
 _OURS = ("/everstep/ranks/rank_main", "<frozen runpy>", "/runpy.py")
 
 
@@ -824,6 +924,18 @@ def _full_name(entry: Mapping[str, Any], configured: Any) -> str:
     members = about.get("ranks", "") if isinstance(about, dict) else ""
     backend = str(entry.get("profiling_name", "")).partition(":")[0]
     return f"{backend} {name} {members}".strip()
+
+
+def asks_to_be_held(rules: RankRules) -> bool:
+    """Whether the script names everstep. What its own modules name is not looked at: --hold says it."""
+    if rules.is_program or rules.hold == "off":
+        return False
+    if rules.hold == "on":
+        return True
+    path = script_path(rules.command, rules.folder)
+    with contextlib.suppress(OSError):
+        return path is not None and _SNAPSHOT in path.read_bytes()
+    return False
 
 
 def check(rules: RankRules) -> None:

@@ -23,6 +23,7 @@ class KeeperLine:
             None  # the folder for states that are handed over; None: they are not kept
         )
         self.restore_step: int | None = None
+        self.copy_every = 1  # snapshots from one copy to the next
         if fd is not None:
             os.set_inheritable(fd, False)
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from everstep.forked import children_of
 from everstep.ranks.words import Look
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -45,15 +46,7 @@ def _stat(pid: int) -> tuple[str, float] | None:
 
 def family(pid: int) -> list[int]:
     """All descendants."""
-    return [each for child in children(pid) for each in (child, *family(child))]
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it is gone, or a thread of it
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
+    return [each for child in children_of(pid) for each in (child, *family(child))]
 
 
 def started_with(variables: Collection[bytes]) -> list[int]:

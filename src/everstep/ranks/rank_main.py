@@ -27,11 +27,14 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+from everstep.hold import door
 from everstep.ranks import line as rank_line
 from everstep.ranks.line import KeeperLine
 
 LINE, STACKS = "EVERSTEP_RANK_LINE", "EVERSTEP_RANK_STACKS"  # gone before the script starts, as these:
 SNAPSHOTS, RESTORE = "EVERSTEP_RANK_SNAPSHOTS", "EVERSTEP_RANK_RESTORE"
+COPY_EVERY = "EVERSTEP_RANK_COPY_EVERY"
+HELD = "EVERSTEP_RANK_HELD"  # its settings are the first question on the line
 PARENT = "EVERSTEP_RANK_PARENT"  # the pid of the process that starts a rank, and with which it ends
 STACKS_SIGNAL = signal.SIGRTMIN + 7  # scripts have uses of their own for SIGUSR1 and SIGUSR2
 EXEC = "--exec"  # what follows is a program and no Python: it becomes this process
@@ -46,6 +49,8 @@ def answer_questions(line: KeeperLine) -> None:
             line.say(kind="recorded", is_written=_write_record(question["record"]))
         elif "pace" in question:
             line.say(kind="paced", is_written=_write_record(question["pace"]))
+        elif "order" in question:
+            door.take(question["order"])
         elif "count" in question and (entered := _entered()):
             line.say(kind="counted", entered=entered)
 
@@ -99,6 +104,9 @@ def attach() -> KeeperLine:
     line = rank_line.current = KeeperLine(None if fd is None else int(fd))
     line.snapshots = Path(snapshots) if snapshots else None
     line.restore_step = int(restore) if restore else None
+    line.copy_every = int(os.environ.pop(COPY_EVERY, "1"))
+    if os.environ.pop(HELD, "") and (first := line.question()) is not None:
+        door.open_door(first["hold"], line.say)
     if "torch" in sys.modules:
         line.say(kind="torch")
         threading.Thread(target=answer_questions, args=(line,), name="everstep-line", daemon=True).start()
@@ -111,7 +119,7 @@ def attach() -> KeeperLine:
 def run_program(command: list[str]) -> NoReturn:
     """It ends with its keeper, as every rank; more cannot be added to it."""
     line = os.environ.pop(LINE, None)
-    for name in (STACKS, SNAPSHOTS, RESTORE):
+    for name in (STACKS, SNAPSHOTS, RESTORE, COPY_EVERY, HELD):
         os.environ.pop(name, None)
     if line is not None:
         os.set_inheritable(int(line), False)
@@ -138,15 +146,23 @@ def run(arguments: list[str], line: KeeperLine) -> None:
             _run_module(arguments[1], arguments[2:])
         else:
             _run_script(arguments[0], arguments[1:])
+        _end()
         line.say(kind="left")  # the process ends when its threads and its modules have; that may take long
     except SystemExit as end:
         if end.code in (None, 0):
+            _end()
             line.say(kind="left")
         raise
     except BaseException as error:
         own = _own_frames(error.__traceback__)
         _report(line, error.with_traceback(own), own)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _end() -> None:
+    """Other ranks may still need answers of this one."""
+    if door.current is not None:
+        door.current.end()
 
 
 def _run_script(path: str, arguments: list[str]) -> None:

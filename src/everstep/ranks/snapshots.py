@@ -29,13 +29,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.errors import EverstepError, PeerError, UserError
+from everstep.hold import door
 from everstep.layout.box import Box, uncovered
 from everstep.log import warn
 from everstep.net.handshake import Acceptor, Opener
-from everstep.net.sockets import listening
+from everstep.net.sockets import listening, read_exactly
 from everstep.protocol.messages import KeptFile, SnapshotFile
 from everstep.ranks import line as rank_line
 from everstep.store.owned_folders import MEMORY, new_folder, remove_left
@@ -63,32 +64,61 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 class Restored(NamedTuple):
-    """The state that was handed over last, and its step. Tensors are whole, and in host memory."""
+    """The step to begin with, and the state that `state_fn` gave at its beginning. After a restart of all
+    ranks its tensors are whole, and in host memory.
+    """
 
-    state: Any
     step: int
+    state: Any
 
 
 _writing: threading.Thread | None = None
-_compared = False  # whether all ranks have the same rest
-_last: tuple[int, bool] | None = None  # the step that was handed over last; whether a second one was told of
+_snapshots = 0  # so far
+_last: tuple[int, bool] | None = None  # the step that was copied last; whether a second one was told of
 
 
-def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
-    """Keep this state in the memory of two nodes, to continue from after a failure. All ranks call it.
+def snapshot(step: int, state_fn: Callable[[], Any], *, per_rank: bool = False) -> None:
+    """The first line of a training loop's body: step `step` begins, with the state that `state_fn` gives. All
+    ranks call it once per optimizer step.
 
-    `state`: dicts and lists of tensors, numbers and texts, as `state_dict()` gives them; tensors may be
-    DTensors. What is no DTensor is taken from rank 0, and the first state is refused if it is not the same on
-    all ranks. `per_rank`: each rank keeps its own; only as many ranks can continue from it. Returns when the
-    tensors are copied; the rest happens meanwhile. Does nothing where the script is not run as a script task
-    of Everstep.
+    When a rank dies, the others are held in their collectives, and its replacement begins with this step.
+    For that, references are kept, and nothing is copied. Every 10th state (`--copy-every`) is also copied
+    into the memory of two nodes: from the newest of these all ranks begin again if they cannot be held.
+
+    `state_fn` gives dicts and lists of tensors, numbers and texts, as `state_dict()` does; tensors may be
+    DTensors. What is no DTensor is taken from rank 0, and is refused if it is not the same on all ranks.
+    `per_rank`: each rank keeps its own in the copies, and ranks are not held. Does nothing where the script
+    is not run as a script task of Everstep.
     """
-    global _writing, _compared, _last
+    global _snapshots
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(f"step is {step!r}; give a whole number, at least 0.")
+    if not callable(state_fn):
+        raise UserError(
+            f"state_fn is a {type(state_fn).__name__}; give a function that returns the state: "
+            "everstep.snapshot(step, lambda: {...})."
+        )
     line = rank_line.current
     if line is None or line.snapshots is None:
         return
+    if door.current is not None:
+        if per_rank:
+            door.current.refuse("it calls everstep.snapshot with per_rank: each rank has a state of its own")
+        door.current.snapshot(step, state_fn)
+        _snapshots = door.current.book.interval
+    if (_snapshots + 1) % line.copy_every == 0:
+        is_first = _snapshots + 1 == line.copy_every
+        _copy(state_fn(), step, line.snapshots, line, per_rank=per_rank, is_first=is_first)
+    _snapshots += 1
+
+
+def _copy(
+    state: Any, step: int, root: Path, line: rank_line.KeeperLine, *, per_rank: bool, is_first: bool
+) -> None:
+    """Returns when the tensors are copied; the rest happens meanwhile. The first of a run is compared between
+    the ranks: by collectives, so a replacement that begins with this very step does it again.
+    """
+    global _writing, _last
     if _last is not None and _last[0] == step:
         if not _last[1]:
             warn(f"a state of step {step} was handed over already, and another one is not kept; count up")
@@ -98,14 +128,13 @@ def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {}
     keeps_rest = rank == 0 or per_rank
     rest = _staged(state, "", None if per_rank else shards, keeps_rest=keeps_rest)
-    if not per_rank and not _compared:
-        _require_alike(state, world)
-        _compared = True
+    if not per_rank and is_first:
+        _require_alike(state, world, None if door.current is None else door.current.managed)
     _last = (step, False)
     if _writing is not None:
         _writing.join()
     content = {_SHARDS: shards, _PER_RANK: per_rank} | ({_REST: rest} if keeps_rest else {})
-    folder, name = step_folder(line.snapshots, step), file_name(rank, world)
+    folder, name = step_folder(root, step), file_name(rank, world)
     if not shards and not keeps_rest:
         line.say(kind="snapshot", step=step, name="")
         return
@@ -116,8 +145,12 @@ def snapshot(state: Any, step: int, *, per_rank: bool = False) -> None:
 
 
 def restore() -> Restored | None:
-    """The state to continue from, if there is one: what all ranks have handed over last."""
+    """Before the loop, when all process groups are made. None: the run begins. Else the step to begin with,
+    and its state: in the replacement of a rank that died from a peer, after a restart from the newest copy.
+    """
     line = rank_line.current
+    if door.current is not None and (found := door.current.restore()) is not None:
+        return Restored(found.step, found.state)
     if line is None or line.snapshots is None or line.restore_step is None:
         return None
     import torch
@@ -135,7 +168,7 @@ def restore() -> Restored | None:
             shards.setdefault(key, []).append(shard)
     if rest is None:
         raise EverstepError(f"the state of step {line.restore_step} has no part of rank 0.")
-    return Restored(_rebuilt(rest, "", shards), line.restore_step)
+    return Restored(line.restore_step, _rebuilt(rest, "", shards))
 
 
 def _own(folder: Path, rank: int, world: int, step: int) -> Restored | None:
@@ -149,18 +182,21 @@ def _own(folder: Path, rank: int, world: int, step: int) -> Restored | None:
             "now: it cannot be used"
         )
         return None
-    return Restored(torch.load(path, map_location="cpu", weights_only=True)[_REST], step)
+    return Restored(step, torch.load(path, map_location="cpu", weights_only=True)[_REST])
 
 
-def _require_alike(state: Any, world: int) -> None:
-    """That all ranks have the same, but for DTensors. All ranks ask at once, and all get the same answer."""
+def _require_alike(state: Any, world: int, managed: Callable[[], Collection[int]] | None = None) -> None:
+    """That all ranks have the same, but for DTensors. All ranks ask at once, and all get the same answer.
+    `managed`: addresses of the tensors that optimizers change, where that is known; then others (running
+    means of batch norm: DDP takes rank 0's) may differ.
+    """
     import torch
     from torch import distributed
 
     if world == 1 or not (distributed.is_available() and distributed.is_initialized()):
         return
     found: dict[str, int] = {}
-    _digests(state, "", found)
+    _digests(state, "", found, None if managed is None else managed())
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
 
     def differ(numbers: list[int]) -> list[bool]:
@@ -183,19 +219,19 @@ def _require_alike(state: Any, world: int) -> None:
     )
 
 
-def _digests(value: Any, key: str, found: dict[str, int]) -> None:
+def _digests(value: Any, key: str, found: dict[str, int], managed: Collection[int] | None = None) -> None:
     """Of every value that is no DTensor."""
     import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, Mapping):
         for k, v in value.items():
-            _digests(v, _under(key, _plain(k, f"a key of {_named(key)}")), found)
+            _digests(v, _under(key, _plain(k, f"a key of {_named(key)}")), found, managed)
     elif isinstance(value, list | tuple):
         for i, v in enumerate(value):
-            _digests(v, _under(key, i), found)
+            _digests(v, _under(key, i), found, managed)
     elif isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor):
+        if not isinstance(value, DTensor) and (managed is None or value.data_ptr() in managed):
             held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             form = f"{held.dtype}{tuple(held.shape)}".encode()
             found[key] = _number(form + held.view(-1).view(torch.uint8).numpy().tobytes())
@@ -509,8 +545,8 @@ class NodeMemory:
         part = self._part(path)
         try:
             with socket.create_connection(holder, timeout=_TIMEOUT_S) as sock, part.open("wb") as file:
+                _prove(sock, Opener(self._key))
                 stream = sock.makefile("rb")
-                _prove(sock, stream, Opener(self._key))
                 sock.sendall(json.dumps({"step": step, "name": wanted.name}).encode() + b"\n")
                 (size,) = _LENGTH.unpack(stream.read(_LENGTH.size))
                 if size != wanted.file.size:
@@ -549,12 +585,9 @@ class NodeMemory:
             self._room.release()
 
     def _give(self, sock: socket.socket) -> None:
-        sock.settimeout(_STRANGER_S)
         with sock, contextlib.suppress(OSError, ValueError, KeyError, TypeError, PeerError):
-            stream = sock.makefile("rb")
-            _prove(sock, stream, Acceptor(self._key))
-            sock.settimeout(_TIMEOUT_S)
-            asked = json.loads(stream.readline(1 << 16))
+            _prove(sock, Acceptor(self._key))
+            asked = json.loads(sock.makefile("rb").readline(1 << 16))
             path = step_folder(self.folder, int(asked["step"])) / Path(str(asked["name"])).name
             if not path.is_file():
                 sock.sendall(_LENGTH.pack(-1))
@@ -565,13 +598,13 @@ class NodeMemory:
                 sock.sendfile(file)
 
 
-def _prove(sock: socket.socket, stream: BinaryIO, side: Opener | Acceptor) -> None:
-    """To each other that both know the task's secret; a PeerError if not."""
+def _prove(sock: socket.socket, side: Opener | Acceptor) -> None:
+    """To each other that both know the task's secret, in `_STRANGER_S` altogether; a PeerError if not."""
+    ends = time.monotonic() + _STRANGER_S
     if isinstance(side, Opener):
         sock.sendall(side.hello())
-    while side.wants > 0:
-        data = stream.read(side.wants)
-        if not data:
-            raise PeerError("the connection closed")
+    while (wants := side.wants) > 0:
+        data = read_exactly(sock, wants, within_s=ends - time.monotonic())
         if answer := side.feed(data):
             sock.sendall(answer)
+    sock.settimeout(_TIMEOUT_S)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everstep.protocol.held import RankWord
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
@@ -77,4 +79,12 @@ class RankRecorded:
     is_written: bool
 
 
-Event = RankRaised | RankExited | StepSeen | RankHandedOver | RankLeft | RankRecorded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRankSaid:
+    """Of a life whose ranks are held; for the machine that heals them."""
+
+    rank: int
+    word: RankWord
+
+
+Event = RankRaised | RankExited | StepSeen | RankHandedOver | RankLeft | RankRecorded | HeldRankSaid

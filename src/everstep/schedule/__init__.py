@@ -1,8 +1,8 @@
-"""A step as ops on workers: notation, generators, bounds, checker, pictures. Pure."""
+"""A step as ops on workers, and how near to the best possible it is. Pure."""
 
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
 from everstep.schedule.instance import Done, Instance, per_stage, same_cap, uniform
-from everstep.schedule.modes import MODES, ScheduleMode
+from everstep.schedule.modes import MODES
 from everstep.schedule.planner import plan
 from everstep.schedule.schedule import Planned, Schedule
 
@@ -15,7 +15,6 @@ __all__ = [
     "Op",
     "Planned",
     "Schedule",
-    "ScheduleMode",
     "Worker",
     "per_stage",
     "plan",

@@ -14,7 +14,7 @@ lists the survivor sets one more death away, most probable first; callers with i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from everstep.protocol.ops import Microbatch, Op, Worker
@@ -24,15 +24,13 @@ from everstep.schedule.planner import plan
 from everstep.schedule.schedule import LazyByWorker, Planned, Schedule
 
 Key = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
-Planner = Callable[[Instance, str], Planned]
 
 
 class PlanCache:
     """Plans of one task shape, by who is dead."""
 
-    def __init__(self, healthy: Instance, *, planner: Planner = plan, capacity: int = 256) -> None:
+    def __init__(self, healthy: Instance, *, capacity: int = 256) -> None:
         self.healthy = healthy.fault_free()
-        self._planner = planner
         self._capacity = capacity
         self._by_dead: OrderedDict[tuple[str, frozenset[Worker]], Planned] = OrderedDict()
         self._by_key: OrderedDict[tuple[str, Key], tuple[list[int], Planned]] = OrderedDict()
@@ -49,7 +47,7 @@ class PlanCache:
         key, broken = self._normalize(exact[1])
         kept = self._by_key.get((mode, key))
         if kept is None:
-            planned = self._planner(replace(self.healthy, dead=exact[1]), mode)
+            planned = plan(replace(self.healthy, dead=exact[1]), mode)
             self._by_key[mode, key] = broken, planned
         else:
             planned = self._renamed(kept[1], kept[0], broken, exact[1])
@@ -132,7 +130,7 @@ class PlanCache:
 
 def _sorts(instance: Instance) -> list[int]:
     """Per replica: which sort it is."""
-    limited = instance.stash_cap is not None or instance.memory is not None
+    limited = instance.stash_cap is not None
     seen: dict[object, int] = {}
     found = []
     for k in range(instance.replicas):

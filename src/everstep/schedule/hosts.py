@@ -6,6 +6,10 @@ within that best busiest time. Microbatches stay at home when home lives and its
 sheds only if that shortens the step: up to the busiest time of *any* stage it may as well keep its own);
 the homeless go to peers with room, in turn, so that they arrive evenly over the step.
 
+Quotas balance each stage by itself. They do not see that a microbatch on a slow worker holds a place in the
+stash of all stages above for longer, nor that its last one is late for everyone below. So the planner orders
+the step with more and with less `patience` for slow workers, and keeps what is best.
+
 On ties, fewest re-routed bytes: neighbouring broken stages draw helpers in the same order, so a homeless
 microbatch tends to stay with one helper and crosses between replicas once. In a large job the homeless are
 given to as few helpers as the quota allows: all other replicas remain alike, and are scheduled once.
@@ -22,47 +26,48 @@ from everstep.protocol.ops import Kind, Microbatch, Worker
 from everstep.schedule.instance import Instance
 
 Place = tuple[int, int, int]  # home replica, number, stage
+PATIENCE = (1.0, 0.5, 0.0, -0.4, -1.0)  # what is tried
 FEW_HELPERS_FROM_OPS = 8_000
 
 
 def choose_hosts(instance: Instance, *, patience: float = 1.0) -> dict[Place, int]:
-    """The replica that hosts each place which is not hosted at home. `patience`: up to which share of the
-    busiest time of any stage a slow worker keeps its own microbatches."""
+    """The replica that hosts each place which is not hosted at home. `patience`: 1, and a slow worker keeps
+    its own microbatches up to the busiest time of any stage; 0, up to that of its own stage; below 0, up to
+    what it could run if it were slower still, by as much again at -1.
+    """
     if instance.done:
         return _hosts_of_the_rest(instance)
-    quotas = [stage_quotas(instance, s) for s in range(instance.stages)]
+    works = [_work(instance, s, patience) for s in range(instance.stages)]
+    quotas = [_quotas(work, instance.replicas * instance.microbatches) for work in works]
     busiest = max(longest for longest, _ in quotas)
     few = 3 * instance.replicas * instance.stages * instance.microbatches > FEW_HELPERS_FROM_OPS
     broken = {worker.replica for worker in instance.dead}
     moved: dict[Place, int] = {}
-    guests: Counter[Worker] = Counter()  # what a worker hosts for others at its other parts
     for stage, (level, quota) in enumerate(quotas):
         if len(quota) < instance.replicas or min(quota.values()) < instance.microbatches:
-            keep_up_to, at = max(level, patience * busiest), instance.fold.stage(stage)
-            hosted = {k: guests[Worker(k, at)] for k in quota}
-            found = _spread(instance, stage, quota, keep_up_to, broken, hosted, few=few)
-            guests.update(Worker(k, at) for k in found.values())
-            moved.update(found)
+            keep_up_to = max(level, patience * busiest)
+            keep = {
+                k: min(instance.microbatches, max(n, int(keep_up_to / max(works[stage][k], 1e-12) + 1e-9)))
+                for k, n in quota.items()
+            }
+            moved.update(_spread(instance, stage, quota, keep, broken, few=few))
     return moved
 
 
-def stage_quotas(instance: Instance, stage: int) -> tuple[float, dict[int, int]]:
-    """The least possible time of a stage's busiest worker, and how many microbatches each fits into it."""
+def _work(instance: Instance, stage: int, patience: float) -> dict[int, float]:
+    """What a microbatch costs each worker of a stage; with less than no patience, a slow one more."""
     work = {k: work_time(instance, Worker(k, stage)) for k in instance.live(stage)}
-    jobs = instance.replicas * instance.microbatches
+    fastest, times = min(work.values()), max(1.0, 1.0 - patience)
+    return {k: seconds * (times if seconds > fastest else 1.0) for k, seconds in work.items()}
+
+
+def _quotas(work: Mapping[int, float], jobs: int) -> tuple[float, dict[int, int]]:
+    """The least possible time of a stage's busiest worker, and how many microbatches each fits into it."""
     level = least_busiest(Counter(work.values()), jobs)
     if level == 0.0:
         return 0.0, dict.fromkeys(work, jobs)
     quota = {k: int(level / w + 1e-9) for k, w in work.items()}
     return max(n * work[k] for k, n in quota.items()), quota
-
-
-def is_uneven(instance: Instance) -> bool:
-    """Do live workers of one stage differ in speed?"""
-    for stage in range(instance.stages):
-        if len({work_time(instance, Worker(k, stage)) for k in instance.live(stage)}) > 1:
-            return True
-    return False
 
 
 def least_busiest(counts: Mapping[float, int], jobs: int) -> float:
@@ -84,17 +89,12 @@ def _spread(
     instance: Instance,
     stage: int,
     quota: dict[int, int],
-    busiest: float,
+    keep: dict[int, int],
     broken: set[int],
-    hosted: dict[int, int],
     *,
     few: bool,
 ) -> dict[Place, int]:
     count = instance.microbatches
-    keep = {
-        k: min(count, max(n, int(busiest / max(work_time(instance, Worker(k, stage)), 1e-12) + 1e-9)))
-        for k, n in quota.items()
-    }
     homeless = [(m, k) for k in range(instance.replicas) for m in _shed(count, count - keep.get(k, 0))]
     room = {k: n - keep[k] for k, n in quota.items() if n > keep[k]}
     helpers = sorted(room, key=lambda k: (k in broken, k))
@@ -104,7 +104,7 @@ def _spread(
     moved: dict[Place, int] = {}
     for number, home in sorted(homeless):
         free = (k for k in helpers if given[k] < room[k])
-        helper = min(free, key=lambda k: (given[k] / room[k], hosted[k]))
+        helper = min(free, key=lambda k: given[k] / room[k])
         given[helper] += 1
         moved[home, number, stage] = helper
     return moved
@@ -128,9 +128,8 @@ def _fewest(helpers: Sequence[int], room: dict[int, int], homeless: int) -> list
 def _hosts_of_the_rest(instance: Instance) -> dict[Place, int]:
     """The rest of a broken step: where the stash is, else at home if it lives, else with the least loaded."""
     moved: dict[Place, int] = {}
-    loads: dict[int, dict[int, float]] = {}  # by stage of workers
     for stage in range(instance.stages):
-        load = loads.setdefault(instance.fold.stage(stage), dict.fromkeys(instance.live(stage), 0.0))
+        load = dict.fromkeys(instance.live(stage), 0.0)
         homeless: list[Microbatch] = []
         for microbatch in instance.homes():
             done = instance.done.get((microbatch, stage))

@@ -31,7 +31,6 @@ _OLD, _NEW = 0.7, 0.3  # how own times are smoothed
 HELD_FORWARD, HELD_WEIGHT, ROOM = "held.F", "held.W", "room"  # bytes, reported with the times
 BOUNDARY = "boundary"  # likewise: of a boundary tensor
 EAGER = "eager"  # likewise: the share of recent updates that did not wait for the norm of all stages
-DROPPED = "dropped"  # likewise: of the experts that tokens chose, the share that was full
 ALLOCATED, PEAK = (
     "memory",
     "memory.peak",
@@ -155,11 +154,11 @@ class Profile:
         self, times: Mapping[Worker, Mapping[Kind, float]], slow: Mapping[Worker, float] | None = None
     ) -> Instance:
         stages, factors = range(self.shape.stages), slow or {}
-        parts = [self.shape.fold.stage(part) for part in range(self.shape.fold.parts)]
         grids = {
             kind: tuple(
                 tuple(
-                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0) for s in parts
+                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0)
+                    for s in stages
                 )
                 for k in range(self.shape.replicas)
             )
@@ -167,7 +166,7 @@ class Profile:
         }
         return Instance(
             replicas=self.shape.replicas,
-            stages=self.shape.fold.parts,
+            stages=self.shape.stages,
             microbatches=self.shape.microbatches,
             forward=grids[Kind.F],
             input_grad=grids[Kind.I],
@@ -175,8 +174,6 @@ class Profile:
             hop=self.hop(),
             reduce=tuple(_stage_time(times, s, Kind.R) for s in stages),
             update=tuple(_stage_time(times, s, Kind.U) for s in stages),
-            virtual=self.shape.virtual,
-            turns=self.shape.turns,
         )
 
     def _shares(self) -> list[float] | None:

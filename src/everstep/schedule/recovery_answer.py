@@ -50,8 +50,7 @@ def plain_answer(question: ComputePlan, shape: Shape) -> PlanComputed:
 
 def _plain(shape: Shape, broken: BrokenStep) -> tuple[OpLists, dict[Place, int]]:
     live = [w for w in shape.workers() if w not in broken.dead]
-    at = [shape.fold.stage(part) for part in range(shape.fold.parts)]
-    here = [[w.replica for w in live if w.stage == stage] for stage in at]  # by part
+    here = [[w.replica for w in live if w.stage == stage] for stage in range(shape.stages)]
     ops: dict[Worker, list[Op]] = {worker: [] for worker in live}
     away: dict[Place, int] = {}
     order = sorted(shape.all_microbatches(), key=lambda m: (m.number, m.home))
@@ -64,7 +63,7 @@ def _plain(shape: Shape, broken: BrokenStep) -> tuple[OpLists, dict[Place, int]]
                 away[microbatch, stage] = host
             owed = [Op(kind, microbatch, stage) for kind in (Kind.F, Kind.I, Kind.W) if kind not in kinds]
             if owed:
-                worker, first = Worker(host, at[stage]), int(owed[0].kind is Kind.F)
+                worker, first = Worker(host, stage), int(owed[0].kind is Kind.F)
                 ops[worker] += owed[:first]
                 backward.append((worker, owed[first:]))
         for worker, owed in reversed(backward):

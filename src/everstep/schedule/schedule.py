@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
-from everstep.schedule.modes import MODES
+from everstep.schedule.modes import STAGGERED
 
 V = TypeVar("V")
 
@@ -64,7 +64,7 @@ class Schedule:
         }
 
     def text(self) -> str:
-        """One line a worker: `1:2 = 2F1.0 2I1.0 2W1.0 2R 2U`; `notation.parse_schedule` is the inverse."""
+        """One line a worker: `1:2 = 2F1.0 2I1.0 2W1.0 2R 2U`."""
         return "\n".join(
             f"{worker} = {' '.join(map(str, ops))}".rstrip() for worker, ops in sorted(self.ops.items())
         )
@@ -95,13 +95,12 @@ class Planned:
     starts: Mapping[Worker, tuple[float, ...]] = field(default_factory=dict)
     peak_stash: Mapping[Worker, int] = field(default_factory=dict)
     rerouted: int = 0  # (microbatch, stage) pairs that do not run at home
-    rerouted_bytes: float = 0.0  # boundary tensors that cross from one replica to another
     because: str = ""
 
     @property
     def value(self) -> float:
         """What the mode minimises."""
-        return self.period if MODES[self.mode].staggered else self.makespan
+        return self.period if self.mode == STAGGERED else self.makespan
 
     @property
     def gap(self) -> float:

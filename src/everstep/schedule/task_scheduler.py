@@ -8,8 +8,6 @@ here; and a worker that has become slow, which the coordinator asks for, with th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 
 from everstep.protocol.actions import ComputePlan
 from everstep.protocol.events import PlanComputed
@@ -17,21 +15,17 @@ from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.schedule.cache import PlanCache
-from everstep.schedule.instance import Grid, Instance
-from everstep.schedule.modes import WITH_BARRIER
-from everstep.schedule.planner import plan
+from everstep.schedule.instance import Instance
+from everstep.schedule.modes import DECOUPLED
 from everstep.schedule.profile import Profile
 from everstep.schedule.recovery_answer import answer
-from everstep.schedule.repeating import repeating_period
 from everstep.schedule.schedule import Planned
 from everstep.schedule.stash_limits import capped
 
 FIRST_LOOK = 3  # steps after which the schedule is made again, with measured times
 LEAST_STEPS = 20  # between two schedules for the sake of stages' shares
 LOOKS = 5  # steps on end that must show another share
-GOOD_ENOUGH = 0.03  # over the bound
 SELDOM, MOSTLY = 0.3, 0.7  # updates that are eager: below, a barrier is planned; above, none
-STILL_LESS = (1.3, 2.0)  # times slower than it is, as if: what a slow worker may be better off with
 
 
 class TaskScheduler:
@@ -54,9 +48,8 @@ class TaskScheduler:
         known = dict(slow or {})
         if self._plans is None or known != self._slow or self._outdated() is not None:
             self._slow, self.mode = known, self._mode_now()
-            planner = partial(plan_with_speeds, slow=frozenset(known)) if known else plan
-            healthy = capped(self.profile.instance(known), self.mode, planner, self.profile.rooms)
-            self._plans = PlanCache(healthy, planner=planner)
+            healthy = capped(self.profile.instance(known), self.mode, self.profile.rooms)
+            self._plans = PlanCache(healthy)
         self._gone, self._all_ready = question.dead, False
         return answer(question, self._plans, self.mode)
 
@@ -73,7 +66,7 @@ class TaskScheduler:
         eager = self.profile.eager()
         if eager is None or SELDOM <= eager <= MOSTLY:
             return self.mode
-        return self._allowed if eager > MOSTLY else WITH_BARRIER
+        return self._allowed if eager > MOSTLY else DECOUPLED
 
     def _outdated(self) -> str | None:
         if (stale := self.profile.drift()) is not None or self._mode_now() == self.mode:
@@ -90,31 +83,3 @@ class TaskScheduler:
         """In an idle moment: plan for one of the deaths that may come next."""
         if self._plans is not None and not self._all_ready:
             self._all_ready = self._plans.prepare(self._gone, self.mode, most=1) == 0
-
-
-def plan_with_speeds(instance: Instance, mode: str, *, slow: frozenset[Worker]) -> Planned:
-    """A slow worker's last microbatch may cost the pipeline more than its time: try with still less work."""
-    best = plan(instance, mode)
-    for times in STILL_LESS if best.gap > GOOD_ENOUGH else ():
-        other = plan(_slower(instance, slow, times), mode)
-        period = repeating_period(other, instance)
-        if period < best.value:
-            best = replace(other, period=period, makespan=period, lower_bound=best.lower_bound)
-    return best
-
-
-def _slower(instance: Instance, slow: frozenset[Worker], times: float) -> Instance:
-    at = instance.fold
-
-    def scaled(grid: Grid) -> Grid:
-        return tuple(
-            tuple(t * times if Worker(k, at.stage(s)) in slow else t for s, t in enumerate(row))
-            for k, row in enumerate(grid)
-        )
-
-    return replace(
-        instance,
-        forward=scaled(instance.forward),
-        input_grad=scaled(instance.input_grad),
-        weight_grad=scaled(instance.weight_grad),
-    )

@@ -67,15 +67,13 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
     """Start times of a fixed order. The order must be free of deadlock, as every generator's is."""
     stages, hop, last_stage, num_workers = problem.stages, problem.hop, problem.stages - 1, len(order)
     host, forward, backward, weight = problem.host, problem.forward, problem.backward, problem.weight
-    of_workers, worker_of, is_folded = len(problem.closing), problem.worker, problem.is_folded
     past = min(released)
     # An end of +inf means "not yet"; what was done before we started ended long ago.
     never, long_ago = float("inf"), past - hop
     forward_end = [long_ago if have else never for have in problem.have_forward]
     input_end = [long_ago if have else never for have in problem.have_input]
-    have_weight = problem.have_weight
     at = [0] * num_workers
-    clock = [released[w % of_workers] for w in range(num_workers)]
+    clock = [released[w % stages] for w in range(num_workers)]
     starts: list[list[float]] = [[] for _ in range(num_workers)]
     waits_f: dict[int, int] = {}
     waits_i: dict[int, int] = {}
@@ -90,8 +88,6 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
             if kind == 0:
                 if stage:
                     came = forward_end[unit - 1] + hop
-                    if is_folded and worker_of[host[unit - 1]] == worker:
-                        came -= hop  # to itself
                     if came > now:
                         if came == never:
                             waits_f[unit - 1] = worker
@@ -105,8 +101,6 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
             elif kind == 1:
                 if stage != last_stage:
                     came = input_end[unit + 1] + hop
-                    if is_folded and worker_of[host[unit + 1]] == worker:
-                        came -= hop
                     if came > now:
                         if came == never:
                             waits_i[unit + 1] = worker
@@ -114,8 +108,6 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
                         now = came
                 mine.append(now)
                 now += backward[cell]
-                if have_weight[unit] and problem.fused:  # its weight gradient is in the sum already
-                    now -= weight[cell]
                 input_end[unit] = now
                 if unit in waits_i:
                     ready.append(waits_i.pop(unit))
@@ -127,8 +119,8 @@ def run(problem: Compact, order: Sequence[Sequence[int]], released: Sequence[flo
         clock[worker] = now
     assert all(len(s) == len(o) for s, o in zip(starts, order, strict=True)), "the order deadlocks"
     ends = [
-        max((clock[w] for w in range(stage, num_workers, of_workers) if order[w]), default=released[stage])
+        max((clock[w] for w in range(stage, num_workers, stages) if order[w]), default=released[stage])
         + problem.closing[stage]
-        for stage in range(of_workers)
+        for stage in range(stages)
     ]
     return Timing(starts, ends, list(released))

@@ -63,12 +63,11 @@ class ApiCall:
     roles: frozenset[Role]
     does: str  # may not ...
     own: bool = False  # a submitter: its own tasks only
+    standby: bool = False  # also answered by a coordinator that does not lead
 
 
-def _call(
-    method: str, path: str, handler: str, roles: frozenset[Role], does: str, own: bool = False
-) -> ApiCall:
-    return ApiCall(method=method, path=path, handler=handler, roles=roles, does=does, own=own)
+def _call(method: str, path: str, handler: str, roles: frozenset[Role], does: str, **more: bool) -> ApiCall:
+    return ApiCall(method=method, path=path, handler=handler, roles=roles, does=does, **more)
 
 
 CALLS = (
@@ -81,13 +80,11 @@ CALLS = (
     _call("POST", "/v1/tickets", "ticket", READERS, "open the page"),
     _call("GET", "/v1/watch", "watch", READERS, "watch the cluster"),
     _call("GET", "/v1/news", "news", READERS, "read decisions"),
-    _call("GET", "/v1/outlook", "outlook", READERS, "read the outlook"),
     _call("GET", "/v1/plans", "plans", READERS, "read plans"),
     _call("GET", "/v1/routes", "routes", READERS, "read routes"),
     _call("GET", "/v1/digest", "digest", READERS, "read the digest"),
     _call("GET", "/v1/audit", "audit", READERS, "read who did what"),
     _call("GET", "/v1/history", "history", READERS, "read the history"),
-    _call("GET", "/v1/owners", "owners", READERS, "read owners"),
     _call("GET", "/v1/report", "report", READERS, "read the report"),
     _call("GET", "/v1/queue", "queue", READERS, "read the queue"),
     _call("GET", "/v1/events/{number}", "event", READERS, "read events"),
@@ -97,7 +94,6 @@ CALLS = (
     _call("GET", "/v1/tasks/{task}", "task", READERS, "read tasks"),
     _call("GET", "/v1/tasks/{task}/logs", "logs", READERS, "read logs"),
     _call("GET", "/v1/tasks/{task}/readings", "readings", READERS, "read tasks"),
-    _call("GET", "/v1/tasks/{task}/gantt", "gantt", READERS, "read tasks"),
     _call("GET", "/v1/tasks/{task}/trace", "trace", READERS, "read tasks"),
     _call("GET", "/v1/tasks/{task}/stacks", "stacks", READERS, "read tasks"),
     _call("POST", "/v1/tasks/{task}/{verb:cancel}", "task_verb", SUBMITTERS, "cancel a task", own=True),
@@ -111,10 +107,9 @@ CALLS = (
     _call("GET", "/v1/nodes/{node}", "node", READERS, "read nodes"),
     _call("POST", "/v1/nodes/{node}/{verb:drain}", "node_verb", ADMINS, "drain a node"),
     _call("POST", "/v1/nodes/{node}/{verb:readmit}", "node_verb", ADMINS, "readmit a node"),
-    _call("POST", "/v1/nodes/{node}/{verb:expect}", "node_verb", ADMINS, "announce a repair"),
     _call("POST", "/v1/nodes/{node}/{verb:notice}", "node_verb", ADMINS, "announce that a node leaves"),
     _call("POST", "/v1/nodes/{node}/{verb}", "no_node_verb", READERS, "change nodes"),
-    _call("GET", "/metrics", "metrics", READERS, "read metrics"),
+    _call("GET", "/metrics", "metrics", READERS, "read metrics", standby=True),
 )
 
 
@@ -304,6 +299,14 @@ class CredentialsFile:
         """No token and no certificate of this role and name is accepted."""
         self.credentials = [one for one in self.credentials if (one.role, one.name) != (role, name)]
         self.credentials.append(Credential(role=role, name=name, digest=""))
+
+    def is_of(self, name: str, file: Path) -> bool:
+        """Does the file hold a token of this name?"""
+        try:
+            digest = digest_of(read_token(file))
+        except UserError:
+            return False
+        return any(one.digest == digest for one in self._named(name))
 
     def _named(self, name: str) -> list[Credential]:
         return [one for one in self.credentials if one.name == name]

@@ -34,7 +34,6 @@ MAX_SLOTS = 4096
 MAX_PORT = 65_535
 # Until an agent is told which of its reports are durable; and where more than a few agents wait for that.
 HEARD_S, HEARD_BY_MANY_S, FEW = 0.02, 0.5, 64
-PROTOCOL_WITHOUT_A_NUMBER = 3  # agents of that version do not say which one they speak
 
 Queued = msg.Dispatch | dict[str, Any]
 
@@ -47,8 +46,9 @@ class AgentConnections:
         self._boots: dict[str, str] = {}
         self._heard: dict[str, int] = {}  # by node: its last report that is durable, if it was not told yet
         self._telling: asyncio.TimerHandle | None = None
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # the node that was asked, its answer
         self._questions = 0
+        self._greeted: set[str] = set()  # nodes that have said hello in this term
         self.routes: Any = None  # over the fabric, for agents that are there and for those that come
 
     @property
@@ -92,6 +92,14 @@ class AgentConnections:
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
+        for asked in {node for node, _ in self._asked.values()}:
+            self._unanswered(asked, f"node {asked} cannot be asked: this coordinator no longer leads")
+
+    def _unanswered(self, node: str, because: str) -> None:
+        """Who asked this node need not wait any longer."""
+        for asked, answer in self._asked.values():
+            if asked == node and not answer.done():
+                answer.set_exception(PeerError(because))
 
     def _send(self, node: str, message: Queued) -> None:
         queue = self._queues.get(node)
@@ -108,17 +116,18 @@ class AgentConnections:
             raise PeerError(f"node {node} is not connected")
         self._questions += 1
         number = self._questions
-        self._asked[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (node, answer)
         self._send(node, {"ask": number, **question})
         try:
-            return await asyncio.wait_for(self._asked[number], within_s)
+            return await asyncio.wait_for(answer, within_s)
         except TimeoutError:
             raise PeerError(f"node {node} does not answer") from None
         finally:
             del self._asked[number]
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        line = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=None, timeout=1.0)
+        line = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, heartbeat=None, timeout=1.0, compress=False)
         await line.prepare(request)
         if (sock := request.get_extra_info("socket")) is not None:
             with contextlib.suppress(OSError):
@@ -126,7 +135,7 @@ class AgentConnections:
         try:
             first = await line.receive_json(timeout=10.0)
             hello, term = _hello(first)
-            orders = OrderLine(hello.epochs, packs=bool(first.get("unpacks")))
+            orders = OrderLine(hello.epochs)
         except (
             PeerError,
             KeyError,
@@ -136,7 +145,7 @@ class AgentConnections:
             RecursionError,
             TimeoutError,
         ) as error:
-            await line.send_json({"refused": f"this is not an agent's hello: {error}"})
+            await line.send_json({"refused": f"this agent's hello is refused: {error}"})
             await line.close()
             return line
         caller = CALLER.get()
@@ -165,13 +174,16 @@ class AgentConnections:
         """Why this journal must be an older copy of the one that the agent followed; empty: it is not.
 
         An agent has never carried out an order that was not in the journal before. Orders of this term do not
-        count when it says its first hello: it could not hear them yet.
+        count when it says its first hello: it could not hear them yet. Only that first one is believed: a new
+        journal id costs every node something, and a node must not be able to ask for it again and again.
         """
         machine = self._term.machine
+        is_first = hello.node not in self._greeted
+        self._greeted.add(hello.node)
         node, before = machine.nodes.get(hello.node), self._term.sent_before.pop(hello.node, None)
         if not hello.journal or hello.journal != machine.policy.journal:
             return ""
-        if term > self._term.number:
+        if is_first and term > self._term.number:
             return "an agent has heard a later term of it"
         if node is not None and node.boot == hello.boot and before is not None and hello.done > before:
             return (
@@ -223,6 +235,7 @@ class AgentConnections:
                 del self._queues[node]
                 del self._boots[node]
                 self._heard.pop(node, None)
+                self._unanswered(node, f"node {node} is not connected any more")
                 self._term.closed.add(node)
                 if self._term.traffic is not None:
                     self._term.traffic.heard(node, ())
@@ -259,9 +272,9 @@ class AgentConnections:
             self._term.hear(msg.NodeLeft(node=node))
             return
         if "answer" in message:
-            asked = self._asked.get(message["answer"])
-            if asked is not None and not asked.done():
-                asked.set_result(message["value"])
+            asked, answer = self._asked.get(message["answer"], ("", None))
+            if answer is not None and asked == node and not answer.done():
+                answer.set_result(message["value"])
             return
         try:
             report = decode(msg.NodeReport, message["report"])
@@ -279,7 +292,9 @@ class AgentConnections:
             sender=decode(msg.Sender | None, message["sender"]),
         )
         if isinstance(said.report, msg.TimesReported):
-            if not fences.refused(node, said.report, said.sender, self._term.machine.tasks):
+            machine = self._term.machine
+            known = machine.nodes.get(node)
+            if known is not None and not fences.refused(known, said.report, said.sender, machine.tasks):
                 self._term.learn(said.report)
             return
         if size > MAX_ENTRY_BYTES and (packed := self._term.packed_bytes(said)) > MAX_ENTRY_BYTES:
@@ -318,7 +333,12 @@ def _unknown_kind(report: Any) -> str:
 def _hello(message: Any) -> tuple[msg.NodeJoined, int]:
     """Who it is, what it runs and has done; and the term of the coordinator that it followed last."""
     told = {"epochs": message.get("facts", {}), "done": message["done"]}
-    hello = decode(msg.NodeJoined, {"protocol": PROTOCOL_WITHOUT_A_NUMBER, **message["hello"], **told})
+    if (spoken := message["hello"].get("protocol")) != PROTOCOL:
+        raise PeerError(
+            f"it speaks protocol {clipped(str(spoken), 20)}, this coordinator {PROTOCOL}; give both the same "
+            "version of Everstep"
+        )
+    hello = decode(msg.NodeJoined, {**message["hello"], **told})
     if not 1 <= hello.slots <= MAX_SLOTS:
         raise PeerError(f"{hello.slots} slots; a node has 1 to {MAX_SLOTS}")
     for what, port in (("memory_port", hello.memory_port), ("pair_port", hello.pair_port)):

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ from everstep.core.cluster.retention import MOST_CLOSED
 from everstep.core.cluster.task import OVER, Task
 from everstep.errors import EverstepError, InternalError, PeerError, UserError
 from everstep.net.strangers import StrangerLimit
+from everstep.outbound import OURS
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import parse_worker
 from everstep.schedule.task_scheduler import TaskScheduler
@@ -34,13 +35,13 @@ from everstep.server.archive import Archive
 from everstep.server.journal import LostLeadership
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.pages import PROTOCOL, TICKET_S, Pages, Tickets
-from everstep.server.quotas import Quotas, asked_workers, num_workers, usage_of
 from everstep.server.record import ClusterRecord
 from everstep.server.viewers import Viewers
 
 MAX_BODY = 1 << 20
 MAX_LOG = 1 << 20
 MAX_VIEWERS = 200
+FRESH_S = 0.25  # so long an answer of the nodes serves all who look at a task
 STACKS_S = 15.0  # for a node to read all its workers
 CREDENTIALS_S = 1.0  # between two looks at the credential files
 VIEWER_PING_S = 20.0  # a closed laptop must not keep its place
@@ -87,14 +88,14 @@ class Api:
         served: Served,
         *,
         credentials: Credentials,
-        quotas: Quotas | None = None,
         archive: Archive | None = None,
         hosts: frozenset[str] = frozenset(),
     ) -> None:
         """`hosts`: names this server may be called by, beside loopback's; any if there are credentials."""
         self.served, self.record, self.strangers = served, served.record, StrangerLimit()
         self.access = AccessControl(credentials, hosts)
-        self._quotas, self._archive = quotas or Quotas(None), archive
+        self._archive = archive
+        self._asked: dict[tuple[str, str], tuple[float, asyncio.Future[dict[str, Any]]]] = {}
         self._calls: dict[web.AbstractResource | None, dict[str, ApiCall]] = {}
         self.metrics = ClusterMetrics(self.record)
         self._viewers = 0
@@ -103,6 +104,7 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app.on_response_prepare.append(_sign)
         for call in CALLS:
             handler = getattr(self, f"_{call.handler}")
             add = app.router.add_get if call.method == "GET" else app.router.add_post
@@ -123,7 +125,7 @@ class Api:
             caller = caller or self.access.caller(request)
             CALLER.set(caller)
             self.strangers.know(request)
-            if not self.record.leads:
+            if not self.record.leads and not self._answers_standing_by(request):
                 return _refuse(503, "this coordinator is starting, or stands by for another; try again.")
             if refusal := self._refusal(request, caller):
                 return _refuse(403, refusal)
@@ -138,10 +140,18 @@ class Api:
         except ConnectionResetError:  # the caller has hung up before it was answered
             return web.Response(status=408)
 
+    def _called(self, request: web.Request) -> ApiCall | None:
+        """None: its path or method is not in the table."""
+        method = "GET" if request.method == "HEAD" else request.method
+        return self._calls.get(request.match_info.route.resource, {}).get(method)
+
+    def _answers_standing_by(self, request: web.Request) -> bool:
+        call = self._called(request)
+        return call is not None and call.standby
+
     def _refusal(self, request: web.Request, caller: Caller) -> str:
         """Why this caller may not; empty if it may. A path that is not in the table answers 404 to all."""
-        method = "GET" if request.method == "HEAD" else request.method
-        call = self._calls.get(request.match_info.route.resource, {}).get(method)
+        call = self._called(request)
         if call is None:
             return ""
         task = self.record.machine.tasks.get(request.match_info.get("task", ""))
@@ -172,10 +182,6 @@ class Api:
 
     async def _news(self, request: web.Request) -> web.Response:
         return web.json_response(list(self.record.news))
-
-    async def _outlook(self, request: web.Request) -> web.Response:
-        """What the planner would do if the next likely thing happened."""
-        return web.json_response(self._dashboards.outlook.foreseen())
 
     async def _plans(self, request: web.Request) -> web.Response:
         """The planner's `last` decisions, with the alternatives it weighed; the newest first."""
@@ -213,27 +219,19 @@ class Api:
         )
         return web.json_response(found)
 
-    async def _owners(self, request: web.Request) -> web.Response:
-        """Who has how many workers and tasks, and how many each may have."""
-        tasks = self.record.machine.tasks.values()
-        rows = []
-        for owner in sorted({task.request.owner for task in tasks if task.state not in OVER}):
-            used, quota = usage_of(owner, tasks), self._quotas.of(owner)
-            row = {"owner": owner, "workers": used.workers, "tasks": used.tasks}
-            rows.append(row | {"most_workers": quota.workers, "most_tasks": quota.tasks})
-        return web.json_response(rows)
-
     async def _event(self, request: web.Request) -> web.Response:
-        """An event of the recent past, what followed from it, and the chain of causes behind it."""
+        """An event of the recent past, and what followed from it."""
         text = request.match_info["number"]
-        chain = self.record.causes.chain(requests.whole(text, "event"))
-        if not chain:
+        told = self.record.recent.get(requests.whole(text, "event"))
+        if told is None:
             return _refuse(404, f"event {text} is not known, or too long ago.")
-        return web.json_response({"chain": [views.link(self.record, link) for link in chain]})
+        return web.json_response(views.event(self.record, told))
 
     async def _incidents(self, request: web.Request) -> web.Response:
-        """`?last=N`: only those."""
-        found = self.record.machine.log.incidents
+        """`?last=N`: only those. `?after=NUMBER`, `?task=T`: only later ones, only those of a task."""
+        after, task = requests.whole(request.query.get("after", "0"), "after"), request.query.get("task")
+        every = self.record.machine.log.incidents
+        found = [one for one in every if one.number > after and task in (None, one.task)]
         if (count := requests.last(request)) is not None:
             found = found[-count:]
         return web.json_response([views.incident(self.record, one) for one in found])
@@ -254,9 +252,10 @@ class Api:
         return _refuse(404, f"there is no incident {text!r}; everstep explain lists recent ones.")
 
     async def _task(self, request: web.Request) -> web.Response:
-        """`?rows=N`: only so many of its last steps."""
+        """`?rows=N`: only so many of its last steps. `?after=STEP`: only the steps behind it."""
         rows = requests.whole(request.query["rows"], "rows") if "rows" in request.query else None
-        return web.json_response(views.task(self.record, self._named_task(request), rows=rows))
+        after = requests.whole(request.query.get("after", "0"), "after")
+        return web.json_response(views.task(self.record, self._named_task(request), rows=rows, after=after))
 
     async def _logs(self, request: web.Request) -> web.Response:
         task = self._named_task(request)
@@ -266,12 +265,18 @@ class Api:
         if "from" in request.query:
             question["from"] = requests.whole(request.query["from"], "from")
         seat = task.seats.get(worker)
-        nodes = sorted(self.served.lines.nodes) if seat is None else [seat.node]
+        nodes = sorted(self._may_have_logs(task)) if seat is None else [seat.node]
         found = await newest_log(self.served.lines, nodes, question)
         if isinstance(found, str):
             return _refuse(404, f"there is no log of worker {worker} of {task.name}: {found}")
         answer = {"task": task.name, "worker": str(worker), "node": found["node"], "state": task.state}
         return web.json_response(answer | {"text": found["text"], "next": found["next"]})
+
+    def _may_have_logs(self, task: Task) -> set[str]:
+        """Nodes that have had workers of it; if their agents were started anew, any node."""
+        known = self.record.machine.nodes
+        there = self.served.lines.nodes
+        return {node for node in there if node in known and task.name in known[node].opened} or there
 
     async def _readings(self, request: web.Request) -> web.Response:
         """What every worker of a task does right now, from its node's shared memory."""
@@ -284,8 +289,19 @@ class Api:
     async def _rows_of_nodes(
         self, request: web.Request, question: dict[str, Any], within_s: float = 5.0
     ) -> web.Response:
-        task = self._named_task(request)
-        answers = await self._ask_nodes(task, question, within_s)
+        """Agents are asked once, however many look: those who ask while an answer is on its way, or is fresh,
+        get the same.
+        """
+        task, now = self._named_task(request), time.monotonic()
+        self._asked = {
+            one: (at, answer)
+            for one, (at, answer) in self._asked.items()
+            if not answer.done() or now - at < FRESH_S
+        }
+        about = task.name, question["what"]
+        if about not in self._asked:
+            self._asked[about] = now, asyncio.ensure_future(self._ask_nodes(task, question, within_s))
+        answers = await asyncio.shield(self._asked[about][1])  # one who hangs up does not end it for others
         rows = [
             row | {"node": node}
             for node, answer in answers.items()
@@ -295,12 +311,18 @@ class Api:
         return web.json_response({"task": task.name, "workers": rows})
 
     async def _ask_nodes(self, task: Task, question: dict[str, Any], within_s: float = 5.0) -> dict[str, Any]:
-        """The answers of the nodes that have workers of this task; of those that do not answer, why."""
-        nodes = sorted({seat.node for seat in task.seats.values()} & self.served.lines.nodes)
+        """The answers of the nodes that have workers of this task, about these workers; of those that do not
+        answer, why.
+        """
+        workers: dict[str, set[str]] = {}
+        for worker, seat in task.seats.items():
+            workers.setdefault(seat.node, set()).add(str(worker))
+        nodes = sorted(workers.keys() & self.served.lines.nodes)
         asked = (
             self.served.lines.ask(node, question | {"task": task.name}, within_s=within_s) for node in nodes
         )
-        return dict(zip(nodes, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+        answers = zip(nodes, await asyncio.gather(*asked, return_exceptions=True), strict=True)
+        return {node: _about(workers[node], answer) for node, answer in answers}
 
     async def _trace(self, request: web.Request) -> web.Response:
         """`?first=A&last=B`: the ops of these steps, and what workers sent each other."""
@@ -316,16 +338,6 @@ class Api:
                 "workers": step_timeline.traced(scheduler, answers),
             }
         )
-
-    async def _gantt(self, request: web.Request) -> web.Response:
-        """The last step as it was planned and as it was run."""
-        task = self._named_task(request)
-        answers = (await self._ask_nodes(task, {"what": "ops"})).values()
-        measured = {
-            worker: ops for answer in answers if isinstance(answer, dict) for worker, ops in answer.items()
-        }
-        measured = {worker: ops for worker, ops in measured.items() if isinstance(ops, dict) and ops}
-        return web.json_response(step_timeline.document(self.served.schedulers.get(task.name), measured))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), content_type="text/plain")
@@ -397,13 +409,6 @@ class Api:
         given, tasks = await requests.body(request), self.record.machine.tasks
         nodes = self.record.machine.nodes.values()
         submitted = requests.submission(given, known=tasks, owner=CALLER.get().words, nodes=nodes)
-        self._quotas.check(
-            submitted.owner,
-            tasks.values(),
-            task=submitted.task,
-            workers=asked_workers(submitted, submitted.shape),
-            weight=submitted.weight,
-        )
         await self.served.handle(submitted)
         task = self.record.machine.tasks[submitted.task]
         return web.json_response(views.task(self.record, task), status=201)
@@ -432,18 +437,12 @@ class Api:
                 slots = [n.slots for n in self.record.machine.nodes.values() if n.state is NodeState.UP]
                 event = requests.reshape(task, await requests.body(request), slots=slots, by=by)
             case "update":
-                steps = self.record.steps.get(task.name)
-                rows = [] if steps is None else list(steps.rows)
-                event = requests.update(task, await requests.body(request), rows=rows, by=by)
+                event = requests.update(task, await requests.body(request), by=by)
             case _:
                 raise InternalError(f"no task verb {verb}")
         if task.state in OVER:
             command = {"unpause": "resume", "release": "resize", "reshape": "resize"}.get(verb, verb)
             raise UserError(f"task {task.name} is {task.state}; {command} is not possible.")
-        if isinstance(event, msg.ReshapeRequested):
-            count, owner = num_workers(event.shape), task.request.owner
-            every = self.record.machine.tasks.values()
-            self._quotas.check(owner, every, task=task.name, workers=count, weight=task.weight)
         await self.served.handle(event)
         return web.json_response(views.task(self.record, task))
 
@@ -456,9 +455,6 @@ class Api:
                 event = requests.drain(given, node, self.record.machine.roster, by=by)
             case "readmit":
                 event = msg.ReadmitRequested(node=node.name, by=by)
-            case "expect":
-                seconds = requests.repair_s(given, node)
-                event = msg.RepairPromised(node=node.name, back_in_s=seconds, by=by)
             case "notice":
                 event = requests.notice(given, node, by=by)
             case _:
@@ -486,6 +482,11 @@ async def _until_closed(line: web.WebSocketResponse) -> None:
 
 def _json(document: Any) -> str:
     return json.dumps(document, separators=(",", ":"))
+
+
+async def _sign(request: web.Request, answer: web.StreamResponse) -> None:
+    """A client believes no other program that listens at this address."""
+    answer.headers[OURS] = "coordinator"
 
 
 def _refuse(status: int, sentence: str) -> web.Response:
@@ -579,6 +580,15 @@ class AccessControl:
             raise web.HTTPForbidden(text=f"{name!r} is not a name of this coordinator")
 
 
+def _about(workers: Collection[str], answer: Any) -> Any:
+    """What a node says of its own workers; of others it knows nothing."""
+    if isinstance(answer, dict):
+        return {worker: found for worker, found in answer.items() if worker in workers}
+    if isinstance(answer, list):
+        return [row for row in answer if isinstance(row, dict) and str(row.get("worker")) in workers]
+    return answer
+
+
 # ------------------------------------------------------------------
 # Which node has what a worker printed last. Of a worker without a slot any more, any node may have it.
 
@@ -593,9 +603,12 @@ async def newest_log(
     """The answer that was written last, with its node; or why there is none."""
     answers = await asyncio.gather(*(lines.ask(node, question) for node in nodes), return_exceptions=True)
     found = [
-        answer | {"node": node}
+        {"text": text, "at": at, "next": after, "node": node}
         for node, answer in zip(nodes, answers, strict=True)
-        if isinstance(answer, dict) and "text" in answer
+        if isinstance(answer, dict)
+        and isinstance(text := answer.get("text"), str)
+        and isinstance(at := answer.get("at"), int | float)
+        and isinstance(after := answer.get("next"), int)
     ]
     if found:
         return max(found, key=lambda one: (one["at"], one["node"]))

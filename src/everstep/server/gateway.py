@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from everstep import outbound
 from everstep.errors import EverstepError, UserError
 
 ATTEMPT_S = 1.0  # for one endpoint, before the next one is asked
@@ -74,7 +75,7 @@ class Gateway:
     async def open(self) -> None:
         headers = {"Authorization": self._token} if self._token else {}
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
-        self._session = aiohttp.ClientSession(headers=headers, connector=connector)
+        self._session = outbound.session(headers=headers, connector=connector)
 
     async def close(self) -> None:
         session, self._session = self._session, None

@@ -1,26 +1,138 @@
-"""What Prometheus reads. Collected when asked, from the state itself: nothing is counted twice."""
+"""What Prometheus reads. Collected when asked, from the state itself: nothing is counted twice.
+
+`METRICS` is the one table of names, labels and the values that a label may have: what is exported is made
+from it, and the alert rules (`deploy/prometheus`) and the Grafana board are checked against it. A counter
+never goes back, whatever a task does; what can, such as the step it is at, is a gauge.
+
+A coordinator that stands by answers with its own two lines: it is up, and it does not lead.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from everstep import __version__
+from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
+from everstep.core.cluster.progress import SHOWN_STATES
 from everstep.core.cluster.task import TaskState
-from everstep.drive.goodput import STEPS
+from everstep.drive.goodput import STEPS, Cause
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.job.presets import flops_per_token
+from everstep.plan.ask import worth
 from everstep.protocol.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
-from everstep.server.outlook import waf
 from everstep.server.record import ClusterRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    kind: Literal["gauge", "counter", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of labels that have only these
+
+    @property
+    def suffix(self) -> str:
+        return {"gauge": "", "counter": "_total", "histogram": "_bucket"}[self.kind]
+
+
+def _gauge(text: str, *labels: str, **values: tuple[str, ...]) -> MetricRow:
+    return MetricRow(kind="gauge", text=text, labels=(*labels, *values), values=values)
+
+
+def _counter(text: str, *labels: str, **values: tuple[str, ...]) -> MetricRow:
+    return MetricRow(kind="counter", text=text, labels=(*labels, *values), values=values)
+
+
+METRICS: Mapping[str, MetricRow] = {  # by name, without the suffix that Prometheus wants
+    "everstep_leader": _gauge("1 if this coordinator is the leader."),
+    "everstep_build_info": _gauge("Always 1; the version is a label.", "version"),
+    "everstep_nodes": _gauge("Nodes by state.", state=tuple(NodeState)),
+    "everstep_node_heartbeat_age_seconds": _gauge("Seconds since the last heartbeat of a node.", "node"),
+    "everstep_slots": _gauge("Slots of usable nodes.", use=("free", "lost", "taken")),
+    "everstep_task_state": _gauge(
+        "1 for the state that a task is in, 0 for the others; stalled: it should train, and a stage has no "
+        "worker.",
+        "task",
+        state=SHOWN_STATES,
+    ),
+    "everstep_task_step": _gauge(
+        "Newest completed step. It goes back if a task resumes from an older state.", "task"
+    ),
+    "everstep_task_steps": _counter("Completed steps, also those that were completed before.", "task"),
+    "everstep_task_wanted_steps": _gauge("Steps a task runs in total.", "task"),
+    "everstep_task_step_seconds": _gauge("Duration of the last step.", "task"),
+    "everstep_task_step_tokens": _gauge("Tokens of a step, where known.", "task"),
+    "everstep_task_step_model_flops": _gauge(
+        "Model FLOPs of a step, where known: times the rate of productive steps, by the peak of the devices, "
+        "they are MFU.",
+        "task",
+    ),
+    "everstep_task_loss": _gauge("Loss of the last step.", "task"),
+    "everstep_task_workers": _gauge("Workers of a task.", "task"),
+    "everstep_task_places": _gauge("Maximum workers of a task: replicas times stages.", "task"),
+    "everstep_task_weight": _gauge(
+        "Weight of a task: times the rate of its model FLOPs, its share of WAF.", "task"
+    ),
+    "everstep_task_epoch": _gauge("Changes of membership or schedule.", "task"),
+    "everstep_task_microbatches_issued": _gauge("Microbatches of the completed steps.", "task"),
+    "everstep_task_microbatches_committed": _gauge(
+        "Microbatches committed exactly once; any difference from issued is a bug.", "task"
+    ),
+    "everstep_task_protected_step": _gauge("Newest step whose state is saved, on disk or in memory.", "task"),
+    "everstep_task_failed_saves": _counter("States that could not be saved.", "task"),
+    "everstep_task_goodput_ratio": _gauge("Productive time as a part of all time.", "task"),
+    "everstep_task_productive_seconds": _counter("Time in steps that count, once each.", "task"),
+    "everstep_task_productive_steps": _counter("Steps that count, once each.", "task"),
+    "everstep_task_lost_seconds": _counter(
+        "Lost time by cause (docs/goodput.md).", "task", cause=tuple(Cause)
+    ),
+    "everstep_incidents": _counter("Incidents by verdict.", "severity", "kind"),
+    "everstep_incidents_open": _gauge("Incidents that are not closed."),
+    "everstep_recovery_seconds": MetricRow(
+        kind="histogram",
+        text="Time from first evidence to recovery, of closed incidents.",
+    ),
+    "everstep_waf_workers": _gauge("Weighted achieved work (WAF), in units of one worker."),
+    "everstep_waf_full_workers": _gauge(
+        "Weighted achieved work (WAF) at full capacity, in units of one worker."
+    ),
+    "everstep_journal_entries": _counter("Events in the journal."),
+    "everstep_event_handling_median_seconds": _gauge("Time to handle an event, median of the last 10,000."),
+    "everstep_event_handling_p99_seconds": _gauge("Time to handle an event, p99 of the last 10,000."),
+}
+
+
+class _Families:
+    """The metrics of the table, with the samples that they have been given."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+
+    def set(self, name: str, value: float | None, *labels: str) -> None:
+        """`value` None: not known."""
+        if value is not None:
+            self.named(name).add_metric(labels, value)
+
+    def named(self, name: str) -> GaugeMetricFamily | CounterMetricFamily:
+        """Also without a sample yet."""
+        if name not in self._found:
+            row = METRICS[name]
+            family = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+            self._found[name] = family(name, row.text, labels=row.labels)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._found.values())
 
 
 class ClusterMetrics(Collector):
@@ -29,7 +141,7 @@ class ClusterMetrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         # By task: its job, and the tokens and the model FLOPs of a step.
-        self._tokens: dict[str, tuple[Any, tuple[int | None, int | None]]] = {}
+        self._work: dict[str, tuple[Any, tuple[int | None, int | None]]] = {}
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -38,142 +150,85 @@ class ClusterMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._nodes()
-        yield from self._tasks()
-        yield from self._incidents()
-        yield from self._goodput()
+        found = _Families()
+        found.set("everstep_leader", int(self.record.leads))
+        found.set("everstep_build_info", 1, __version__)
+        if not self.record.leads:
+            yield from found
+            return
+        self._nodes(found)
+        self._tasks(found)
+        self._goodput(found)
+        recoveries = self._incidents(found)
         now, full = waf(self.record.machine)
-        yield _one("everstep_waf_workers", "Weighted achieved work (WAF), in units of one worker.", now)
-        yield _one(
-            "everstep_waf_full_workers",
-            "Weighted achieved work (WAF) at full capacity, in units of one worker.",
-            full,
-        )
-        entries = CounterMetricFamily("everstep_journal_entries", "Events in the journal.")
-        entries.add_metric([], self.record.number)
-        yield entries
-        yield _one("everstep_leader", "1 if this coordinator is the leader.", int(self.record.leads))
+        found.set("everstep_waf_workers", now)
+        found.set("everstep_waf_full_workers", full)
+        found.set("everstep_journal_entries", self.record.number)
         handled = sorted(self.record.handled_s) or [0.0]
         for name, share in (("median", 0.5), ("p99", 0.99)):
-            text = f"Time to handle an event, {name} of the last {len(handled)}."
             value = handled[int(share * (len(handled) - 1))]
-            yield _one(f"everstep_event_handling_{name}_seconds", text, value)
+            found.set(f"everstep_event_handling_{name}_seconds", value)
+        yield from found
+        yield _recoveries(recoveries, self.record.machine.log.forgotten)
 
-    def _nodes(self) -> Iterator[Metric]:
-        states = GaugeMetricFamily("everstep_nodes", "Nodes by state.", labels=["state"])
-        nodes = self.record.machine.nodes.values()
+    def _nodes(self, found: _Families) -> None:
+        nodes, roster = self.record.machine.nodes.values(), self.record.machine.roster
         for state in NodeState:
-            states.add_metric([state], sum(node.state is state for node in nodes))
-        yield states
-        ages = GaugeMetricFamily(
-            "everstep_node_heartbeat_age_seconds",
-            "Seconds since the last heartbeat of a node.",
-            labels=["node"],
-        )
+            found.set("everstep_nodes", sum(node.state is state for node in nodes), state)
         now = time.monotonic()
         for node in nodes:
-            age = self.record.hearts.age_s(node.name, now)
-            if age is not None:
-                ages.add_metric([node.name], age)
-        yield ages
-        slots = GaugeMetricFamily("everstep_slots", "Slots of usable nodes.", labels=["use"])
-        free = self.record.machine.roster.num_free
-        slots.add_metric(["free"], free)
-        slots.add_metric(["lost"], sum(len(node.lost_slots) for node in nodes))
-        slots.add_metric(["taken"], self.record.machine.roster.num_taken)
-        yield slots
+            found.set(
+                "everstep_node_heartbeat_age_seconds", self.record.hearts.age_s(node.name, now), node.name
+            )
+        found.set("everstep_slots", roster.num_free, "free")
+        found.set("everstep_slots", sum(len(node.lost_slots) for node in nodes), "lost")
+        found.set("everstep_slots", roster.num_taken, "taken")
 
-    def _tasks(self) -> Iterator[Metric]:
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"everstep_task_{name}", text, labels=["task"])
-
-        step = CounterMetricFamily("everstep_task_steps", "Completed steps.", labels=["task"])
-        wanted = gauge("wanted_steps", "Steps a task runs in total.")
-        seconds = gauge("step_seconds", "Duration of the last step.")
-        loss = gauge("loss", "Loss of the last step.")
-        dropped = gauge("dropped_ratio", "Share of the experts that tokens chose which were full.")
-        workers = gauge("workers", "Workers of a task.")
-        places = gauge("places", "Maximum workers of a task: replicas times stages.")
-        running = gauge("running", "1 if the task is training, 0 if it waits, stalls, is paused or ended.")
-        weight = gauge("weight", "Weight of a task: times the rate of its model FLOPs, its share of WAF.")
-        epoch = gauge("epoch", "Changes of membership or schedule.")
-        issued = gauge("microbatches_issued", "Microbatches of the completed steps.")
-        protected = gauge("protected_step", "Newest step whose state is saved, on disk or in memory.")
-        not_saved = CounterMetricFamily(
-            "everstep_task_failed_saves", "States that could not be saved.", labels=["task"]
-        )
-        committed = gauge(
-            "microbatches_committed",
-            "Microbatches committed exactly once; any difference from issued is a bug.",
-        )
+    def _tasks(self, found: _Families) -> None:
+        for name in METRICS:
+            if name.startswith("everstep_task_"):
+                found.named(name)
         for task in self.record.machine.tasks.values():
-            row, name = views.task_row(self.record, task), [task.name]
-            step.add_metric(name, row["step"])
-            wanted.add_metric(name, row["steps"])
-            workers.add_metric(name, row["workers"])
-            places.add_metric(name, row["places"])
-            running.add_metric(name, int(row["state"] == TaskState.RUNNING))
-            epoch.add_metric(name, row["epoch"])
-            weight.add_metric(name, task.weight)
-            protected.add_metric(name, row["saved"]["protected"])
-            not_saved.add_metric(name, row["saved"]["failed"])
-            issued.add_metric(name, row["microbatches"]["issued"])
-            committed.add_metric(name, row["microbatches"]["committed"])
-            if row["step_seconds"] is not None:
-                seconds.add_metric(name, row["step_seconds"])
-            if row["loss"] is not None:
-                loss.add_metric(name, row["loss"])
-            if row["dropped"] is not None:
-                dropped.add_metric(name, row["dropped"])
-        yield from (step, wanted, seconds, loss, workers, places, running, epoch, issued, committed)
-        yield from (weight, protected, not_saved, dropped)
+            row = views.task_row(self.record, task)
+            for state in SHOWN_STATES:
+                found.set("everstep_task_state", int(row["state"] == state), task.name, state)
+            values = {
+                "step": row["step"],
+                "steps": row["made"],
+                "wanted_steps": row["steps"],
+                "step_seconds": row["step_seconds"],
+                "loss": row["loss"],
+                "workers": row["workers"],
+                "places": row["places"],
+                "weight": task.weight,
+                "epoch": row["epoch"],
+                "microbatches_issued": row["microbatches"]["issued"],
+                "microbatches_committed": row["microbatches"]["committed"],
+                "protected_step": row["saved"]["protected"],
+                "failed_saves": row["saved"]["failed"],
+            }
+            for name, value in values.items():
+                found.set(f"everstep_task_{name}", value, task.name)
 
-    def _goodput(self) -> Iterator[Metric]:
-        ratio = GaugeMetricFamily(
-            "everstep_task_goodput_ratio", "Productive time as a part of all time.", labels=["task"]
-        )
-        productive = CounterMetricFamily(
-            "everstep_task_productive_seconds", "Time in steps that count, once each.", labels=["task"]
-        )
-        lost = CounterMetricFamily(
-            "everstep_task_lost_seconds", "Lost time by cause (docs/goodput.md).", labels=["task", "cause"]
-        )
-        tokens = CounterMetricFamily(
-            "everstep_task_tokens", "Tokens of the steps that count, where known.", labels=["task"]
-        )
-        flops = CounterMetricFamily(
-            "everstep_task_model_flops",
-            "Model FLOPs of the steps that count, where known: its rate by the peak of the devices is MFU.",
-            labels=["task"],
-        )
+    def _goodput(self, found: _Families) -> None:
         tasks = self.record.machine.tasks
-        self._tokens = {name: known for name, known in self._tokens.items() if name in tasks}
+        self._work = {name: known for name, known in self._work.items() if name in tasks}
         for name, task in tasks.items():
             if (account := self.record.accounts.tasks.get(name)) is None:
                 continue
-            if account.ratio is not None:
-                ratio.add_metric([name], account.ratio)
-            productive.add_metric([name], account.productive_s)
+            found.set("everstep_task_goodput_ratio", account.ratio, name)
+            found.set("everstep_task_productive_seconds", account.productive_s, name)
+            found.set("everstep_task_productive_steps", account.totals.get(STEPS, 0.0), name)
             for cause, seconds_lost in account.lost().items():
-                lost.add_metric([name, cause], seconds_lost)
-            if name not in self._tokens or self._tokens[name][0] is not task.job:
-                self._tokens[name] = task.job, work_in_step(task.job)
-            num_tokens, num_flops = self._tokens[name][1]
-            num_steps = account.totals.get(STEPS, 0.0)
-            if num_tokens is not None:
-                tokens.add_metric([name], num_tokens * num_steps)
-            if num_flops is not None:
-                flops.add_metric([name], num_flops * num_steps)
-        yield from (ratio, productive, lost, tokens, flops)
-        text = "Always 1; the version is a label."
-        build = GaugeMetricFamily("everstep_build_info", text, labels=["version"])
-        build.add_metric([__version__], 1)
-        yield build
+                found.set("everstep_task_lost_seconds", seconds_lost, name, cause)
+            if name not in self._work or self._work[name][0] is not task.job:
+                self._work[name] = task.job, work_in_step(task.job)
+            num_tokens, num_flops = self._work[name][1]
+            found.set("everstep_task_step_tokens", num_tokens, name)
+            found.set("everstep_task_step_model_flops", num_flops, name)
 
-    def _incidents(self) -> Iterator[Metric]:
-        total = CounterMetricFamily(
-            "everstep_incidents", "Incidents by verdict.", labels=["severity", "kind"]
-        )
+    def _incidents(self, found: _Families) -> list[float]:
+        """How long the recoveries took."""
         log = self.record.machine.log
         counts = dict(log.forgotten.verdicts)
         recoveries = []
@@ -181,15 +236,11 @@ class ClusterMetrics(Collector):
             counts[incident.label] = counts.get(incident.label, 0) + 1
             if incident.resumed_at is not None:
                 recoveries.append(incident.resumed_at - incident.evidence_at)
+        found.named("everstep_incidents")
         for key, count in counts.items():
-            total.add_metric(key.split(" ", 1), count)
-        yield total
-        yield _one(
-            "everstep_incidents_open",
-            "Incidents that are not closed.",
-            len(self.record.machine.log.open_ones()),
-        )
-        yield _recoveries(recoveries, log.forgotten)
+            found.set("everstep_incidents", count, *key.split(" ", 1))
+        found.set("everstep_incidents_open", len(log.open_ones()))
+        return recoveries
 
 
 def work_in_step(job: Any) -> tuple[int | None, int | None]:
@@ -200,7 +251,7 @@ def work_in_step(job: Any) -> tuple[int | None, int | None]:
     except (UserError, OSError, TypeError):
         return None, None
     length = parsed.data.sequence or (language and language[1])
-    if parsed.data.kind not in ("synthetic", "file", "tokens") or not length:
+    if parsed.data.kind not in ("synthetic", "tokens") or not length:
         return None, None
     tokens, form = parsed.data.rows * length * parsed.microbatches_in_step, parsed.model.shape()
     return tokens, None if form is None else tokens * flops_per_token(form, length)
@@ -215,11 +266,19 @@ def _recoveries(recoveries: list[float], forgotten: ForgottenIncidents) -> Metri
     everything = sum(forgotten.recoveries.values()) + len(recoveries)
     return HistogramMetricFamily(
         "everstep_recovery_seconds",
-        "Time from first evidence to recovery, of closed incidents.",
+        METRICS["everstep_recovery_seconds"].text,
         buckets=[*buckets, ("+Inf", everything)],
         sum_value=sum(recoveries) + forgotten.recovery_s,
     )
 
 
-def _one(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
+def waf(machine: Coordinator) -> tuple[float, float]:
+    """The sum over running tasks of weight times work, in the work of one worker of a full pipeline; and
+    what it is with every place taken.
+    """
+    now = full = 0.0
+    for task in machine.tasks.values():
+        if task.state is TaskState.RUNNING:
+            now += worth(task, 0 if task.recovery is None else task.recovery.num_members)
+            full += worth(task, task.shape.replicas * task.shape.stages)
+    return round(now, 4), round(full, 4)

@@ -8,6 +8,7 @@ machine that takes over, show the same.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.faults.detector import Heartbeats
-from everstep.drive.causes import Causes
 from everstep.drive.goodput import Accounts, account_from
 from everstep.drive.ports import HandledEvent
+from everstep.drive.recent_events import RecentEvents
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
 from everstep.log import say
 from everstep.protocol import messages as msg
@@ -42,9 +43,10 @@ class ClusterRecord:
         *,
         files: StepFiles | None = None,
         say: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`files`: where each task's rows are also written."""
-        self.say = say
+        self.say, self.clock = say, clock
         self.machine = Coordinator()
         self.hearts = Heartbeats(patience_s=SILENCE_S)
         self.leads = False
@@ -58,7 +60,7 @@ class ClusterRecord:
         self.listeners: set[Callable[[dict[str, Any]], None]] = set()
         self.handled_s: deque[float] = deque(maxlen=10_000)  # time to decide
         self.files = files
-        self.causes = Causes(of_event=words.event, of_action=words.decision)
+        self.recent = RecentEvents(of_event=words.event, of_action=words.decision)
 
     def begin(self, machine: Coordinator, hearts: Heartbeats, number: int, steps: Any) -> None:
         """Another state takes the place of this one. `steps`: the rows it comes with, from a snapshot."""
@@ -72,7 +74,7 @@ class ClusterRecord:
         self.accounts = Accounts()
         for task, document in kept.pop(_ACCOUNTS, {}).items():
             self.accounts.tasks[task] = account_from(document)
-        self.causes = Causes(of_event=words.event, of_action=words.decision)
+        self.recent = RecentEvents(of_event=words.event, of_action=words.decision)
         self.steps = {task: rows_from(document) for task, document in kept.items()}
 
     def lead(self) -> None:
@@ -95,7 +97,7 @@ class ClusterRecord:
 
     def handled(self, one: HandledEvent) -> None:
         self.number = one.number
-        self.causes.handled(one)
+        self.recent.handled(one)
         at = one.at + self.ahead_s
         if one.event is not None and OPERATOR in TABLE[type(one.event)].by:
             by = getattr(one.event, "by", getattr(one.event, "owner", ""))
@@ -182,10 +184,6 @@ class ClusterRecord:
         done = min(recorded, task.steps or recorded)
         total = task.shape.replicas * task.shape.microbatches
         self._steps(task.name).begin(at, done=done, microbatches=total)
-
-    def learn(self, report: msg.TimesReported) -> None:
-        if report.task in self.machine.tasks:
-            self._steps(report.task).learn(report)
 
     def _steps(self, task: str) -> StepRows:
         if task not in self.steps:

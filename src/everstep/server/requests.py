@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +16,8 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import costs_of_drain
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task, TaskState
-from everstep.drive.step_rows import StepRow
 from everstep.engine.telemetry.faults import check_fault, parse_fault
-from everstep.errors import PeerError, UserError
+from everstep.errors import PeerError, UserError, clipped
 from everstep.job.compiling import choice_for, settled
 from everstep.job.job import MOST_WORKERS, Job
 from everstep.job.tables import shown
@@ -42,8 +39,6 @@ from everstep.store.places import root_of
 MOST_WEIGHT = 1_000_000
 MOST_RESTARTS = 1_000_000
 MOST_REPAIR_S = 365 * 86_400
-MOST_TRIAL_STEPS = 1_000_000
-USUAL_OF = 32  # steps that say what is usual
 MOST_NESTED = 100  # levels of a request
 NAMED = 20  # tasks or nodes, in a sentence that says what is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -106,7 +101,7 @@ def submission(
         closes=job.evaluation is not None,
         on_nan=job.verify.nan,
         on_spike=job.verify.spike,
-        votes_on_all=job.vote_period[0] == 1,
+        votes_on_all=job.vote_period == 1,
         needs=needs,
         compile_because=compiling.because,
     )
@@ -157,7 +152,7 @@ def _script_task(name: str, given: Any, weight: float, owner: str) -> TaskSubmit
 def _refuse_shared_folder(wanted: CheckpointFolder, known: Mapping[str, Task]) -> None:
     """Two tasks in one folder would continue from each other's states and damage each other's checkpoints."""
     for task in known.values():
-        theirs = None if task.request.needs is None else task.request.needs.checkpoints
+        theirs = task.request.needs.checkpoints
         if theirs is not None and task.state not in OVER and _root(theirs) == _root(wanted):
             raise UserError(
                 f"checkpoint.folder is {wanted.folder!r}, where task {task.name} ({task.state}) keeps its "
@@ -197,8 +192,7 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: s
         )
     most = job.most_stages()
     if most is not None and job.stages > most:
-        fits = "layers" if job.virtual == 1 else f"layers for stages with virtual = {job.virtual}"
-        raise UserError(f"stages is {job.stages}, and the model has {most} {fits}.")
+        raise UserError(f"stages is {job.stages}, and the model has {most} layers.")
     if job.stages > sum(count // job.shards for count in slots):
         each = "one slot" if job.shards == 1 else f"{job.shards} slots of one node"
         raise UserError(
@@ -209,14 +203,14 @@ def reshape(task: Task, given: Mapping[str, Any], *, slots: Sequence[int], by: s
     return ReshapeRequested(task=task.name, job=job.to_dict(), shape=shape, by=by)
 
 
-def update(task: Task, given: Mapping[str, Any], *, rows: Sequence[StepRow], by: str) -> UpdateRequested:
-    """Another job for a running task. `rows`: its recent steps, which say what is usual."""
-    unknown = given.keys() - {"job", "steps", "loss_band", "pace_band"}
+def update(task: Task, given: Mapping[str, Any], *, by: str) -> UpdateRequested:
+    """Another job for a running task."""
+    unknown = given.keys() - {"job"}
     if unknown:
-        raise UserError(f"{shown(min(unknown))} is not a key of an update; give job, steps and bands.")
+        raise UserError(f"{shown(min(unknown))} is not a key of an update; give job.")
     if task.is_script or task.request.script:
         raise UserError(f"task {task.name} is a script; cancel it and submit the new one.")
-    if task.trial is not None or task.next_shape is not None:
+    if task.next_shape is not None:
         raise UserError(
             f"task {task.name} is being changed already; wait for the end of it (everstep status)."
         )
@@ -238,38 +232,19 @@ def update(task: Task, given: Mapping[str, Any], *, rows: Sequence[StepRow], by:
             f"a step of the new job has {job.microbatches_in_step} microbatches, and one of task {task.name} "
             f"{now.microbatches_in_step}; an update keeps the batch."
         )
-    steps = given.get("steps", 20)
-    if type(steps) is not int or not 1 <= steps <= MOST_TRIAL_STEPS:
-        raise UserError(f"steps is {shown(steps)}; give the steps on trial, 1 to {MOST_TRIAL_STEPS:,}.")
-    recent = rows[-USUAL_OF:]
-    losses = [row.loss for row in recent if math.isfinite(row.loss)]
-    loss_band, pace_band = _band(given, "loss_band", 0.25), _band(given, "pace_band", 0.5)
-    most_loss = most_s = None
-    if losses and loss_band:
-        most_loss = statistics.fmean(losses) + loss_band * abs(statistics.fmean(losses))
-    if recent and pace_band:
-        most_s = statistics.median(row.seconds for row in recent) * (1 + pace_band)
     shaped = job.reshaped(now.replicas, now.stages, now.shards)
     return UpdateRequested(
         task=task.name,
         job=shaped.to_dict(),
         shape=shaped.task_shape(),
-        steps=steps,
-        most_loss=most_loss,
-        most_step_s=most_s,
         by=by,
     )
 
 
-def _band(given: Mapping[str, Any], field: str, usual: float) -> float:
-    band = given.get(field, usual)
-    if isinstance(band, bool) or not isinstance(band, int | float) or not 0 <= band <= 1000:
-        raise UserError(f"{field} is {shown(band)}; give a part such as 0.25, or 0 for no limit.")
-    return float(band)
-
-
 async def body(request: web.Request) -> dict[str, Any]:
     try:
+        if packed := request.headers.get("Content-Encoding", "").strip():
+            raise UserError(f"a body in {clipped(packed, 20)} is not unpacked here; send it as plain JSON.")
         body = json.loads(await request.read() or b"{}")
     except (ValueError, RecursionError):
         raise UserError("the body is not JSON.") from None
@@ -291,14 +266,6 @@ def _is_deep(body: Any) -> bool:
             for inner in (one.values() if isinstance(one, dict) else one)
         ]
     return bool(level)
-
-
-def repair_s(given: dict[str, Any], node: Node) -> float:
-    """The seconds until a node is back."""
-    seconds = _seconds(given, "back_in_s", 1, "the node is back")
-    if node.state is NodeState.UP:
-        raise UserError(f"node {node.name} is up; only a node that is away can be expected back.")
-    return seconds
 
 
 def pause(given: dict[str, Any], task: str, *, by: str) -> PauseRequested:

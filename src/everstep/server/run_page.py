@@ -179,9 +179,6 @@ class RunApi(Api):
             document["without_faults"] = self._follower.without_faults or None
         return web.json_response(document)
 
-    async def _gantt(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._follower.launcher.ask(what="gantt"))
-
     async def _submit(self, request: web.Request) -> web.Response:
         return _refuse(403, "this is the page of one run; submit tasks to a coordinator.")
 
@@ -202,7 +199,7 @@ async def follow(listener: socket.socket, line: socket.socket) -> None:
         return
     follower = RunFollower(launcher)
     api = RunApi(follower, token=hello["token"], may_hurt=hello["may_hurt"])
-    runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=0.2)
+    runner = api.strangers.runner(api.app(), shutdown_timeout=0.2)
     await runner.setup()
     try:
         serving = False

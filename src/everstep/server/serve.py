@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -22,13 +21,9 @@ from everstep.server.api import Api
 from everstep.server.archive import Archive
 from everstep.server.certificates import server_context
 from everstep.server.journal import Journal, LostLeadership, SqliteJournal
-from everstep.server.otlp import LogsExporter, MetricsExporter
-from everstep.server.quotas import Quotas
-from everstep.server.record import SILENCE_S, ClusterRecord
-from everstep.server.scalars import TaskScalars
+from everstep.server.record import SILENCE_S
 from everstep.server.term import Daemon
 from everstep.server.traces import IncidentTraces
-from everstep.server.webhooks import Notifier, read_webhooks
 
 OPEN_AGAIN_S = 1.0
 NOTICES_S = 1.0  # in which agents that were told to end in the same moment say so
@@ -57,11 +52,6 @@ class ServerSettings:
     client_ca: Path | None = None  # callers are known by certificates of this authority
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
-    otlp_metrics: str = ""  # where metrics go
-    otlp_logs: str = ""  # where decisions go
-    webhooks: Path | None = None  # who is told
-    quotas: Path | None = None  # how much each owner may ask for
-    tensorboard: Path | None = None  # where the scalars of tasks go
     fabric: Topology | None = None  # that of the workers' traffic
     grace_s: float = 0.0  # told to end, it serves nodes that leave for so long
 
@@ -137,30 +127,19 @@ async def serve(
         fabric=settings.fabric,
     )
     archive = Archive(daemon.record, settings.folder)
-    instance = settings.name or socket.gethostname()
-    listeners: list[Archive | Listener] = [archive, *_listeners(daemon.record, settings)]
-    exporters: list[MetricsExporter | LogsExporter] = []
-    if settings.otlp_metrics:
-        exporters.append(MetricsExporter(daemon.record, settings.otlp_metrics, instance=instance))
-    if settings.otlp_logs:
-        exporters.append(logs := LogsExporter(daemon.record, settings.otlp_logs, instance=instance))
-        listeners.append(logs)
+    listeners: list[Archive | IncidentTraces] = [archive]
+    if settings.otel:
+        listeners.append(IncidentTraces(daemon.record, settings.otel))
     daemon.record.listeners |= {listener.hear for listener in listeners}
     api = Api(
         daemon,
         credentials=settings.callers(),
-        quotas=Quotas(settings.quotas),
         archive=archive,
         hosts=frozenset({settings.host}),
     )
-    runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=1.0)
+    runner = api.strangers.runner(api.app(), shutdown_timeout=1.0)
     await runner.setup()
-    assert runner.server is not None
-    watching = [
-        asyncio.create_task(api.strangers.watch(runner.server)),
-        asyncio.create_task(api.access.watch()),
-    ]
-    watching += [asyncio.create_task(exporter.run()) for exporter in exporters]
+    watching = [asyncio.create_task(api.access.watch())]
     site = web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls(), reuse_address=True)
     try:
         try:
@@ -224,21 +203,6 @@ async def _open_again(journal: Journal) -> None:
         except UserError as error:
             warn(f"coordinator: {error} Trying again.")
             await asyncio.sleep(OPEN_AGAIN_S)
-
-
-Listener = IncidentTraces | TaskScalars | Notifier | LogsExporter
-
-
-def _listeners(record: ClusterRecord, settings: ServerSettings) -> list[Listener]:
-    """Listeners other than viewers."""
-    found: list[Listener] = []
-    if settings.webhooks is not None:
-        found.append(Notifier(record, read_webhooks(settings.webhooks)))
-    if settings.otel:
-        found.append(IncidentTraces(record, settings.otel))
-    if settings.tensorboard is not None:
-        found.append(TaskScalars(record, settings.tensorboard))
-    return found
 
 
 def _journal(settings: ServerSettings) -> Journal:

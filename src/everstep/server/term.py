@@ -305,7 +305,6 @@ class Term:
         """For the scheduler and the watch only: not journaled, and forgotten by a restart."""
         try:
             learned = list(self.thinking.learn(self.machine, report))
-            self.record.learn(report)
             if self.traffic is not None:
                 self.traffic.learn(report)
         except Exception:  # the main loop: it would end the agent's line, and the report would come again

@@ -22,7 +22,6 @@ from typing import Any
 from aiohttp import web
 
 from everstep.server import views
-from everstep.server.outlook import Outlook
 from everstep.server.record import ClusterRecord
 
 SOON_S = 0.1
@@ -37,8 +36,6 @@ MAX_UNREAD = 4  # messages
 class Viewers:
     def __init__(self, record: ClusterRecord, connected: Callable[[], set[str]]) -> None:
         self.record, self._connected = record, connected
-        self.outlook = Outlook(record)
-        record.listeners.add(self.outlook.hear)
         self._queues: dict[asyncio.Queue[str], tuple[str, ...]] = {}  # with what this reader may do
         self._stirred = asyncio.Event()
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_AT_ONCE)
@@ -121,7 +118,6 @@ class Viewers:
                 "nodes": [mark.row(name) for name, mark in marks.items()],
                 "tasks": [views.task_row(self.record, task) for task in self.record.machine.tasks.values()],
                 "incidents": views.incident_counts(self.record),
-                "waf": self.outlook.past(),
                 "news": list(self.record.news)[-NEWS_AT_FIRST:],
             }
         )
@@ -136,7 +132,6 @@ class Viewers:
             "tasks": [row for name, row in tasks.items() if self._tasks.get(name) != row],
             "steps": {task: list(rows) for task, rows in self._steps.items()},
             "news": list(self._news),
-            "waf": self.outlook.take_fresh(),
         }
         self._nodes, self._tasks = nodes, tasks
         self._steps.clear()

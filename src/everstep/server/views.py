@@ -9,14 +9,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.progress import empty_stages, why_stalled
+from everstep.core.cluster.progress import STALLED, empty_stages, slots_lacking, why_stalled
 from everstep.core.cluster.task import OVER, Task
-from everstep.core.cluster.trial import Trial
 from everstep.core.task.states import Absent, Copied, Copying, Entering, Member, Started, Starting
-from everstep.drive.causes import CauseLink
+from everstep.drive.recent_events import EventTold
 from everstep.drive.step_rows import StepRows
 from everstep.protocol.codec import encode
-from everstep.protocol.incidents import Incident, OpsTook, PacesSeen, WorkerWaits
+from everstep.protocol.incidents import Incident
 from everstep.server.record import ClusterRecord
 
 STORIES = 30
@@ -159,12 +158,12 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
     steps = record.steps.get(task.name)
     last = steps.rows[-1] if steps is not None and steps.rows else None
     recovery = task.recovery
-    stalled = _stalled(steps, task)
+    stalled = _stalled(record, steps, task)
     account = record.accounts.tasks.get(task.name)
     return {
         "task": task.name,
-        "state": "stalled" if stalled else task.state,
-        "because": stalled or "; ".join(filter(None, (task.because, _update(task)))),
+        "state": STALLED if stalled else task.state,
+        "because": stalled or task.because,
         "owner": task.request.owner,
         "goodput": None if account is None or account.ratio is None else round(account.ratio, 3),
         "weight": task.weight,
@@ -178,36 +177,27 @@ def task_row(record: ClusterRecord, task: Task) -> dict[str, Any]:
         "workers": len(task.seats),
         "places": task.shape.replicas * task.shape.stages,
         "asked": _asked(task),
-        "working": 0 if recovery is None else sum(isinstance(p, Member) for p in recovery.places.values()),
+        "working": _working(task),
         "step": _recorded(task) if recovery is not None else 0 if steps is None else steps.last,
         "steps": task.steps,
+        "made": 0 if steps is None else steps.made,
         "epoch": recovery.epoch if recovery is not None else 0,
         "phase": type(recovery.phase).__name__.lower() if recovery is not None else None,
         "script": _script(task),
         "saved": saved_row(task),
-        "trial": None if task.trial is None else _trial(task.trial),
         "loss": None if last is None else finite(last.loss),
         "curve": _curve(steps) if task.state in OVER else [],
         "step_seconds": None if last is None else round(last.seconds, 6),
         "evaluation": None if steps is None else _evaluation(steps),
-        "dropped": None if steps is None else steps.dropped_share(),
         "microbatches": _microbatches(task, steps),
     }
 
 
-def _update(task: Task) -> str:
-    """What has become of it, in words."""
-    trial = task.trial
-    if trial is None or task.next_shape is not None:
-        return task.updated
-    return f"the update by {trial.request.by} is on trial: {trial.num_steps} of {trial.request.steps} steps"
-
-
-def _trial(trial: Trial) -> dict[str, Any]:
-    """Of an update."""
-    request = trial.request
-    limits = {"most_loss": request.most_loss, "most_step_s": request.most_step_s}
-    return {"by": request.by, "steps": trial.num_steps, "of": request.steps, **limits}
+def _working(task: Task) -> int:
+    """Workers that take part; of a task that is over none, though its recovery still names them."""
+    if task.recovery is None or task.state in OVER:
+        return 0
+    return sum(isinstance(place, Member) for place in task.recovery.places.values())
 
 
 def _curve(steps: StepRows | None) -> list[float | None]:
@@ -288,12 +278,15 @@ def _microbatches(task: Task, steps: StepRows | None) -> dict[str, int]:
     }
 
 
-def _stalled(steps: StepRows | None, task: Task) -> str:
+def _stalled(record: ClusterRecord, steps: StepRows | None, task: Task) -> str:
     if steps is None or not steps.last_at:
         return ""
     recent = [row.seconds for row in itertools.islice(reversed(steps.rows), USUAL_OF)]
     usual_s = median(recent) if recent else 0.0
-    return why_stalled(task, since_step_s=time.time() - steps.last_at, usual_step_s=usual_s)
+    roster, since_step_s = record.machine.roster, record.clock() - steps.last_at
+    why = why_stalled(roster, task, since_step_s=since_step_s, usual_step_s=usual_s)
+    slots = slots_lacking(task) if why else 0
+    return f"{why}; slots needed: {slots}, free: {roster.num_free}" if slots else why
 
 
 def saved_row(task: Task) -> dict[str, Any]:
@@ -305,10 +298,13 @@ def saved_row(task: Task) -> dict[str, Any]:
     }
 
 
-def task(record: ClusterRecord, task: Task, *, rows: int | None = None) -> dict[str, Any]:
-    """One task in full; of its steps, the last `rows`."""
+def task(record: ClusterRecord, task: Task, *, rows: int | None = None, after: int = 0) -> dict[str, Any]:
+    """One task in full; of its steps, the last `rows`, and of these those behind step `after`."""
     steps = record.steps.get(task.name)
-    kept = [] if steps is None else list(steps.rows)
+    every = () if steps is None else reversed(steps.rows)
+    # From the newest back: a task that went back has rows of the same steps twice.
+    kept = list(every) if not after else list(itertools.takewhile(lambda row: row.step > after, every))
+    kept.reverse()
     if rows is not None:
         kept = kept[len(kept) - min(rows, len(kept)) :]
     places = task.recovery.places if task.recovery is not None else {}
@@ -403,7 +399,7 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
             }
             for r in one.remedies
         ],
-        "finding": picture(one),
+        "finding": finding(one),
         "timeline": [
             {"at": at(moment), "because": because}
             for moment, because in _timeline(one, _is_script(record, one))
@@ -411,16 +407,13 @@ def incident(record: ClusterRecord, one: Incident) -> dict[str, Any]:
     }
 
 
-def link(record: ClusterRecord, one: CauseLink) -> dict[str, Any]:
-    """An event and what followed from it. `answers`: the action it is an answer to."""
+def event(record: ClusterRecord, one: EventTold) -> dict[str, Any]:
+    """An event and what followed from it."""
     return {
         "event": one.number,
         "at": one.at + record.ahead_s,
         "text": one.text,
         "actions": [{"text": done.text, "because": done.because} for done in one.actions],
-        "answers": None
-        if one.answers is None
-        else {"text": one.answers.text, "because": one.answers.because, "event": one.answers.cause},
     }
 
 
@@ -468,36 +461,10 @@ def finite(value: float | None) -> float | None:
 # It is made of the facts behind the evidence of an incident (`protocol.incidents`), not of its sentences.
 
 
-def picture(one: Incident) -> dict[str, Any]:
-    """Who is suspected, who was ruled out, and what there is to draw."""
-    facts = [item.fact for item in one.evidence if item.fact is not None]
+def finding(one: Incident) -> dict[str, Any]:
+    """Who is suspected, and who was ruled out."""
     return {
         "suspects": [f"worker {worker}" for worker in one.workers]
         + ([f"node {one.node}"] if one.node else []),
         "ruled_out": [item.clears for item in one.evidence if item.clears],
-        "waits": [
-            {
-                "waiter": str(fact.worker),
-                "awaits": fact.awaits,
-                "for": None if fact.sender is None else str(fact.sender),
-                "seconds": round(fact.seconds, 2),
-            }
-            for fact in facts
-            if isinstance(fact, WorkerWaits)
-        ],
-        "paces": {
-            str(worker): round(pace, 2)
-            for fact in facts
-            if isinstance(fact, PacesSeen)
-            for worker, pace in fact.paces.items()
-        },
-        "ops": [
-            {
-                "step": fact.step,
-                "took_ms": round(fact.took_s * 1e3, 1),
-                "usual_ms": round(fact.usual_s * 1e3, 1),
-            }
-            for fact in facts
-            if isinstance(fact, OpsTook)
-        ],
     }

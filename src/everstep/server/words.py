@@ -36,7 +36,6 @@ MOST_SEVERE_FIRST = (
 )
 OPS: Mapping[str, Mapping[str, str]] = {
     Kind.F: {"words": "forward", "colour": "#0072b2"},
-    Kind.B: {"words": "backward", "colour": "#d55e00"},
     Kind.I: {"words": "input gradient", "colour": "#e69f00"},
     Kind.W: {"words": "weight gradient", "colour": "#009e73"},
     Kind.R: {"words": "reduce", "colour": "#cc79a7"},

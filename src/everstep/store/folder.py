@@ -38,7 +38,7 @@ from everstep.store.parts import (
     plan_whole,
     stored_of,
 )
-from everstep.store.places import Place, place_of, root_of
+from everstep.store.places import STEP, Place, place_of, root_of
 from everstep.store.ranges import Access
 from everstep.store.reader import Checkpoint, UnusableCheckpointError, open_in, read_small, unusable
 
@@ -169,10 +169,27 @@ def commit_described(
     """
     groups = merged(group for part in described for group in part.get("groups", ()))
     meta = {key: value for part in described for key, value in part.get("meta", {}).items()}
+    if (source := _source_before(place_of(root), step)) is not None:
+        meta["source"] = source
     if loss is not None and math.isfinite(loss):
         meta["loss"] = loss
     commit(root, step, [_undescribed(part) for part in described], meta, keep, groups=groups)
     place_of(root).clean(before=step)  # what is not whole by now never will be
+
+
+def _source_before(place: Place, step: int) -> Any:
+    """What a conversion wrote of the checkpoint's origin, for a conversion back: a run that resumes from it
+    hands it on, from each checkpoint to the next.
+    """
+    older = [name for number, name in place.complete() if number < step]
+    try:
+        file = place.file(older[-1], "index.json")
+        try:
+            return indexes.meta_of(read_small(file, "index.json", indexes.MAX_INDEX_BYTES)).get("source")
+        finally:
+            file.close()
+    except (IndexError, Refused, OSError):
+        return None
 
 
 def merged(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -394,3 +411,14 @@ def newest_valid(root: str | Path) -> tuple[Checkpoint | None, list[str]]:
         except UnusableCheckpointError as error:
             refused.append(str(error))
     return None, refused
+
+
+def find(path: str | Path) -> Checkpoint:
+    """The checkpoint at a path or URL: a step's own folder, or the newest step of a root, by its index."""
+    text = str(path).rstrip("/")
+    if STEP.fullmatch(text.rpartition("/")[2]):
+        return open_checkpoint(text)
+    steps = place_of(path).complete()
+    if not steps:
+        raise UserError(f"{path} has no checkpoint; give a folder with step-… folders, or one of these.")
+    return open_step(path, steps[-1][1])

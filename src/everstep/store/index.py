@@ -135,6 +135,12 @@ def parse(data: bytes) -> Index:
     )
 
 
+def meta_of(data: bytes) -> dict[str, Any]:
+    """The meta values alone, without a look at the tensors."""
+    meta: dict[str, Any] = _trusted(data)["meta"]
+    return meta
+
+
 def in_file_name(tensor: str, box: Box, shape: Shape) -> str:
     """What a slice is called in its safetensors file: the tensor's own name when it is the whole."""
     return tensor if box.size == shape else f"{tensor}@{','.join(map(str, box.start))}"

@@ -113,10 +113,7 @@ class MemoryServer:
             return
         finally:
             self._ready.set()
-        assert runner.server is not None
-        watching = self._loop.create_task(self._strangers.watch(runner.server))
         self._loop.run_forever()
-        watching.cancel()
         self._loop.run_until_complete(runner.cleanup())
         self._loop.close()
 
@@ -124,7 +121,7 @@ class MemoryServer:
         app = web.Application(client_max_size=0)
         app.router.add_get("/{task}/{step}/{part}", self._get)
         app.router.add_put("/{task}/{step}/{part}", self._put)
-        runner = web.AppRunner(app, access_log=None)
+        runner = self._strangers.runner(app)
         await runner.setup()
         try:
             await web.TCPSite(runner, self.host, self.port).start()

@@ -11,7 +11,8 @@ waits for others:
                            copied      copied │ `before_update`: what is left is copied now
 
 Storage that has stopped answering (a dead file server) must cost saves, not training: a save that finds both
-buffers taken and no byte written for `STALL_S` is refused, and later ones at once until bytes flow again.
+buffers taken and no byte written for `STALL_S` is refused, and later ones at once until bytes flow again. The
+last state of a task is never refused, as no later one would make up for it: it has a buffer of its own.
 
 Buffers are kept from save to save, so that after the first two nothing is allocated and no page is touched
 for the first time. Tensors of a GPU are copied into pinned memory on a stream of their own: `save` returns
@@ -158,18 +159,19 @@ class AsyncSaver:
         hold: bool = True,
         write: Write | None = None,
         wait_s: float | None = None,
+        last: bool = False,
     ) -> Future[Any] | None:
         """Copy the state and return; the future has what `write` returned. None: nothing was copied, for two
         writes are under way and the storage does not answer.
 
         `hold=False`: the caller calls `before_update` before it changes these tensors. `write`: for this
         copy, instead of the saver's own. `wait_s`: for room, of one that has nothing else to do meanwhile,
-        however the storage was before.
+        however the storage was before. `last`: it has a third buffer, if both are taken.
         """
-        if len(self._pending) == 2 and not self._make_room(wait_s):
+        if len(self._pending) >= 2 and not last and not self._make_room(wait_s):
             return None
         busy = [snapshots for snapshots, _ in self._pending]
-        snapshots = next(one for one in self._buffers if one not in busy)
+        snapshots = next((one for one in self._buffers if one not in busy), None) or Snapshots()
         snapshots.take(state, at_once=hold)
         if hold:
             snapshots.hold_stream()
@@ -205,8 +207,8 @@ class AsyncSaver:
         return True
 
     def _make_room(self, wait_s: float | None) -> bool:
-        """Until the older write is done; False if the storage does not answer."""
-        while True:
+        """Until an older write is done; False if the storage does not answer."""
+        while len(self._pending) >= 2:
             seen = self._num_written()
             if wait_s is None:
                 wait_s = 0.0 if seen == self._stalled_at else self._stall_s
@@ -219,7 +221,7 @@ class AsyncSaver:
                     return False
             else:
                 self._pending.pop(0)
-                return True
+        return True
 
     def _run(
         self,

@@ -4,14 +4,18 @@ A state is copied between two updates, first of all while the worker waits for o
 what is left of it, and for nothing else. Hashing, writing and sending happen behind the training's back, one
 state after the other, and two at most wait for the disk and two for memory (see `store.saver`). What goes to
 the memory of other nodes is sent in the same bubbles. Storage that does not answer costs saves, which are
-reported, and never training.
+reported, and never training. The last state of a task is tried again until the storage takes it, for as long
+as `LAST_STALL_S` after the last byte that it took.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +25,11 @@ from everstep.core.worker.copy_holders import CopyHolders
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.state.optimizer_state import BESIDE
 from everstep.engine.state.sharded import StateSlice, StoredState
-from everstep.engine.worker.ports import Groups, ReadTogether, State, StateParts
+from everstep.engine.worker.ports import Groups, State, StateParts
 from everstep.errors import UserError, clipped
 from everstep.job.job import Job
 from everstep.layout.box import Box
 from everstep.log import say, warn
-from everstep.net.shared_reads import SharedLoad
 from everstep.protocol.messages import (
     MemoryAddress,
     PartWritten,
@@ -40,7 +43,6 @@ from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 from everstep.store import folder, memory
 from everstep.store.folder import parameter_of
 from everstep.store.index import TensorEntry
-from everstep.store.ranges import Access, RangeFile
 from everstep.store.reader import Checkpoint, UnusableCheckpointError
 from everstep.store.saver import STALL_S, AsyncSaver, Bubbles
 
@@ -82,7 +84,9 @@ class StateKeeper:
         # A copy that nobody asked for waits for no other one.
         self._to_memory = AsyncSaver(stall_s=0.0 if self._by_default else STALL_S, bubbles=self._bubbles)
         self._slots, self._has_room = slots, dict[int, bool]()  # by bytes of a copy
-        self._under_way: dict[int, int] = {}  # step -> attempt, of saves to disk without an answer yet
+        # Saves to disk without an answer yet: (step, attempt) by the number of the save.
+        self._under_way: dict[int, tuple[int, int]] = {}
+        self._saves = itertools.count()
 
     # -------------------------------------------------------------- out
 
@@ -92,16 +96,38 @@ class StateKeeper:
 
         def write(step: int, copies: dict[str, Tensor]) -> None:
             for number, slices in _with(ours, copies).items():
-                self._write_part(task, (number, parts.count), slices, groups)
-            self._under_way.pop(step, None)
+                self._write_part(task, save, (number, parts.count), slices, groups)
+            self._under_way.pop(save, None)
 
-        step, attempt = task.state_step, task.attempt
-        self._under_way[step] = attempt
-        if self._to_disk.save(step, _values(ours), hold=False, write=write) is None:
-            del self._under_way[step]
-            self._not_saved(
-                step, attempt, f"{STORAGE_IS_SILENT}; step {min(self._under_way)} is still being written"
+        step, attempt, save = task.state_step, task.attempt, next(self._saves)
+        self._under_way[save] = step, attempt
+        saved = self._to_disk.save(step, _values(ours), hold=False, write=write, last=task.last)
+        if saved is None:
+            del self._under_way[save]
+            oldest = min(self._under_way.values())[0]
+            self._not_saved(step, attempt, f"{STORAGE_IS_SILENT}; step {oldest} is still being written")
+        elif task.last:
+            watch = threading.Thread(
+                target=self._watch_last, args=(save, saved), name="last-state", daemon=True
             )
+            watch.start()
+
+    def _watch_last(self, save: int, saved: Future[Any]) -> None:
+        """Whoever waits for the last state is told if the storage hangs over it."""
+        seen, since = self._written_bytes, time.monotonic()
+        while time.monotonic() - since <= LAST_STALL_S:
+            with contextlib.suppress(TimeoutError):
+                saved.exception(LOOK_S)
+                return
+            if self._written_bytes != seen:
+                seen, since = self._written_bytes, time.monotonic()
+        self._give_up(save)
+
+    def _give_up(self, save: int) -> None:
+        """Nobody waits for this write any longer."""
+        known = self._under_way.pop(save, None)
+        if known is not None:
+            self._not_saved(*known, f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s")
 
     def takes(self, task: StoreCopy, directions: StateDirections) -> bool:
         """Is there a copy to make? When a shape ends and where the job asks for it; by default where another
@@ -182,28 +208,49 @@ class StateKeeper:
                 alive()
             elif time.monotonic() - since > LAST_STALL_S:
                 break
-        for step, attempt in list(self._under_way.items()):
-            self._not_saved(step, attempt, f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s")
+        for save in list(self._under_way):
+            self._give_up(save)
 
     def _write_part(
-        self, task: SaveCheckpoint, share: tuple[int, int], slices: Sequence[StateSlice], groups: Groups
+        self,
+        task: SaveCheckpoint,
+        save: int,
+        share: tuple[int, int],
+        slices: Sequence[StateSlice],
+        groups: Groups,
     ) -> None:
         step, attempt = task.state_step, task.attempt
         share = share[0] * self._cut.count + self._cut.index, share[1] * self._cut.count
         # By its incarnation: a process that was given up may still write, and not over another's file.
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
-        try:
-            part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
-            part |= self._told_once(step, share, groups)
-            label = folder.write_description(self._root, step, name, part, self._saved(step, attempt, share))
-        except Exception as error:  # whatever a disk or a store can say: training goes on
-            self._not_saved(step, attempt, f"{type(error).__name__}: {error}")
-            return
+        began, refused = time.monotonic(), ""
+        while True:
+            try:
+                part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
+                part |= self._told_once(step, share, groups)
+                label = folder.write_description(
+                    self._root, step, name, part, self._saved(step, attempt, share)
+                )
+                break
+            except Exception as error:  # whatever a disk or a store can say: training goes on
+                tried_s, because = time.monotonic() - began, f"{type(error).__name__}: {error}"
+                if isinstance(error, FileNotFoundError) and tried_s > STALL_S:
+                    # Given up meanwhile, and its folder with it.
+                    because = f"{STORAGE_IS_SILENT}: nothing was written for {tried_s:.0f} s"
+                if save not in self._under_way:  # given up, and said so
+                    return
+                if not task.last or tried_s > LAST_STALL_S:
+                    self._not_saved(step, attempt, because)
+                    return
+                if because != refused:
+                    warn(f"the state of step {step} is not saved yet: {because}; it is tried again")
+                refused = because
+                time.sleep(LOOK_S)
         self._say(self._written(step, attempt, label, share=share))
 
     def _saved(self, step: int, attempt: int, share: tuple[int, int]) -> folder.SavedPart:
         """What the finder of the part must know to commit it, should the coordinator be away."""
-        votes = self._job.vote_period[0]
+        votes = self._job.vote_period
         return folder.SavedPart(
             run=self._run,
             attempt=attempt,
@@ -286,14 +333,12 @@ class StateKeeper:
         names: Sequence[str],
         directions: StateDirections,
         take: Callable[[State], None],
-        together: ReadTogether | None = None,
     ) -> bool:
         """Give `take` the tensors of these parameters, which are read as it asks for them. False: they cannot
-        be read; what it has taken then is of no use. `together`: peers load the same from disk, and each byte
-        is read by one of them.
+        be read; what it has taken then is of no use.
         """
         if not directions.copies:
-            return self._load_from_disk(step, set(names), take, together)
+            return self._load_from_disk(step, set(names), take)
         began = time.monotonic()
         holders = CopyHolders(directions)
         copied = _CopiedState(self._task, step, holders, self._source)
@@ -316,59 +361,23 @@ class StateKeeper:
         self._say(fetched)
         return is_whole
 
-    def _load_from_disk(
-        self,
-        step: int,
-        wanted: set[str],
-        take: Callable[[State], None],
-        together: ReadTogether | None,
-    ) -> bool:
+    def _load_from_disk(self, step: int, wanted: set[str], take: Callable[[State], None]) -> bool:
         try:
             checkpoint = folder.open_step(self._root, f"step-{step:08d}")
-            if together is not None:
-                self._load_together(checkpoint, wanted, take, together)
-                return True
             try:
                 take(self._stored(checkpoint.tensors, wanted, checkpoint.read_box))
             finally:
                 checkpoint.close()
         except UnusableCheckpointError as error:
             warn(str(error))
-            if together is not None and error.kind == "corrupt":  # or a peer has sent other bytes
-                return self._load_from_disk(step, wanted, take, None)
             return False  # the coordinator has it verified, and chooses
         return True
-
-    def _load_together(
-        self,
-        checkpoint: Checkpoint,
-        wanted: set[str],
-        take: Callable[[State], None],
-        together: ReadTogether,
-    ) -> None:
-        began, load = time.monotonic(), together(_Storage(checkpoint))
-        shared = Checkpoint(_SharedFiles(load, str(checkpoint)), checkpoint.name, checkpoint.index)
-
-        def read(name: str, box: Box | None) -> Tensor:
-            load.counts = not self._job.optimizer.shard or name.startswith("model/")
-            return shared.read_box(name, box)
-
-        is_whole = False
-        try:
-            take(self._stored(checkpoint.tensors, wanted, read))
-            is_whole = True
-        finally:
-            load.end(whole=is_whole)
-        say(
-            f"step {checkpoint.step} is loaded in {time.monotonic() - began:.1f} s: "
-            f"{checkpoint.bytes_read:,} bytes read, {load.from_peers:,} from other replicas"
-        )
 
     # -------------------------------------------------------------- shards
 
     def _logical(self, parts: StateParts) -> dict[int, list[StateSlice]]:
         """What this shard writes: its slices as boxes of the logical tensors. What all shards have whole is
-        written by the first one; what one shard alone has, by that one.
+        written by the first one.
         """
         return {number: self._of_logical(slices) for number, slices in parts.slices.items()}
 
@@ -381,7 +390,7 @@ class StateKeeper:
             if split is not None:
                 start = tuple(a + b for a, b in zip(split.box.start, one.box.start, strict=True))
                 found.append(one._replace(shape=split.whole, box=Box(start, one.box.size)))
-            elif self._cut.index == (self._cut.owner(parameter_of(one.tensor)) or 0):
+            elif self._cut.index == 0:
                 found.append(one)
         return found
 
@@ -443,51 +452,6 @@ def _with(
 def _per_element(name: str, shape: Sequence[int]) -> bool:
     """Not an optimizer's counters, nor what it keeps besides, nor the limits of sums."""
     return len(shape) > 0 and not name.startswith(BESIDE)
-
-
-# ------------------------------------------------------------------ a checkpoint that peers read together
-
-
-class _Storage:
-    """The files of a checkpoint, whole or not in this worker's memory. Closed by who reads last."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def read(self, file: str, at: int, out: memoryview) -> None:
-        if file not in self._checkpoint.index.files:  # a peer asks
-            raise KeyError(file)
-        self._checkpoint.file(file).read(at, out)
-
-    def close(self) -> None:
-        self._checkpoint.close()
-
-
-class _SharedFiles:
-    def __init__(self, load: SharedLoad, place: str) -> None:
-        self._load, self._place = load, place
-
-    def __str__(self) -> str:
-        return self._place
-
-    def file(self, folder: str, name: str, access: Access = "pread") -> RangeFile:
-        return _SharedFile(self._load, name)
-
-
-class _SharedFile:
-    bytes_read = 0  # counted where they are read
-
-    def __init__(self, load: SharedLoad, name: str) -> None:
-        self._load, self._name = load, name
-
-    def size(self) -> int:
-        raise NotImplementedError("the sizes were looked at before")
-
-    def read(self, offset: int, out: memoryview) -> None:
-        self._load.read(self._name, offset, out)
-
-    def close(self) -> None:
-        """The storage belongs to the load."""
 
 
 # ------------------------------------------------------------------ a copy in memory, read

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import pwd
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,16 +129,23 @@ def acting_as(user: UnixUser | None) -> Iterator[None]:
     if user is None:
         yield
         return
-    before = os.getgroups()
+    groups, group, own = os.getgroups(), _LIBC.setfsgid(-1), _LIBC.setfsuid(-1)
     _set_groups(user.groups)
-    group_before, user_before = _LIBC.setfsgid(user.gid), _LIBC.setfsuid(user.uid)
     try:
-        assert _LIBC.setfsuid(-1) == user.uid, "the kernel did not change the user of this thread"
+        _change(_LIBC.setfsgid, user.gid, "group")
+        _change(_LIBC.setfsuid, user.uid, "user")
         yield
     finally:
-        _LIBC.setfsuid(user_before)
-        _LIBC.setfsgid(group_before)
-        _set_groups(before)
+        _change(_LIBC.setfsuid, own, "user")
+        _change(_LIBC.setfsgid, group, "group")
+        _set_groups(groups)
+
+
+def _change(call: Callable[[int], int], number: int, what: str) -> None:
+    """These calls say nothing of a failure: -1 is no number of anybody, and only tells what is in force."""
+    call(number)
+    if (call(-1) ^ number) & 0xFFFFFFFF:  # it comes back as a signed number
+        raise PermissionError(errno.EPERM, f"the kernel did not change the {what} of this thread to {number}")
 
 
 def _set_groups(groups: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ def simulate_command(
         str,
         typer.Option(
             help="trace-a, trace-b, llama3, c4, poisson, or a file: InfiniteHBD's faults, spot events, "
-            "Parcae's segments, counts of nodes, Slurm's sacct or sacctmgr events, Titan; "
+            "Parcae's segments, counts of nodes, Titan; "
             "see docs/simulator.md."
         ),
     ] = "",
@@ -60,7 +60,6 @@ def simulate_command(
     vary: Annotated[
         str, typer.Option(help="Sweep over a parameter, such as spares=0,1,2,4 or mtbf-hours=1,4,24.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Write a plot as SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a cluster under several recovery policies and compare their goodput.
@@ -73,7 +72,7 @@ def simulate_command(
 
         everstep simulate --trace trace-a --policies all
 
-        everstep simulate --trace poisson --rate llama3 --nodes 128 --days 90 --mix 5 --plot life.svg
+        everstep simulate --trace poisson --rate llama3 --nodes 128 --days 90 --mix 5
 
         everstep simulate --trace poisson --vary mtbf-hours=1,2,4,8,24 --policies megatron,unicron,everstep
 
@@ -100,12 +99,10 @@ def simulate_command(
         "ablation": ablation or None,
     }
     request = _request(study, {name: value for name, value in flags.items() if value is not None})
-    if plot is not None and not plot.parent.is_dir():
-        raise UserError(f"--plot {str(plot)!r} is in a folder that is not there; make it first.")
     if vary:
-        _sweep(request, vary, plot, as_json)
+        _sweep(request, vary, as_json)
     else:
-        _one(request, plot, as_json)
+        _one(request, as_json)
 
 
 def _request(study: Path | None, flags: dict[str, Any]) -> Request:
@@ -140,30 +137,26 @@ def _read(path: Path) -> str:
         raise UserError(f"{path} is not a text file.") from None
 
 
-def _run(request: Request, *, record: bool, quiet: bool) -> tuple[Any, Any, Any]:
-    from everstep_lab.cli.sim import bar
+def _run(request: Request, *, quiet: bool) -> tuple[Any, Any, Any]:
+    from everstep_lab.cli.progress import bar
     from everstep_lab.study.study import run_study
 
     traces = request.traces()
     setup = request.setup(traces[0])
     chosen = request.chosen()
     with bar(len(traces) * len(chosen), quiet=quiet, title="runs") as advance:
-        return traces[0], setup, run_study(setup, traces, chosen, record=record, advance=advance)
+        return traces[0], setup, run_study(setup, traces, chosen, advance=advance)
 
 
-def _one(request: Request, plot: Path | None, as_json: bool) -> None:
+def _one(request: Request, as_json: bool) -> None:
     from everstep_lab.study.report import document, table_lines
 
-    trace, setup, summaries = _run(request, record=plot is not None, quiet=as_json)
+    trace, setup, summaries = _run(request, quiet=as_json)
     found = document(trace, setup, summaries)
-    if plot is not None:
-        from everstep_lab.study.plots import draw_study
-
-        draw_study(plot, trace, summaries)
     print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
 
 
-def _sweep(request: Request, vary: str, plot: Path | None, as_json: bool) -> None:
+def _sweep(request: Request, vary: str, as_json: bool) -> None:
     from everstep_lab.study.report import document, sweep_lines
 
     name, _, values = vary.partition("=")
@@ -172,13 +165,9 @@ def _sweep(request: Request, vary: str, plot: Path | None, as_json: bool) -> Non
     rows = {}
     for value in values.split(","):
         varied = request.varied(name, value.strip())
-        rows[value.strip()] = document(*_run(varied, record=False, quiet=as_json))
+        rows[value.strip()] = document(*_run(varied, quiet=as_json))
         if not as_json and sys.stderr.isatty():
             print(f"{name} = {value} done", file=sys.stderr)
-    if plot is not None:
-        from everstep_lab.study.plots import draw_sweep
-
-        draw_sweep(plot, name, rows)
     print(json.dumps({"vary": name, "rows": rows}) if as_json else "\n".join(sweep_lines(name, rows)))
 
 

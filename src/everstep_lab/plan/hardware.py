@@ -2,7 +2,7 @@
 
 `Gpu` holds the maker's figures. `Stack` says how a training system uses them: which schedule, what is
 overlapped, what is sharded, and the few constants that were fitted to published throughput (`published.py`;
-`python bench/plan.py fit` makes them again).
+git has the program).
 
 Bandwidths are bytes per second in one direction, per GPU.
 """

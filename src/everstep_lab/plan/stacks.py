@@ -1,6 +1,6 @@
 """The training systems whose throughput we know, as `hardware.Stack`s.
 
-The constants of `Stack` were fitted to the A100 rows of `published.py` (`python bench/plan.py fit`); the
+The constants of `Stack` were fitted to the A100 rows of `published.py`; the
 Llama-3 rows, on another chip and another system, were then met without a further constant. Our engine got
 one of its own, from the one row we have.
 """

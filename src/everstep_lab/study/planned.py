@@ -66,8 +66,8 @@ class DetectionTimes:
 # Agents see an exception in 0.3 s, an exit in 1.8 s, a lost node in 5.6 s [U]; what only shows in the time of
 # iterations after three of them.
 UNICRON_TIMES = DetectionTimes(exception_s=0.3, exit_s=1.8, silence_s=5.6, hang_steps=3.0)
-# Exits by pidfd and exceptions by hook in tens of milliseconds (bench/heal.py: 24 ms, 41 ms at the 95th
-# percentile; 0.1 s here), a lost node by a second of silence (bench/reshape.py lost: training continues 1.4 s
+# Exits by pidfd and exceptions by hook in tens of milliseconds (`bench/heal.py`: 24 ms, 41 ms at the 95th
+# percentile; 0.1 s here), a lost node by a second of silence (training continues 1.4 s
 # after a node is gone; all of it counts as detection here), a hang by one op overdue, at most one iteration.
 EVERSTEP_TIMES = DetectionTimes(exception_s=0.1, exit_s=0.1, silence_s=1.4, hang_steps=1.0)
 

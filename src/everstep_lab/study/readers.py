@@ -19,7 +19,6 @@ from datetime import datetime
 from everstep.errors import UserError
 from everstep_lab.draw import Draw
 from everstep_lab.study.failures import DAY_S, LOST, Failure, Seen, Trace
-from everstep_lab.study.slurm_events import job_records, node_events
 
 RAMP_S = 600.0
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -344,13 +343,6 @@ FORMS = (
         '{"metadata": {"gap_seconds": 195}, "data": [16, 15]}',
         lambda first: first.startswith("{"),
         available,
-    ),
-    TraceFile("Slurm node events", "sacctmgr -P show event", _columns("NodeName", "TimeStart"), node_events),
-    TraceFile(
-        "Slurm jobs",
-        "sacct -P -o JobID,State,Start,End,NodeList,FailedNode",
-        _columns("JobID", "State", "End", "NodeList"),
-        job_records,
     ),
 )
 TITAN = TraceFile(

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from everstep.errors import UserError
-from everstep_lab.study import churn, readers, sources
+from everstep_lab.study import readers, sources
 from everstep_lab.study.failures import DAY_S, Trace
 from everstep_lab.study.policies import Elastic, Megatron, Policy
 from everstep_lab.study.setting import DEFAULT_MIX, Asked, build, of_mix, parse_task
@@ -74,11 +74,8 @@ class Request:
                 return [sources.c4(seed, nodes=nodes, repair_h=repair) for seed in range(self.seeds)]
             case "poisson":
                 return [self._poisson(seed) for seed in range(self.seeds)]
-        if self.trace in churn.KINDS:
-            nodes, days = self.nodes or churn.NODES, self.days or churn.DAYS
-            return [churn.churn(self.trace, seed, nodes=nodes, days=days) for seed in range(self.seeds)]
         if self.text is None:
-            known = ("trace-a", "trace-b", "llama3", "c4", "poisson", *churn.KINDS)
+            known = ("trace-a", "trace-b", "llama3", "c4", "poisson")
             near = get_close_matches(self.trace, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)} or a file."
             raise UserError(f"trace {self.trace!r} is neither a name nor a file; {hint}")

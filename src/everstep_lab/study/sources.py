@@ -7,7 +7,7 @@
     c4         a month of one job of 4,096 GPUs with 40 crashes, by C4's table of causes          (C4)
     titan      GPU lifetimes of Titan: a window in time, consecutive locations mapped onto nodes
 
-Spot markets and Slurm are read by `readers.py`.
+Spot traces are read by `readers.py`.
 
 The counts and durations of trace-a and trace-b are as we recall them from the paper, whose traces were not
 released; when and where the failures fall is drawn from the seed. How long a repair takes in trace-b is

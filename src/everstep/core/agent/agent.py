@@ -25,7 +25,7 @@ class LineOpened:
 
     term: int
     heard: int
-    journal: str = ""  # the id of its journal; empty: a coordinator of the version before
+    journal: str = ""  # the id of its journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class AgentState:
                     return refused
                 self.reports.connected = True
                 self.reports.heard(event.heard)
+                self.processes.progress.tell_again()
                 return []
             case LineClosed():
                 self.reports.connected = False

@@ -13,10 +13,8 @@ from everstep.protocol.table import Document
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLimits:
-    """How long to wait for what, in seconds, and how many cores its workers share."""
+    """How long to wait for what, in seconds."""
 
-    cores: int = 0  # 0: not known
-    long_step_s: float = 1.0  # ten times what a start takes of a core
     finish_s: float = 5.0  # for a worker asked to finish, before it is ordered to leave
     save_s: float = 600.0  # the same, while it writes its last state and no byte is written
     leave_s: float = 20.0  # for a worker ordered to leave, before it is killed

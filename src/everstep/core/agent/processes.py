@@ -307,11 +307,6 @@ class NodeProcesses:
         known = self.facts.get(order.task)
         return known is not None and order.news is not None and order.news.since == known.epoch
 
-    @on_order
-    def _older(self, order: msg.OlderOrder, now: float) -> Actions:
-        """It is sent to agents of an earlier version, in words of theirs."""
-        return []
-
     def _tell(self, task: str, orders: Mapping[Worker, WorkerOrder], now: float) -> Actions:
         """Pass orders on to the processes that these workers have."""
         actions: Actions = []
@@ -332,7 +327,12 @@ class NodeProcesses:
     @on_order
     def _tell_keeper(
         self,
-        order: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot | msg.DrainSnapshot,
+        order: msg.BeginLife
+        | msg.EndLife
+        | msg.OrderRanks
+        | msg.LocateRanks
+        | msg.CopySnapshot
+        | msg.DrainSnapshot,
         now: float,
     ) -> Actions:
         process = self.processes.get(Sender(order.task, order.worker, order.incarnation))
@@ -464,19 +464,9 @@ class NodeProcesses:
         reported = process.state is _S.STUCK
         process.become(_S.DEAD)
         process.deadline = None
-        crowded = self._is_crowded(process.sender)
         self.progress.forget(process.sender.task, process.sender.worker)
         reason = process.raised or clipped(event.reason)
-        return [] if reported else [_exited(process.order, reason, event, crowded=crowded)]
-
-    def _is_crowded(self, sender: Sender) -> bool:
-        """Two workers or more per core: without one of them the others still use every core. Of S stages with
-        R >= 2 workers each, S (R - 1) >= S R / 2 share the work evenly, which is one per core. A long step
-        hardly feels a start, and would miss the worker in the one after it.
-        """
-        step_s = self.progress.usual_step_s(sender.task, sender.worker)
-        running = sum(len(_slots(p.order)) for p in self.processes.values() if p.is_up)
-        return 0 < 2 * self.limits.cores <= running and (step_s is None or step_s < self.limits.long_step_s)
+        return [] if reported else [_exited(process.order, reason, event)]
 
     def _gone(self, sender: Sender) -> Actions:
         process = self.processes.get(sender)
@@ -484,7 +474,8 @@ class NodeProcesses:
             return []
         actions = self._died(ProcessDied(sender, "ended"))
         if process.was_stuck:
-            actions.append(SendToCoordinator(msg.SlotFreed(slot=process.order.slot), None))
+            for slot in sorted(_slots(process.order)):
+                actions.append(SendToCoordinator(msg.SlotFreed(slot=slot), None))
         return actions + self._remove(process)
 
     def _remove(self, process: Process) -> Actions:
@@ -589,7 +580,6 @@ def _exited(
     reason: str,
     died: ProcessDied | None = None,
     stuck: bool = False,
-    crowded: bool = False,
 ) -> SendToCoordinator:
     event = ev.WorkerExited(
         worker=order.worker,
@@ -599,7 +589,6 @@ def _exited(
         step=died.step if died is not None else 0,
         killed_at=died.killed_at if died is not None else None,
         stuck=stuck,
-        crowded=crowded,
     )
     sender = Sender(order.task, order.worker, order.incarnation)
     return SendToCoordinator(msg.TaskEvent(task=order.task, event=event), sender)

@@ -19,6 +19,7 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import ErrorKind, judge, known
 from everstep.protocol import messages as msg
+from everstep.protocol.incidents import SavesFail
 from everstep.protocol.moment import Moment
 from everstep.protocol.work import WrittenParts
 
@@ -50,10 +51,9 @@ class Checkpoints:
         known.searcher = nodes[known.failed_searches % len(nodes)]
         order = msg.FindCheckpoint(
             task=task.name,
-            job=task.job,
+            needs=task.request.needs,
             known=known.newest,
             search=known.search,
-            needs=task.request.needs,
             verify=known.failed_loads > 0,
             run=msg.run_of(task.request.secret),
             live=live,
@@ -105,8 +105,14 @@ class Checkpoints:
                 for older in [s for s in written if s <= step]:
                     del written[older]  # what is not whole by now never will be
                 loss = task.progress.losses.get(step)
+                held = task.progress.held
                 order = msg.CommitCheckpoint(
-                    task=task.name, step=step, parts=parts, attempt=attempt, loss=loss
+                    task=task.name,
+                    step=step,
+                    parts=parts,
+                    attempt=attempt,
+                    loss=loss,
+                    last=step == task.steps or (held is not None and held.step == step),
                 )
                 because = f"every stage has written its part of step {step}"
                 task.checkpoints.committing[step] = seats[0].node
@@ -130,13 +136,15 @@ class Checkpoints:
         if known.broken:
             return []  # it was late: a newer one has failed meanwhile
         known.failing = ""
-        return self._over(task, NOT_SAVED, f"the checkpoint of step {step} is saved", now)
+        return self._over(task, SavesFail(in_memory=False), f"the checkpoint of step {step} is saved", now)
 
     def copied(self, task: Task, step: int, now: Moment) -> Actions:
         """A whole copy of this step is in the memory of nodes."""
         if step <= task.checkpoints.uncopied:
             return []  # it was late: a newer one has failed meanwhile
-        return self._over(task, NOT_COPIED, f"a copy of the state of step {step} is in memory", now)
+        return self._over(
+            task, SavesFail(in_memory=True), f"a copy of the state of step {step} is in memory", now
+        )
 
     # -------------------------------------------------------------- what could not be saved
 
@@ -148,12 +156,14 @@ class Checkpoints:
         if report.memory_of is not None:
             known.uncopied, known.uncopied_because = report.step, report.because
             return []
-        known.failing = report.because
+        if report.step >= max(known.broken, default=0):
+            known.failing = report.because
         self._answered(task, report.step)
         known.parts.pop(report.step, None)
+        known.broken.pop(report.step, None)
         known.broken[report.step] = report.attempt
         while len(known.broken) > MOST_BROKEN:
-            del known.broken[min(known.broken)]
+            del known.broken[next(iter(known.broken))]  # the oldest: a task may have gone back
         return self._discard(task, report.step, node, now)
 
     def doubt(self, task: Task, because: str, now: Moment) -> Actions:
@@ -213,11 +223,12 @@ class Checkpoints:
 
     def _tell(self, task: Task, report: msg.SaveFailed, now: Moment) -> None:
         """One incident for a disk that stays full, however many saves fail."""
-        what = NOT_SAVED if report.memory_of is None else NOT_COPIED
-        incident = self._incidents.named(task, what)
+        subject = SavesFail(in_memory=report.memory_of is not None)
+        incident = self._incidents.about(task, subject)
         if incident is None:
+            what = NOT_COPIED if subject.in_memory else NOT_SAVED
             incident = self._incidents.new(task=task, what=what, now=now, step=report.step)
-            incident.stops_training = False
+            incident.stops_training, incident.subject = False, subject
         where = "disk" if report.memory_of is None else f"the memory of node {report.memory_of}"
         text = f"step {report.step}, {where}: {report.because}"
         if len(incident.evidence) < MOST_BROKEN:
@@ -230,8 +241,8 @@ class Checkpoints:
             because = f"training continues; protected up to step {task.protected}"
             self._incidents.treat(incident, "remove the incomplete files, save again later", because, now)
 
-    def _over(self, task: Task, what: str, outcome: str, now: Moment) -> Actions:
-        incident = self._incidents.named(task, what)
+    def _over(self, task: Task, subject: SavesFail, outcome: str, now: Moment) -> Actions:
+        incident = self._incidents.about(task, subject)
         return [] if incident is None else self._incidents.close(incident, outcome, now)
 
 

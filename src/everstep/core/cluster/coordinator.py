@@ -27,7 +27,7 @@ from everstep.core.cluster.followups import FollowUps
 from everstep.core.cluster.incidents import Incidents
 from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.node import Node
-from everstep.core.cluster.nodes import DRAINED_BY, Nodes
+from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions, Orders
 from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.retention import Retention
@@ -46,7 +46,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.incidents import IncidentLog
 from everstep.protocol.messages import ClusterEvent, Patience
 from everstep.protocol.moment import Moment
-from everstep.protocol.table import PROTOCOL, Handlers
+from everstep.protocol.table import Handlers
 
 MOST_UNKNOWN = 20  # kinds of reports of a node that are counted by name
 
@@ -257,7 +257,7 @@ class Coordinator:
                 | msg.RanksPaced(task=name)
             ):
                 task = self.tasks.get(name)
-                return None if task is None or task.failures.differing is not None else task
+                return task
             case _:
                 return None
 
@@ -340,7 +340,7 @@ class Coordinator:
             task=None, what=f"a report ({event.what}) of node {node.name} is not understood", now=now
         )
         incident.stops_training, incident.node = False, node.name
-        text = f"its agent speaks protocol {node.protocol}, this coordinator {PROTOCOL}"
+        text = "its agent may be of a later version"
         self.incidents.tell(incident, "coordinator", (text,), now)
         return self.incidents.close(incident, "reports of this kind are counted and do nothing", now)
 
@@ -390,15 +390,11 @@ class Coordinator:
 
     @on
     def _drained(self, node: Node, event: msg.DrainRequested, now: Moment) -> Actions:
-        return self._nodes.drain(node, now, force=event.force, because=f"{DRAINED_BY}{event.by}")
+        return self._nodes.drain(node, now, force=event.force, by=event.by)
 
     @on
     def _readmitted(self, node: Node, event: msg.ReadmitRequested, now: Moment) -> Actions:
         return self._nodes.readmit(node, event.by, now)
-
-    @on
-    def _repair_promised(self, node: Node, event: msg.RepairPromised, now: Moment) -> Actions:
-        return self._nodes.promised(node, event.back_in_s, now)
 
     @on
     def _leave_announced(self, node: Node, event: msg.LeaveAnnounced, now: Moment) -> Actions:
@@ -506,7 +502,7 @@ class Coordinator:
         if node is None or event.boot != node.boot or event.number <= node.heard:
             return []
         node.heard = event.number
-        if fences.refused(node.name, report, event.sender, self.tasks):
+        if fences.refused(node, report, event.sender, self.tasks):
             return []
         handle = self.on_report.handler(self, report)
         if isinstance(report, msg.OwnReport):
@@ -601,6 +597,8 @@ class Coordinator:
         | msg.RankProgressed
         | msg.RanksPaced
         | msg.RanksLeft
+        | msg.RanksSaid
+        | msg.RankGone
         | msg.SnapshotTaken
         | msg.SnapshotCopied
         | msg.SnapshotDrained,
@@ -658,7 +656,4 @@ class Coordinator:
                 return self._failures.suspected(task, event, now)
             case ev.LedgerReported() | ev.WorkerResumed() | ev.UpdateInvalidated():
                 task.failures.overdue.drop(event.worker)
-            case ev.StepSealed(voted=True) if task.failures.differing is not None:
-                agreed = self._failures.agreed(task, task.failures.differing, event.stage, now)
-                return agreed + self._training.inform(task, event, now)
         return self._training.inform(task, event, now)

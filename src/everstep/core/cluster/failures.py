@@ -13,7 +13,7 @@ from everstep.core.cluster.node_states import NodeAdmin, NodeState
 from everstep.core.cluster.nodes import Nodes
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import Staffing
-from everstep.core.cluster.task import BadLink, Differing, Seat, Task, TaskState
+from everstep.core.cluster.task import BadLink, Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.core.faults import detector, gray, remedies, testimony
 from everstep.core.faults.kinds import CORRECTED, DEATHS_OF_NODES, NEVER_OF_THE_INPUT, OF_HARDWARE
@@ -23,15 +23,14 @@ from everstep.core.faults.severity import ErrorKind, Judgement, Severity, Source
 from everstep.core.faults.symptoms import BUSY
 from everstep.core.faults.testimony import HEARSAY
 from everstep.core.faults.votes import Replay, VoteEnd, VoteVerdict, judge_replay, judge_votes
-from everstep.core.task.states import Copying, Entering, Member
+from everstep.core.task.states import Copying, Member
 from everstep.errors import InternalError, clipped
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.incidents import Incident, WorkerWaits, usual_sender
+from everstep.protocol.incidents import Incident, OddNumbers, WorkerWaits, usual_sender
 from everstep.protocol.moment import Moment
-from everstep.protocol.ops import Microbatch, Worker
-from everstep.protocol.work import QUIET_STEPS, mean_loss
+from everstep.protocol.ops import Worker
 
 SHOWN_WITNESSES = 8
 MOST_BAD_LINKS = 4096  # of a task; what is beyond says nothing new
@@ -39,14 +38,12 @@ MOST_PROBES = 3  # nodes that try a broken link from outside
 PROBE_SETTLES = 3  # times as long as links have to settle, for nodes that try each other
 MOST_STALLED = 8  # nodes that try each other, where all workers of a task wait
 ALL_WORKERS = "all workers"  # what is retried when they all wait
-SUSPECTED = "the numbers of step {}"  # an incident's name
 AFTER_REPLAY = {  # what is done after a step that was the same again, and its outcome
-    "tell": ("none: tell", "step {step} counts"),
     "skip": ("skip the batch", "step {step} changes no weight"),
-    "back": ("go back", "the task goes back to a kept state, and skips step {step} when it comes again"),
     "pause": ("pause the task", "the task pauses after step {step}; an operator resumes it"),
 }
-STATES_DIFFER = "states differ"  # what is retried when no third worker can say which is right
+# What is retried when no third worker can say which is right, and how often votes are.
+STATES_DIFFER, UNDECIDED, MOST_UNDECIDED = "states differ", "undecided votes", 8
 
 
 class Failures:
@@ -68,15 +65,15 @@ class Failures:
         task.failures.raised[event.worker] = (event.incarnation, event.error)
         if task.state is TaskState.RUNNING:
             self._incidents.suspect(task, event.worker, "exception", event.error, now)
-        if self._training.failed_update(task, f"worker {event.worker} raised {event.error}"):
-            return []
-        if judge("exception", event.error).kind in NEVER_OF_THE_INPUT or BUSY.search(event.error):
+        kind = self._judge_words(task, event.worker, event.incarnation, event.error).kind
+        if kind in NEVER_OF_THE_INPUT or BUSY.search(event.error):
             return []
         return self._training.inform(task, event, now)
 
     def unfit(self, task: Task, event: ev.WorkerStarted, error: str, now: Moment) -> Actions:
         """It has started and must not take part: as if it had said so itself, and ended."""
         worker, incarnation = event.worker, event.incarnation
+        task.failures.unfit[worker] = incarnation
         raised = ev.WorkerRaised(worker=worker, incarnation=incarnation, error=error, where="", traceback="")
         return [*self.raised(task, raised, now), *self._staffing.kill(task, worker, error, now)]
 
@@ -88,8 +85,7 @@ class Failures:
         if event.stuck:
             return self._slot_lost(task, event, seat, now)
         is_over = task.recovery is None or task.state is not TaskState.RUNNING or bool(seat.leaving)
-        because = f"worker {worker} ended before its first step: {event.reason}"
-        if is_over or self._training.failed_update(task, because):
+        if is_over:
             self._roster.unseat(task, worker)
             return self._staffing.gone(task, [(worker, seat, seat.leaving or event.reason)], now)
         said = task.failures.raised.get(worker, (0, ""))[0] == event.incarnation
@@ -124,15 +120,15 @@ class Failures:
         return actions + (self.noted(self._roster.nodes[seat.node], gray.DEATH, now) if noted else [])
 
     def _slot_lost(self, task: Task, event: ev.WorkerExited, seat: Seat, now: Moment) -> Actions:
-        """Its process cannot be ended, so its slot cannot be used: the worker goes to another one."""
+        """Its process cannot be ended, so its slots cannot be used: the worker goes to others."""
         node = self._roster.nodes[seat.node]
-        node.lost_slots.add(seat.slot)
+        node.lost_slots.update(seat.slots)
         self._roster.node_changed(node)
-        incident = self._incidents.lost_slot(node.name, seat.slot, now)
+        incident = self._incidents.lost_slots(node.name, seat.slots, now)
         text = f"worker {event.worker} of {task.name}: {event.reason}"
         self._incidents.tell(incident, "exit", (text,), now)
         self._incidents.judge(incident, known(ErrorKind.UNKILLABLE, event.reason), now)
-        because = "the slot is free again when the process ends; a reboot of the node ends it"
+        because = "it can be used again when the process ends; a reboot of the node ends it"
         self._incidents.treat(incident, "use other slots", because, now)
         self._roster.unseat(task, event.worker)
         return self._staffing.gone(task, [(event.worker, seat, event.reason)], now)
@@ -144,7 +140,7 @@ class Failures:
         node.lost_slots.discard(slot)
         self._roster.node_changed(node)
         self._later.slots_changed(f"slot {slot} of node {node.name} is free again")
-        return self._incidents.slots_back(node.name, (slot,), "the process has ended", now)
+        return self._incidents.slots_back(node, "the process has ended", now)
 
     def _judge_exit(self, task: Task, event: ev.WorkerExited, now: Moment) -> tuple[Incident, Judgement]:
         """What it raised, or what it was killed for, says more than how it ended."""
@@ -152,7 +148,7 @@ class Failures:
         incarnation, error = task.failures.raised.pop(worker, (0, ""))
         if incarnation == event.incarnation:
             incident = self._incidents.of_task(task.name).suspected(worker, error, 0, now.at)
-            judgement = judge("exception", error)
+            judgement = self._judge_words(task, worker, incarnation, error)
         else:
             incident = self._incidents.suspect(task, worker, "exit", event.reason, now)
             judgement = judge("exit", event.reason)
@@ -162,6 +158,12 @@ class Failures:
         elif self._was_ended_for(incident, worker):
             judgement = known(ErrorKind(verdict.kind), verdict.because)
         return incident, judgement
+
+    def _judge_words(self, task: Task, worker: Worker, incarnation: int, error: str) -> Judgement:
+        """What it raised; or why it was not let in, which is our own sentence and needs no reading."""
+        if task.failures.unfit.get(worker) == incarnation:
+            return known(ErrorKind.MIXED_VERSIONS, error)
+        return judge("exception", error)
 
     def _is_confirmed(self, task: Task, node: Node, judgement: Judgement, now: Moment) -> bool:
         """A program speaks of broken hardware. Its words alone must not take a node from others: one bad job
@@ -187,7 +189,7 @@ class Failures:
     def overdue(self, task: Task, report: msg.OpOverdue, now: Moment) -> Actions:
         if task.state is not TaskState.RUNNING:
             return []
-        task.failures.overdue.put(report)
+        task.failures.overdue.put(report, now.at)
         if task.progress.held is not None and report.doing == detector.FINISHED and not report.unanswered_s:
             return []  # it holds a state until it is safe, and has nothing to do
         actions = self._nodes.witnessed(task, report.worker, now)
@@ -337,11 +339,6 @@ class Failures:
         process = next(run.incarnation for run in event.runs if run.worker == worker)
         if seat is None or seat.incarnation != process:  # it is gone since, and its slot is another worker's
             return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=True), now)
-        differing = task.failures.differing
-        if differing is not None and (differing.stays, differing.incarnation) == (worker, process):
-            task.failures.differing = None
-            if (left := self._roster.nodes.get(differing.moved_from)) is not None:  # it may be forgotten
-                self._nodes.clear_slots(left, differing.slots)
         incident = self._incidents.suspect(task, worker, "votes", verdict.because, now)
         incident.node, incident.step = seat.node, event.step
         self._write_votes(incident, event, verdict, now)
@@ -362,8 +359,6 @@ class Failures:
         if spread:
             used += "; other stages have used its outputs, so all go back to a kept state"
         self._incidents.tell(incident, "votes", (used,), now)
-        if event.truth:  # the states it had are gone: all were loaded again since
-            return actions
         return actions + self._training.doubted(task, verdict.because, now, back=bool(doubtful) or spread)
 
     def _nobody_goes(
@@ -377,16 +372,12 @@ class Failures:
         self._incidents.tell(incident, "votes", (verdict.because,), now)
         self._write_votes(incident, event, verdict, now)
         self._incidents.judge(incident, known(kind, verdict.because), now)
-        states_differ = event.microbatch is None and verdict.finding is VoteEnd.UNDECIDED and not event.truth
+        states_differ = event.microbatch is None and verdict.finding is VoteEnd.UNDECIDED
         if states_differ and self._count_retry(task, STATES_DIFFER, now) == 1:
-            because = "one of two states is wrong; when the steps are done again, they tell which"
+            because = f"one of two states is wrong, and none tells which; {self._check_both(task, event)}"
             self._incidents.treat(incident, "go back to a kept state", because, now)
             actions = self._training.doubted(task, verdict.because, now, back=True)
             return actions + self._incidents.close(incident, "the task goes back to a kept state", now)
-        if verdict.finding is VoteEnd.UNDECIDED and event.microbatch is not None:
-            told = self._by_another_machine(task, event, verdict, incident, now)
-            if told is not None:
-                return told
         if verdict.finding is VoteEnd.DAMAGED_INPUT:
             self._incidents.treat(incident, "none needed", "it was used for a check only", now)
             actions = self._incidents.close(incident, "the check is not repeated", now)
@@ -400,95 +391,18 @@ class Failures:
             )
             self._incidents.treat(incident, "stop the votes and continue", because, now)
         else:
-            nodes = sorted({task.seats[w].node for w in (event.host, event.worker) if w in task.seats})
-            because = f"`everstep check` on {' and '.join(nodes)} may tell which is wrong; the votes stop"
+            if task.shape.replicas > 2 and self._count_retry(task, UNDECIDED, now) <= MOST_UNDECIDED:
+                self._incidents.treat(incident, "vote again", "a third worker may be there by then", now)
+                actions = self._incidents.close(incident, "the next vote may tell", now)
+                settled = ev.VotesSettled(because=verdict.because, go_on=True)
+                return actions + self._training.inform(task, settled, now)
+            because = f"{self._check_both(task, event)}; the votes stop"
             self._incidents.treat(incident, "none: an operator can help", because, now)
         return self._training.inform(task, ev.VotesSettled(because=verdict.because, go_on=False), now)
 
-    def _by_another_machine(
-        self, task: Task, event: ev.VoteDiffered, verdict: VoteVerdict, incident: Incident, now: Moment
-    ) -> Actions | None:
-        """One of the two goes to a third machine. If the next vote differs again, the other one is wrong; if
-        it does not, the machine that was left is. None: there is no such machine, or that was no answer.
-        """
-        host, checker, recovery = task.seats.get(event.host), task.seats.get(event.worker), task.managed
-        if host is None or checker is None or recovery is None or host.leaving or checker.leaving:
-            return None
-        pair = {event.host, event.worker}
-        differing, task.failures.differing = task.failures.differing, None
-        if differing is not None and differing.stays in pair:
-            (other,) = pair - {differing.stays}
-            if self._is_answer(task, differing, other):
-                because = (
-                    f"worker {differing.stays} on {differing.stays_at} computes other bits than worker "
-                    f"{differing.moved} on {differing.moved_from} and worker {other} on "
-                    f"{task.seats[other].node}"
-                )
-                self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
-                actions = self._incidents.close(incident, "a third machine has told which is wrong", now)
-                task.failures.differing = differing  # answered there
-                wrong = replace(
-                    verdict, finding=VoteEnd.WRONG_NUMBERS, because=because, worker=differing.stays
-                )
-                return actions + self._wrong(task, event, wrong, ErrorKind.WRONG_NUMBERS, now)
-            if other == differing.moved:
-                return None
-        free = {name for name, _ in self._roster.free()} - {host.node, checker.node}
-        if not free or host.node == checker.node:
-            return None
-        node = self._roster.nodes[host.node]
-        slots = self._nodes.slots_without_others(node, task, (event.host,))
-        task.failures.differing = Differing(
-            moved=event.host,
-            moved_from=host.node,
-            slots=slots,
-            stays=event.worker,
-            stays_at=checker.node,
-            incarnation=checker.incarnation,
-            because=verdict.because,
-        )
-        because = (
-            f"worker {event.host} goes to a third machine; the next vote tells which of the two is wrong"
-        )
-        self._incidents.treat(incident, "ask a spare slot", because, now)
-        actions = self._nodes.isolate_slots(node, slots, verdict.because, now, counts=False)
-        actions += self._incidents.close(incident, f"worker {event.host} leaves {host.node}", now)
-        spread = task.shape.stages > 1 and verdict.has_spread
-        back = recovery.recorded > recovery.verified or spread
-        return actions + self._training.doubted(task, verdict.because, now, back=back)
-
-    def _is_answer(self, task: Task, differing: Differing, other: Worker) -> bool:
-        """Is this one on a third machine, and the one that stays where it was, in the same process?"""
-        seat, stays = task.seats.get(other), task.seats.get(differing.stays)
-        if seat is None or stays is None or stays.incarnation != differing.incarnation:
-            return False
-        return seat.node not in (differing.moved_from, differing.stays_at)
-
-    def agreed(self, task: Task, differing: Differing, stage: int, now: Moment) -> Actions:
-        """Peers of a stage have computed the same bits. Are they the two that differed?"""
-        there = {worker for worker in task.seats if worker.stage == stage}
-        place = None if task.managed is None else task.managed.places.get(differing.moved)
-        if there != {differing.moved, differing.stays} or not isinstance(place, Entering | Member):
-            return []
-        if not self._is_answer(task, differing, differing.moved):
-            return []
-        task.failures.differing = None
-        node, seat = self._roster.nodes.get(differing.moved_from), task.seats[differing.moved]
-        if node is None:  # it is gone, and forgotten
-            return []
-        because = (
-            f"worker {differing.moved} computed other bits on {differing.moved_from} than on {seat.node}, "
-            f"where it agrees with worker {differing.stays}"
-        )
-        incident = self._incidents.new(
-            task=task, what=f"wrong numbers on node {node.name}", now=now, step=task.next_step
-        )
-        incident.node, incident.workers, incident.stops_training = node.name, [differing.moved], False
-        self._incidents.tell(incident, "votes", (differing.because, because), now)
-        self._incidents.judge(incident, known(ErrorKind.WRONG_NUMBERS, because), now)
-        self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
-        actions = self._nodes.isolate_slots(node, differing.slots, because, now)
-        return actions + self._incidents.close(incident, "its slots are isolated", now)
+    def _check_both(self, task: Task, event: ev.VoteDiffered) -> str:
+        nodes = sorted({task.seats[w].node for w in (event.host, event.worker) if w in task.seats})
+        return f"it is one of {' and '.join(nodes)}: run `everstep check` on both"
 
     def _write_votes(
         self, incident: Incident, event: ev.VoteDiffered, verdict: VoteVerdict, now: Moment
@@ -498,8 +412,6 @@ class Failures:
         for run in event.runs:
             found.setdefault(run.worker, []).append(run.whole)
         texts = [f"worker {worker} found {', '.join(runs)}" for worker, runs in found.items()]
-        if event.truth:
-            texts.append(f"computed again from a kept state: {event.truth}")
         if verdict.parts:
             texts.append(f"parts that differ: {', '.join(verdict.parts)}")
         self._incidents.tell(incident, "votes", texts, now)
@@ -510,12 +422,12 @@ class Failures:
         if task.state is not TaskState.RUNNING or recovery is None or recovery.is_late(event):
             return []
         actions: Actions = []
-        for other in self._suspected_steps(task):  # its record is on its way, behind this report
-            actions += self._incidents.close(other, "another step was suspected", now)
-        incident = self._incidents.new(
-            task=task, what=SUSPECTED.format(event.found.step), now=now, step=event.found.step
-        )
-        incident.stops_training = False
+        for other in self._incidents.open_ones(task.name):
+            if isinstance(other.subject, OddNumbers):  # its record is on its way, behind this report
+                actions += self._incidents.close(other, "another step was suspected", now)
+        step = event.found.step
+        incident = self._incidents.new(task=task, what=f"the numbers of step {step}", now=now, step=step)
+        incident.stops_training, incident.subject = False, OddNumbers(step=step)
         self._incidents.tell(incident, "numbers", (event.because,), now)
         worst = ", ".join(f"{microbatch} {loss:.4g}" for microbatch, loss in event.found.losses)
         if worst:
@@ -525,13 +437,6 @@ class Failures:
         skips = not event.found.is_nan and task.request.on_spike == "skip"
         found = replace(event.found, skips=skips)
         return actions + self._training.inform(task, replace(event, found=found), now)
-
-    def _suspected_steps(self, task: Task, step: int | None = None) -> list[Incident]:
-        return [
-            incident
-            for incident in self._incidents.open_ones(task.name)
-            if incident.what == SUSPECTED.format(incident.step) and step in (None, incident.step)
-        ]
 
     def judge_replays(self, later: FollowUps, now: Moment) -> Actions:
         actions: Actions = []
@@ -543,79 +448,33 @@ class Failures:
     def _replayed(self, task: Task, record: act.RecordStep, later: FollowUps, now: Moment) -> Actions:
         """A suspected step is recorded: did it have the same numbers as the first time?"""
         suspect, recovery = record.suspect, task.managed
-        incident = next(iter(self._suspected_steps(task, record.step)), None)
+        incident = self._incidents.about(task, OddNumbers(step=record.step))
         if suspect is None or recovery is None or incident is None:
             return []  # it has been judged: the task went back, and it was skipped this time
-        replay, changed = judge_replay(record)
-        if replay is Replay.OTHER:
-            return self._machine_suspected(task, record, incident, changed, now)
+        if judge_replay(record) is Replay.OTHER:
+            because = f"step {record.step} has other numbers when it is computed again: {Replay.OTHER}"
+            self._incidents.judge(incident, known(ErrorKind.WRONG_NUMBERS, because), now)
+            nodes = sorted({seat.node for seat in task.seats.values()})[:SHOWN_WITNESSES]
+            told = f"run `everstep check` on {', '.join(nodes)}; verify.votes finds who it is"
+            self._incidents.treat(incident, "none: an operator can help", told, now)
+            return self._incidents.close(incident, "the second run counts", now)
         kind = ErrorKind.NOT_FINITE if suspect.is_nan else ErrorKind.LOSS_SPIKE
         voted = "a second worker agrees" if recovery.verified >= record.step else "on the same workers"
-        because = f"step {record.step} has the same numbers when it is computed again ({voted}): {replay}"
+        because = (
+            f"step {record.step} has the same numbers when it is computed again ({voted}): {Replay.SAME}"
+        )
         self._incidents.judge(incident, known(kind, because), now)
         rule = task.request.on_nan if suspect.is_nan else task.request.on_spike
         name = "verify.nan" if suspect.is_nan else "verify.spike"
         said = f'{name} = "{rule}"'
-        if not suspect.is_nan and rule == "skip" and not suspect.is_again(mean_loss(record.losses) or 0.0):
-            rule, said = "tell", f"{said}, but its bits are not quite the same again"
-        what, outcome = AFTER_REPLAY.get(rule, AFTER_REPLAY["skip"])
+        what, outcome = AFTER_REPLAY[rule]
         self._incidents.treat(incident, what, said, now)
-        quiet = ev.ReplayJudged(quiet_until=record.step + QUIET_STEPS)
+        quiet = ev.ReplayJudged(step=record.step)
         actions = self._incidents.close(incident, outcome.format(step=record.step), now)
         actions += self._training.inform(task, quiet, now)
-        if rule == "back":
-            again = replace(suspect, skips=True)
-            actions += self._training.doubted(task, because, now, back=True, suspect=again)
-        elif rule == "pause":
+        if rule == "pause":
             later.pauses.append((task, said))
         return actions
-
-    def _machine_suspected(
-        self, task: Task, record: act.RecordStep, incident: Incident, changed: list[Microbatch], now: Moment
-    ) -> Actions:
-        """The first run was wrong and the second counts. Where one worker alone computed what has changed,
-        its slot is isolated.
-        """
-        suspect, facts = record.suspect, task.progress.facts
-        assert suspect is not None
-        hosts = {} if facts is None else facts.steady_hosts
-        fold = task.shape.fold
-        found = {
-            Worker(hosts.get((m, part), m.home), fold.stage(part))
-            for m in changed
-            for part in range(fold.parts)
-        }
-        if suspect.stage >= 0:
-            found = {worker for worker in task.seats if worker.stage == suspect.stage}
-        incident.workers = sorted(found)[:SHOWN_WITNESSES]
-        whose = f"microbatch {', '.join(map(str, changed))}" if changed else f"stage {suspect.stage}"
-        because = f"step {record.step} has other numbers when it is computed again ({whose}): {Replay.OTHER}"
-        judgement = known(ErrorKind.WRONG_NUMBERS, because)
-        self._incidents.judge(incident, judgement, now)
-        seats = {worker: task.seats[worker] for worker in found if worker in task.seats}
-        nodes = sorted({seat.node for seat in seats.values()})
-        outcome = "the second run counts"
-        if len(found) > 1 or not seats:
-            why = (
-                f"it was one of {len(found)} workers on {', '.join(nodes[:SHOWN_WITNESSES]) or 'lost nodes'}"
-            )
-            self._incidents.treat(incident, "check the nodes", why, now)
-            actions = self._incidents.close(incident, outcome, now)
-            for name in nodes[:SHOWN_WITNESSES]:
-                actions += self._nodes.ask_check(self._roster.nodes[name], because, now)
-            return actions
-        worker, seat = next(iter(seats.items()))
-        incident.node = seat.node
-        can_leave = self._roster.can_do_without(seat.node, seat.slots)
-        if seat.leaving or not can_leave:
-            why = "it leaves already" if seat.leaving else "no other slot can take its worker"
-            self._incidents.treat(incident, "check the node", why, now)
-            actions = self._incidents.close(incident, outcome, now)
-            return actions + self._nodes.ask_check(self._roster.nodes[seat.node], because, now)
-        self._incidents.treat(incident, remedies.name_of(Effect.ISOLATE_SLOT), because, now)
-        node = self._roster.nodes[seat.node]
-        actions = self._nodes.isolate_slots(node, seat.slots, because, now)
-        return actions + self._incidents.close(incident, f"{outcome}; the slot of {worker} is isolated", now)
 
     # -------------------------------------------------------------- ranks of a script
 
@@ -627,7 +486,7 @@ class Failures:
         if isinstance(report, msg.RanksMoved):
             task.failures.overdue.drop(report.worker)
         elif task.state is TaskState.RUNNING and not _is_cause(report):
-            task.failures.overdue.put(_waiting(report))
+            task.failures.overdue.put(_waiting(report), now.at)
             actions += self._nodes.witnessed(task, report.worker, now)
         return actions + self._training.inform(task, report, now)
 
@@ -657,6 +516,12 @@ class Failures:
         if judgement.kind not in HEARSAY:  # else the node that is the cause may not have fallen silent yet
             task.failures.overdue.clear()
         self._incidents.judge(incident, judgement, now)
+        if failed.held_s is not None:
+            incident.stops_training = True
+            self._incidents.treat(incident, failed.remedy, failed.because, now)
+            incident.plan(now.at, failed.life + 1)
+            outcome = f"the replacement continues in the step; the others were held {failed.held_s:.2f} s"
+            return self._incidents.close(incident, outcome, now, because=failed.because)
         if worker is None or seat is None or failed.is_over:
             self._incidents.treat(incident, failed.remedy, failed.because, now)
             return []
@@ -724,12 +589,11 @@ class Failures:
         return []
 
     def links_probed(self, node: Node, task: Task, report: msg.LinksProbed, now: Moment) -> Actions:
-        bad = task.failures.links
-        if node.name in bad.probed:
-            bad.probed[node.name] = report.unreached
-            bad.awaited.discard(node.name)
-            settle_s = self._policy.patience.links_settle_s if bad.awaited else 0.0
-            bad.judge_at = min(bad.judge_at or now.at + settle_s, now.at + settle_s)
+        bad, places = task.failures.links, {seat.node for seat in task.seats.values()}
+        bad.probed[node.name] = tuple(name for name in report.unreached if name in places)
+        bad.awaited.discard(node.name)
+        settle_s = self._policy.patience.links_settle_s if bad.awaited else 0.0
+        bad.judge_at = min(bad.judge_at or now.at + settle_s, now.at + settle_s)
         return []
 
     def links_due(self, task: Task, now: Moment) -> Actions:

@@ -15,7 +15,6 @@ from everstep.protocol.actions import LifeFailed, RanksSlow, RecordStep
 @dataclass(slots=True)
 class FollowUps:
     endings: list[tuple[Task, Ending]] = field(default_factory=list)  # their recovery says so
-    leaving: list[tuple[Task, str]] = field(default_factory=list)  # at the next step boundary, and why
     failed_lives: list[tuple[Task, LifeFailed]] = field(default_factory=list)  # to be judged
     slow_ranks: list[tuple[Task, RanksSlow]] = field(default_factory=list)  # to be written down
     networks: list[str] = field(default_factory=list)  # nodes whose networks were measured
@@ -29,7 +28,7 @@ class FollowUps:
         self.vacancy = because
 
     def clear(self) -> bool:
-        waits = self.endings or self.leaving or self.pauses or self.vacated
+        waits = self.endings or self.pauses or self.vacated
         return not waits and not self.vacancy
 
     def nothing_to_judge(self) -> bool:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from everstep.core.cluster.node import Node
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import Judgement
-from everstep.protocol.incidents import Evidence, Fact, Incident, IncidentLog, Remedy, TaskIncidents, Verdict
+from everstep.protocol.incidents import (
+    Evidence,
+    Fact,
+    Incident,
+    IncidentLog,
+    Remedy,
+    SlotsLost,
+    Subject,
+    TaskIncidents,
+    Verdict,
+)
 from everstep.protocol.messages import IncidentClosed, StateFetched
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
@@ -23,25 +34,25 @@ class Incidents:
     def open_ones(self, task: str) -> list[Incident]:
         return [incident for incident in self.log.open_ones() if incident.task == task]
 
-    def named(self, task: Task, what: str) -> Incident | None:
-        """The open incident of a task that has this name."""
-        return next((incident for incident in self.open_ones(task.name) if incident.what == what), None)
+    def about(self, task: Task, subject: Subject) -> Incident | None:
+        """The open incident of a task that is about this."""
+        return next((one for one in self.open_ones(task.name) if one.subject == subject), None)
 
-    def lost_slot(self, node: str, slot: int, now: Moment) -> Incident:
-        """A slot that a process holds which nothing can end: of no task, because it outlives the task."""
-        incident = self.new(task=None, what=_lost(node, slot), now=now)
-        incident.node, incident.stops_training = node, False
+    def lost_slots(self, node: str, slots: tuple[int, ...], now: Moment) -> Incident:
+        """Slots that a process holds which nothing can end: of no task, because it outlives the task."""
+        some = f"slot {', '.join(map(str, slots))} of node {node}"
+        what = f"{some} {'is' if len(slots) == 1 else 'are'} lost: a process there cannot be killed"
+        incident = self.new(task=None, what=what, now=now)
+        incident.node, incident.stops_training, incident.subject = node, False, SlotsLost(slots=slots)
         return incident
 
-    def slots_back(self, node: str, slots: Iterable[int], outcome: str, now: Moment) -> Actions:
-        whats = {_lost(node, slot) for slot in slots}
-        found = [incident for incident in self.open_ones("") if incident.what in whats]
-        return [action for incident in found for action in self.close(incident, outcome, now)]
-
-    def of_worker(self, task: Task, worker: Worker, what: str) -> Incident | None:
-        """The open incident of this worker alone that has this name."""
-        found = (i for i in self.open_ones(task.name) if i.workers == [worker] and i.what == what)
-        return next(found, None)
+    def slots_back(self, node: Node, outcome: str, now: Moment) -> Actions:
+        """Of those that were lost some are free, or all."""
+        actions: Actions = []
+        for one in [one for one in self.open_ones("") if one.node == node.name]:
+            if isinstance(one.subject, SlotsLost) and node.lost_slots.isdisjoint(one.subject.slots):
+                actions += self.close(one, outcome, now)
+        return actions
 
     def new(self, *, task: Task | None, what: str, now: Moment, step: int = 0) -> Incident:
         name = "" if task is None else task.name
@@ -99,7 +110,3 @@ class Incidents:
         incident.close(now.at, outcome)
         incident.belongs(now.event)
         return [IncidentClosed(number=incident.number, because=because or outcome, cause=now.event)]
-
-
-def _lost(node: str, slot: int) -> str:
-    return f"slot {slot} of node {node} is lost: a process there cannot be killed"

@@ -28,18 +28,21 @@ nodes are let in when the script has said that it can continue from where it is,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from everstep.core.faults import arrivals, testimony
 from everstep.core.faults.arrivals import SlowRanks
 from everstep.core.faults.testimony import Witness
+from everstep.core.held import machine as held
+from everstep.core.held.machine import HeldEvent, HeldRun
 from everstep.core.task.states import Absent, Lived, Member, Over, PlaceState, Started, Starting
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import Action
 from everstep.protocol.codec import decode, encode
+from everstep.protocol.held import KeeperOrder
 from everstep.protocol.incidents import IncidentLog, TaskIncidents
 from everstep.protocol.messages import (
     KeptFile,
@@ -90,6 +93,7 @@ class Living:
     look_after_s: float  # without progress, after which they are asked where they are
     look_at: float | None = None  # if nothing moves until then
     seen: dict[int, RankPosition] = field(default_factory=dict)  # where ranks were, by the last look
+    witnesses: list[Witness] = field(default_factory=list)  # of the deaths that are being held
     grow_at: float | None = None  # nodes wait to be let in: at the latest then
     paces: dict[Worker, tuple[RankPace, ...]] = field(default_factory=dict)  # of the present look
     slow: SlowRanks = field(default_factory=SlowRanks)
@@ -200,6 +204,7 @@ class LivesBook:
     memories: dict[Worker, tuple[str, int]] = field(default_factory=dict)
     snapshots: dict[int, BookedSnapshot] = field(default_factory=dict)  # by step
     suspicion: str = ""  # why there is no progress, while nothing is done about it
+    can_hold: dict[Worker, bool] = field(default_factory=dict)  # as the script on its node asks
     draining: Draining | None = None  # to disk
     on_disk: tuple[int, Mapping[str, SnapshotFile]] | None = None  # the newest: its step and files
 
@@ -225,6 +230,7 @@ class Lives:
         lived = lived or Lived()
         self.task = task
         self.log = IncidentLog().of_task(task) if log is None else log
+        self._held: HeldRun | None = None  # of the present life, if its ranks are held
         self._book = LivesBook(
             rules=rules,
             phase=Awaiting(since=now, not_before=now, because="the task begins", is_first=True),
@@ -317,7 +323,8 @@ class Lives:
             case Settling(until=until) | Locating(until=until) | Closing(until=until):
                 return until
             case Living(grow_at=grow_at, look_at=look_at):
-                return min((at for at in (grow_at, look_at) if at is not None), default=None)
+                held_at = None if self._held is None else self._held.due_at()
+                return min((at for at in (grow_at, look_at, held_at) if at is not None), default=None)
             case _:
                 return None
 
@@ -333,15 +340,21 @@ class Lives:
         if isinstance(book.phase, Closing):
             assert book.phase.awaited, "no node is waited for"
         assert book.failures <= book.rules.max_restarts + 1
+        if self._held is not None:
+            assert life is not None, "ranks are held in no life"
+            self._held.validate()
 
     def snapshot(self) -> Document:
-        return {"lives": encode(self._book), "task": self.task}
+        held = None if self._held is None else self._held.freeze()
+        return {"lives": encode(self._book), "task": self.task, "held": held}
 
     @classmethod
     def from_snapshot(cls, data: Document, log: TaskIncidents) -> Lives:
         book: LivesBook = decode(LivesBook, data["lives"])
         lives = cls(data["task"], book.rules, workers=[], granted=book.granted, now=0.0, log=log)
         lives._book = book
+        if data.get("held") is not None:
+            lives._held = HeldRun.thaw(data["held"])
         return lives
 
     # -------------------------------------------------------------- events in, actions out
@@ -428,6 +441,7 @@ class Lives:
         book.addresses[worker], book.order[worker] = event.address, event.order
         if event.life == book.life:
             book.codes.update(event.codes)
+        book.can_hold[worker] = event.can_hold
         if event.memory is not None:
             book.memories[worker] = event.memory
         life = self._living()
@@ -443,6 +457,7 @@ class Lives:
             world = len(life.members) * book.rules.ranks
             because = f"all {world} ranks have ended with code 0" if world > 1 else "it ended with code 0"
             book.phase = Over(because)
+            self._held = None
             return [act.FinishTask(because=because)]
         if isinstance(book.phase, Living):
             self._wait_to_grow(book.phase, now)
@@ -503,6 +518,10 @@ class Lives:
             look_after_s=self._first_look_s(),
         )
         self.log.planned(now, book.life)
+        world = len(members) * rules.ranks
+        unit = rules.unit or 1
+        is_held = world > unit and world % unit == 0 and all(book.can_hold.get(w) for w in members)
+        self._held = HeldRun(world=world, unit=unit) if is_held else None
         restore = self._newest_snapshot()
         actions: list[Action] = []
         for group, worker in enumerate(members):
@@ -518,12 +537,13 @@ class Lives:
                     group=group,
                     first_rank=group * rules.ranks,
                     num_groups=len(members),
-                    world=len(members) * rules.ranks,
+                    world=world,
                     restarts=book.failures,
                     master=book.addresses[members[0]],
                     hosts_store=group == 0,
                     because=because,
                     restore=restore,
+                    unit=unit if is_held else 0,
                 )
             )
         return actions
@@ -560,6 +580,11 @@ class Lives:
                 self._book.on_disk = None
         self._book.codes.update(dict.fromkeys(event.finished, 0))
         witness = testimony.of_report(event, now)
+        if self._held is not None and isinstance(phase, Living):
+            phase.witnesses.append(witness)
+            if event.source == "exit":
+                return []  # that it is gone is told apart
+            return self._heal(held.RankCondemned(rank=event.rank, because=event.what), now)
         if isinstance(phase, Settling):
             phase.witnesses.append(witness)
             return [] if witness.is_hearsay else self._conclude(phase.witnesses, now)
@@ -627,6 +652,97 @@ class Lives:
         book.backoffs += 1
         return min(wait_s, MOST_BACKOFF_S)
 
+    # -------------------------------------------------------------- held ranks
+
+    @on
+    def _said(self, event: msg.RanksSaid, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for word in event.said if event.life == self._book.life else ():
+            if self._worker_of(word.rank) == event.worker:
+                actions += self._heal(word, now)
+        return actions
+
+    @on
+    def _gone(self, event: msg.RankGone, now: float) -> list[Action]:
+        if event.life != self._book.life or self._worker_of(event.rank) != event.worker:
+            return []
+        if event.code == 0:
+            return self._heal(held.RankFinished(rank=event.rank), now)
+        because = f"rank {event.rank} {event.reason}"
+        died = held.RankDied(rank=event.rank, because=because, records=event.records)
+        return self._heal(died, now)
+
+    def _worker_of(self, rank: int) -> Worker | None:
+        life, group = self._living(), rank // self.rules.ranks
+        return life.members[group] if life is not None and 0 <= group < len(life.members) else None
+
+    def _heal(self, event: HeldEvent, now: float) -> list[Action]:
+        """What the machine decides, as orders: those of one node together, in their order."""
+        life = self._living()
+        if self._held is None or life is None:
+            return []
+        orders: dict[Worker, list[KeeperOrder]] = {}
+        actions: list[Action] = []
+        because = ""
+        for action in self._held.handle(event, now):
+            match action:
+                case held.Healed():
+                    actions += self._healed(life, action, now)
+                case held.FallBack():
+                    return self._fall_back(life, action, now)
+                case _:
+                    worker = life.members[action.rank // self.rules.ranks]
+                    orders.setdefault(worker, []).append(action)
+                    because = because or action.because
+        told: list[Action] = [
+            msg.OrderRanks(
+                task=self.task,
+                worker=worker,
+                incarnation=self._incarnation(worker),
+                life=self._book.life,
+                orders=tuple(each),
+                because=because,
+            )
+            for worker, each in orders.items()
+        ]
+        return [*told, *actions]
+
+    def _healed(self, life: Living, healed: held.Healed, now: float) -> list[Action]:
+        """An incident of its own, which stopped training for as long as ranks were held."""
+        witnesses, life.witnesses = life.witnesses, []
+        life.still.clear()
+        life.look_at = None
+        names = testimony.names(healed.replaced)
+        went = f"held {healed.held_s:.2f} s: parked {healed.parked_s:.2f} s, replaced {healed.ready_s:.2f} s"
+        cause = testimony.cause_of(witnesses) if witnesses else None
+        evidence = [text for each in witnesses for text in (each.what, *each.evidence)]
+        failed = act.LifeFailed(
+            life=self._book.life,
+            worker=None,
+            rank=healed.replaced[0] if len(healed.replaced) == 1 else None,
+            what=healed.because if cause is None else cause.what,
+            source="exit" if cause is None else cause.source,
+            text=healed.because if cause is None else cause.text,
+            ago_s=healed.held_s,
+            evidence=(*dict.fromkeys(evidence), went),
+            remedy=f"replace {names}, hold the others",
+            is_over=False,
+            because=f"{names} continued in step interval {healed.again}; the other ranks repeated nothing",
+            traceback="" if cause is None else cause.traceback,
+            held_s=healed.held_s,
+        )
+        return [failed]
+
+    def _fall_back(self, life: Living, fall: held.FallBack, now: float) -> list[Action]:
+        """One rung down: all ranks start again."""
+        self._held = None
+        witnesses, life.witnesses = life.witnesses, []
+        reason = fall.reason
+        if not witnesses:
+            witnesses = [testimony.of_held(reason.because, now)]
+        witnesses[0] = replace(witnesses[0], evidence=(*witnesses[0].evidence, fall.because))
+        return self._conclude(witnesses, now)
+
     # -------------------------------------------------------------- no progress
 
     @on
@@ -634,6 +750,8 @@ class Lives:
         life = self.phase
         if not isinstance(life, Living) or event.life != self._book.life or event.worker not in life.members:
             return []
+        if self._held is not None and self._held.is_healing:
+            return []  # they wait, and that has a deadline of its own
         life.still[event.worker] = now - event.still_s
         if event.tells_steps:
             life.late_steps.add(event.worker)
@@ -743,6 +861,10 @@ class Lives:
             since=phase.still_since,
             worker=None if rank is None else members[rank // ranks],
         )
+        if self._held is not None and rank is not None:
+            self._book.phase = phase.life
+            phase.life.witnesses.append(witness)
+            return self._heal(held.RankCondemned(rank=rank, because=witness.what), now)
         return self._conclude([witness], now)
 
     # -------------------------------------------------------------- slow ranks
@@ -958,6 +1080,7 @@ class Lives:
         awaited = {worker for worker, place in book.places.items() if isinstance(place, Member)}
         life = self._living()
         ended = [] if life is None else self._slow_ended(life, life.slow.slow, "its life ends")
+        self._held = None
         phase = Closing(
             awaited=awaited,
             until=now + self.rules.grace_s + CLOSE_S,
@@ -1014,6 +1137,8 @@ class Lives:
                 return self._conclude(witnesses, now)
             case Locating() as phase:
                 return self._judge_hang(phase, now)
+            case Living() if self._held is not None and now >= (self._held.due_at() or now + 1.0):
+                return self._heal(held.TimePassed(), now)
             case Living(grow_at=grow_at) as life:
                 is_to_grow = grow_at is not None and now >= grow_at
                 return self._grow(now) if is_to_grow else self._look_if_due(life, now)

@@ -9,7 +9,6 @@ from everstep.core.faults.fitness import CheckRun
 from everstep.core.faults.gray import ISOLATION, GrayRecord
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Dispatch, MemoryAddress, PairMeasured
-from everstep.protocol.table import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +34,12 @@ class Node:
     admin: NodeAdmin = NodeAdmin.UP
     admin_because: str = "it joined"
     admin_since: float = 0.0
+    drained_by: str = ""  # the person whose word it is; empty: nobody's, or it is not drained
+    measured_because: str = ""  # why its network is checked before it gets workers
     liveness: NodeLiveness = NodeLiveness.HEARD
     liveness_because: str = "it joined"
     liveness_since: float = 0.0
+    last_heard_at: float | None = None  # before it last fell silent
     heard: int = 0  # the last report of this boot
     sent: int = 0  # the last order to this boot
     pending: list[Dispatch] = field(default_factory=list)  # orders it may not have carried out
@@ -56,13 +58,11 @@ class Node:
     slot_isolations: dict[int, list[float]] = field(default_factory=dict)  # when, of each slot
     accused: dict[str, float] = field(default_factory=dict)  # by task: when its program last blamed hardware
     memory_port: int = 0
-    protocol: int = PROTOCOL  # the version that its agent speaks
     unknown: dict[str, int] = field(default_factory=dict)  # by kind: reports of kinds that are not known
     alone_s: float = 0.0  # so long its workers outlive its agent
     rack: str = ""  # empty: not known
     cannot_compile: str = ""  # why; empty: it can, or not known
     agent_gone: bool = False  # since it is silent: its system has closed the agent's connection
-    back_at: float | None = None  # promised, of a node that takes no workers now
     leaves_at: float | None = None  # announced: a spot notice
     drain_at: float | None = None  # until then its workers train on
 
@@ -107,7 +107,7 @@ class Node:
 
     def set_admin(self, new: NodeAdmin, because: str, now: float) -> None:
         self.admin = move(ADMIN, self.admin, new, f"node {self.name}")
-        self.admin_because, self.admin_since = because, now
+        self.admin_because, self.admin_since, self.drained_by = because, now, ""
 
     def set_liveness(self, new: NodeLiveness, because: str, now: float) -> None:
         self.liveness = move(LIVENESS, self.liveness, new, f"node {self.name}")

@@ -27,11 +27,8 @@ from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 
-DRAINED_BY = "drained by "  # a person, who is named
 CHECK_WAIT_S = 120.0  # for the answer of a node that is checked before it is readmitted
-CHECKED_SINCE = 4  # the protocol that knows such an order
 SHOWN_CHECKS = 8
-MEASURED = "its network is measured before it gets workers: "
 LEAVE_EARLY_S = 30.0  # before a node that was announced to leave its workers go; half of a shorter notice
 
 
@@ -62,15 +59,13 @@ class Nodes:
             node.boot, node.slots, node.host = event.boot, event.slots, event.host
             node.memory_port = event.memory_port
             node.heard, node.sent, node.pending = 0, 0, []
-            actions += self._incidents.slots_back(
-                node.name, node.lost_slots, "its agent was started anew", now
-            )
             node.lost_slots = set()
+            actions += self._incidents.slots_back(node, "its agent was started anew", now)
             node.isolated_slots = {s: at for s, at in node.isolated_slots.items() if s < node.slots}
             node.slots_asked_at = None
             node.opened, node.memory_open = set(), set()
             left, node.leaves_at, node.drain_at = node.leaves_at is not None, None, None
-            if left and node.admin is NodeAdmin.DRAINING and not node.admin_because.startswith(DRAINED_BY):
+            if left and node.admin is NodeAdmin.DRAINING and not node.drained_by:
                 actions += self._set_admin(node, NodeAdmin.UP, "it left as announced and is back", now)
             self._roster.node_changed(node)
             is_new = True
@@ -89,11 +84,12 @@ class Nodes:
             is_new = True
             if event.journal and event.journal == self._policy.journal:
                 node.sent = event.done  # a node that was gone, and was forgotten with many others
-        node.protocol, node.pair_port, node.memory_port = event.protocol, event.pair_port, event.memory_port
+        node.pair_port, node.memory_port = event.pair_port, event.memory_port
         node.alone_s, node.rack, node.cannot_compile = event.alone_s, event.rack, event.cannot_compile
         strange = self._strange_tasks(event)
         if because := self._why_records_disagree(node, event):
             actions += self._reconcile(node, event, strange, because, now)
+        actions += self._doubts_over(node, now)  # its agent says it again
         given_up = node.liveness is NodeLiveness.GONE
         if node.liveness is not NodeLiveness.HEARD:
             actions += self._set_liveness(node, NodeLiveness.HEARD, "it is back", now)
@@ -159,7 +155,9 @@ class Nodes:
         if not self._network.is_possible(node):
             return [] if node.admin is NodeAdmin.UP else self._back(node, because, now)
         node.check_asked_at = None
-        actions = self._set_admin(node, NodeAdmin.CHECKING, f"{MEASURED}{because}", now)
+        node.measured_because = because
+        measured = f"its network is measured before it gets workers: {because}"
+        actions = self._set_admin(node, NodeAdmin.CHECKING, measured, now)
         self._network.begin(node, now)
         return actions + self._network_settled(now)
 
@@ -188,8 +186,7 @@ class Nodes:
         if node.admin is not NodeAdmin.CHECKING:
             return actions
         network = "; ".join(found.pairs) or "no other node is there to measure its network with"
-        why = node.admin_because.removeprefix(MEASURED)
-        return actions + self._back(node, f"{why}; {network}", now)
+        return actions + self._back(node, f"{node.measured_because}; {network}", now)
 
     def _tell_checks(self, node: Node, found: Fitness, because: str, now: Moment) -> Actions:
         some = f"slot {', '.join(map(str, sorted(found.slots)))} of " if found.slots else ""
@@ -209,8 +206,6 @@ class Nodes:
         return self._incidents.close(incident, outcome, now)
 
     def ask_check(self, node: Node, because: str, now: Moment) -> Actions:
-        if node.protocol < CHECKED_SINCE:
-            return []
         return self._orders.send(node.name, msg.CheckNode(because=because), because, now)
 
     def _back(self, node: Node, because: str, now: Moment) -> Actions:
@@ -220,11 +215,7 @@ class Nodes:
 
     def _isolation_over(self, node: Node, now: Moment) -> Actions:
         """It is checked first; if it does not answer, time is all there is to go by."""
-        if (
-            node.check_asked_at is None
-            and node.liveness is NodeLiveness.HEARD
-            and node.protocol >= CHECKED_SINCE
-        ):
+        if node.check_asked_at is None and node.liveness is NodeLiveness.HEARD:
             node.check_asked_at = now.at
             return self.ask_check(node, "its time of isolation is over", now)
         if node.check_asked_at is not None and now.at < node.check_asked_at + CHECK_WAIT_S:
@@ -305,15 +296,26 @@ class Nodes:
         node.agent_gone = event.closed and node.alone_s > 0
         what = "its agent has ended" if node.agent_gone else f"not heard for {event.silent_s:.2f} s"
         because = f"{what}{training}"
-        return self._set_liveness(node, NodeLiveness.SILENT, because, now) + self._confirm_silence(
-            now, [node]
-        )
+        node.last_heard_at = now.at - event.silent_s
+        actions = self._set_liveness(node, NodeLiveness.SILENT, because, now)
+        return actions + self._doubts_over(node, now) + self._confirm_silence(now, [node])
+
+    def _doubts_over(self, node: Node, now: Moment) -> Actions:
+        """What was said of the progress of its workers may be over by now: nobody would have heard that."""
+        actions: Actions = []
+        for task, worker in self._roster.on_node(node.name):
+            task.failures.overdue.drop(worker)
+            if task.lives is not None:
+                incarnation, life = task.seats[worker].incarnation, task.lives.epoch
+                moved = msg.RanksMoved(task=task.name, worker=worker, incarnation=incarnation, life=life)
+                actions += self._training.inform(task, moved, now)
+        return actions
 
     def witnessed(self, task: Task, worker: Worker, now: Moment) -> Actions:
         """A worker waits: is it for one on a silent node? Only its own report is looked at. What others wait
         for was looked at when they said so, and is again when a silent node's time is up.
         """
-        silence = Silence(self._roster, self._policy.patience)
+        silence = Silence(self._roster, self._policy)
         accused = [n for n in self._silent() if silence.is_witness(task, worker, n, now.at)]
         return self._confirm_silence(now, accused)
 
@@ -323,7 +325,7 @@ class Nodes:
     def _confirm_silence(self, now: Moment, nodes: Iterable[Node]) -> Actions:
         """Give up those of these silent nodes that are not only behind a cut line."""
         actions: Actions = []
-        silence = Silence(self._roster, self._policy.patience)
+        silence = Silence(self._roster, self._policy)
         lost: list[_LostNode] = []
         for node in nodes:
             if because := silence.why_given_up(node, now.at):
@@ -334,14 +336,18 @@ class Nodes:
     def left(self, node: Node, now: Moment) -> Actions:
         return self._lost(node, NodeLiveness.LEFT, "its agent ended in good order", now)
 
-    def drain(self, node: Node, now: Moment, *, force: bool, because: str) -> Actions:
-        """Its workers go: those of a task that would lose steps by that, once its state is safe."""
-        if node.admin is NodeAdmin.DRAINING and not force:
-            return []
+    def drain(self, node: Node, now: Moment, *, force: bool, because: str = "", by: str = "") -> Actions:
+        """Its workers go: those of a task that would lose steps by that, once its state is safe. `by`: a
+        person, whose word lasts until the node is readmitted.
+        """
+        was, because = node.admin, f"drained by {by}" if by else because
         actions: Actions = []
-        if node.admin is not NodeAdmin.DRAINING:
+        if was is not NodeAdmin.DRAINING:
             actions += self._set_admin(node, NodeAdmin.DRAINING, because, now)
-        why = "" if because.startswith(DRAINED_BY) else f": {because}"
+        node.drained_by = by or node.drained_by
+        if was is NodeAdmin.DRAINING and not force:
+            return []
+        why = "" if by else f": {because}"
         self._later.slots_changed(f"node {node.name} is drained{why}")
         costs = [] if force else costs_of_drain(self._roster, node.name)
         saving = {cost.task for cost in costs if cost.is_savable}
@@ -418,13 +424,6 @@ class Nodes:
                 actions += self._staffing.ask_to_go(task, worker, f"its slot is isolated: {because}", now)
         return actions
 
-    def clear_slots(self, node: Node, slots: tuple[int, ...]) -> None:
-        """They were isolated for what was not their fault."""
-        for slot in slots:
-            node.isolated_slots.pop(slot, None)
-        self._roster.node_changed(node)
-        self._later.slots_changed(f"slots of node {node.name} are back from isolation")
-
     def leave_link(self, node: Node, task: Task, because: str, now: Moment) -> Actions:
         """Its link is slow for this task. Where no other task is there, the node is checked before it gets
         workers again; else the others keep their slots.
@@ -454,7 +453,7 @@ class Nodes:
             if now.at >= node.slots_asked_at + CHECK_WAIT_S:  # time is all there is to go by
                 self._free_slots(node, now)
             return []
-        if node.liveness is not NodeLiveness.HEARD or node.protocol < CHECKED_SINCE:
+        if node.liveness is not NodeLiveness.HEARD:
             self._free_slots(node, now)
             return []
         node.slots_asked_at = now.at
@@ -531,24 +530,11 @@ class Nodes:
             actions += self._tasks.need_not_leave(task, node.name, "was readmitted", now)
         return actions
 
-    def promised(self, node: Node, back_in_s: float, now: Moment) -> Actions:
-        """Somebody repairs it: the planner counts on it until the time has passed."""
-        if node.state is NodeState.UP:
-            return []
-        node.back_at = now.at + back_in_s
-        self._roster.node_changed(node)
-        self._later.slots_changed(f"node {node.name} is promised back in {back_in_s:.0f} s")
-        return []
-
     def time_passed(self, now: Moment) -> Actions:
         actions: Actions = []
         for node in self._roster.timed_nodes():
             if node.drain_at is not None and node.drain_at <= now.at:
                 actions += self._leave(node, now)
-            if node.back_at is not None and node.back_at <= now.at:
-                node.back_at = None
-                self._roster.node_changed(node)
-                self._later.slots_changed(f"node {node.name} is not back as promised")
             actions += self._slots_back(node, now)
             over = now.at - node.admin_since >= self._policy.patience.isolation_s
             if node.admin is NodeAdmin.ISOLATED and over:
@@ -558,7 +544,7 @@ class Nodes:
     def timers(self) -> dict[str, list[float]]:
         """When something is to be decided about a node, if nothing happens before."""
         patience, nodes = self._policy.patience, self._roster.timed_nodes()
-        silence = Silence(self._roster, patience)
+        silence = Silence(self._roster, self._policy)
         silent = (silence.given_up_at(n) for n in nodes if n.liveness is NodeLiveness.SILENT)
         slots = (
             max(self._slot_due(node, slot, patience), (node.slots_asked_at or -inf) + CHECK_WAIT_S)
@@ -579,7 +565,6 @@ class Nodes:
             ],
             "network check": [node.pairs_at for node in nodes if node.pairs_at is not None],
             "isolated slot": [at for at in slots if at < inf],
-            "promised node": [node.back_at for node in nodes if node.back_at is not None],
             "leaving node": [node.drain_at for node in nodes if node.drain_at is not None],
         }
 
@@ -592,7 +577,6 @@ class Nodes:
         return self._moved(node, because, now)
 
     def _moved(self, node: Node, because: str, now: Moment) -> Actions:
-        node.back_at = None if node.state is NodeState.UP else node.back_at
         self._roster.node_changed(node)
         return self._changed(node, because, now)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.core.cluster.node import Node
-from everstep.protocol import older
 from everstep.protocol.messages import ClusterAction, Dispatch, Order
 from everstep.protocol.moment import Moment
-from everstep.protocol.table import PROTOCOL
 
 Actions = list[ClusterAction]
 
@@ -22,14 +20,10 @@ class Orders:
         known = self._nodes[node]
         if not known.reachable:
             return []
-        orders = [order] if known.protocol >= PROTOCOL else older.orders_for_protocol_3(order)
-        actions: Actions = []
-        for one in orders:
-            known.sent += 1
-            action = Dispatch(node=node, number=known.sent, order=one, because=because, cause=now.event)
-            known.pending.append(action)
-            actions.append(action)
-        return actions
+        known.sent += 1
+        action = Dispatch(node=node, number=known.sent, order=order, because=because, cause=now.event)
+        known.pending.append(action)
+        return [action]
 
     def acknowledged(self, node: str, number: int) -> None:
         """A node has carried out its orders up to this one. Changes no decision, only what is kept."""

@@ -1,6 +1,8 @@
 """What is said of a task's progress: derived from its workers and its steps, not from what is intended.
 
-stalled          it is running by intent, but a stage has no worker that takes part and no step is made
+stalled          it is running by intent, but a stage has no worker that takes part, or no node of it is
+                 heard, and no step is made
+slots lacking    for stages that have no worker, nor one on its way: it waits for slots, like one in the queue
 cost of a drain  a stage whose workers are all on one node loses its state with them, if it is not made safe
 """
 
@@ -13,6 +15,8 @@ from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.task.states import Member
 
+STALLED = "stalled"  # shown in place of a task's state
+SHOWN_STATES: tuple[str, ...] = (*TaskState, STALLED)
 STALLED_AFTER_STEPS = 10.0  # times the usual step
 STALLED_AFTER_S = 5.0  # and at least so long
 
@@ -30,16 +34,27 @@ def empty_stages(task: Task, *, without: str = "") -> list[int]:
     return [stage for stage in range(task.shape.stages) if stage not in there]
 
 
-def why_stalled(task: Task, *, since_step_s: float, usual_step_s: float) -> str:
+def why_stalled(roster: Roster, task: Task, *, since_step_s: float, usual_step_s: float) -> str:
     """Why a task that should run does not; empty: it trains, or is about to."""
     if task.state is not TaskState.RUNNING or task.is_script:
         return ""
     if since_step_s < max(STALLED_AFTER_S, STALLED_AFTER_STEPS * usual_step_s):
         return ""
-    empty = empty_stages(task)
-    if not empty:
+    if empty := empty_stages(task):
+        return f"no step for {since_step_s:.0f} s: {_stages(empty)} without a worker; {task.because}"
+    if any(map(roster.is_heard, roster.nodes_of(task))):
         return ""
-    return f"no step for {since_step_s:.0f} s: {_stages(empty)} without a worker; {task.because}"
+    return f"no step for {since_step_s:.0f} s: none of its nodes is heard; its workers may train on"
+
+
+def slots_lacking(task: Task) -> int:
+    """The slots without which a task that is running by intent does nothing; 0: it lacks none."""
+    if task.state is not TaskState.RUNNING:
+        return 0
+    staying = [worker for worker, seat in task.seats.items() if not seat.leaving]
+    if task.is_script:
+        return max(0, task.least - len(staying)) * task.shape.shards
+    return (task.shape.stages - len({worker.stage for worker in staying})) * task.shape.shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,4 +56,4 @@ class Retention:
 
 def _worth(node: Node) -> tuple[bool, float]:
     """The least first."""
-    return (node.admin is not NodeAdmin.UP or node.back_at is not None, node.liveness_since)
+    return (node.admin is not NodeAdmin.UP, node.liveness_since)

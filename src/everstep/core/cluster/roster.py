@@ -123,7 +123,7 @@ class Roster:
         return () if seated is None else seated.at
 
     def timed_nodes(self) -> list[Node]:
-        """Those that are silent, isolated, promised back or about to leave."""
+        """Those that are silent, isolated or about to leave."""
         return sorted(self._timed.values(), key=lambda node: self._order[node.name])
 
     def is_heard(self, name: str) -> bool:
@@ -260,6 +260,11 @@ class Roster:
     def has_spare(self, slots: int) -> bool:
         """Could a worker be moved now, without taking another one's place?"""
         return any(len(free) >= slots for free in self._free.values())
+
+    def has_room_for(self, task: Task) -> bool:
+        """Could it begin again on slots that are free now?"""
+        shards = task.shape.shards
+        return sum(len(free) // shards for free in self._free.values()) >= task.starts_with
 
     def validate(self) -> None:
         owned: dict[str, set[int]] = {}
@@ -439,7 +444,6 @@ def _is_timed(node: Node) -> bool:
         node.liveness is NodeLiveness.SILENT
         or node.admin is NodeAdmin.ISOLATED
         or bool(node.isolated_slots)
-        or node.back_at is not None
         or node.drain_at is not None
         or node.pairs_at is not None
     )

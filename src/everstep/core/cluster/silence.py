@@ -4,6 +4,19 @@ A node that falls silent is not dead yet: if the steps of its tasks continue, on
 is given up when its workers' peers elsewhere wait for it too, or when for a long time no other node can speak
 for it; whatever an operator or a remedy wants with it meanwhile (`node_states`).
 
+Where all nodes of a task fall silent together, the listener is in doubt first: its own network may be away
+while the task trains on, and to give it up would cost every step since its newest state. So
+
+    nobody is heard                        no node with workers, or copies of states, is given up: nothing
+                                           could go on elsewhere
+    of a task nobody is, others are        its nodes are waited for as long as a switch needs to start again
+                                           (`cut_silence_s`), and longer while no free slots could take it
+    some are back that fell silent with    those still missing have as long as an agent may need to find us
+    others                                 (`awaited_silence_s`): the first to return may bring workers that
+                                           wait, to whom all that are on their way would look dead
+
+and who returns says which processes it runs, and what they did: they are adopted (`Nodes.joined`).
+
 A node that dies with its workers may still report that they died: then new ones are ordered from it, and no
 one of them is a member that a peer could miss. Where nothing else trains there, or a task does nothing until
 one of them has started, they are waited for about as long as a start elsewhere takes; longer, if the only
@@ -12,7 +25,9 @@ copy of some task's newest state is there.
 A peer that waits says for which parcel. If the usual sender of that parcel is on a node that is heard and
 does not wait itself, the peer waits for that one, and is no witness against the silent node: on a crowded
 machine an agent is late with its heartbeats while a slow link elsewhere lets others wait. Senders change with
-every re-routing, so after `awaited_silence_s` any peer that waits is believed.
+every re-routing, so after `awaited_silence_s` any peer that waits is believed. A peer on a silent node is
+none: what it said before may be long over; and neither is what a peer said before this node can have died: a
+cut of the coordinator's line reaches its nodes within a second, one after the other.
 
 A node that is frozen for two seconds (a flush of checkpoints, the migration of a virtual machine) lets its
 peers wait as a dead one does. To give it up costs what its workers do not do while they copy their states
@@ -23,12 +38,17 @@ that is no time at all; where no copy was ever made, its time is not known and c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
+from math import inf
+
 from everstep.core.cluster.node import Node
+from everstep.core.cluster.node_states import NodeLiveness
+from everstep.core.cluster.policy import CoordinatorPolicy
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Assembling, Gathering, Member, PlaceState, Started, Starting
 from everstep.protocol.incidents import usual_sender
-from everstep.protocol.messages import Patience
 from everstep.protocol.ops import Worker
 
 UNKNOWN = ""  # the node that a worker waits for
@@ -39,44 +59,75 @@ class Silence:
     A row of racks can fall silent at once, and a task can have thousands of workers that wait.
     """
 
-    def __init__(self, roster: Roster, patience: Patience) -> None:
-        self._roster, self._patience = roster, patience
+    def __init__(self, roster: Roster, policy: CoordinatorPolicy) -> None:
+        self._roster, self._patience, self._limits = roster, policy.patience, policy.limits
         self._awaited: dict[str, dict[str, list[Worker]]] = {}  # by task and node: those that wait for it
         self._training: dict[str, list[str]] = {}  # by task: up to two nodes that are heard and train
+        self._heard_of: dict[str, bool] = {}  # by task: is any of its nodes heard?
         self._sole_keepers: set[str] | None = None
 
     def why_given_up(self, node: Node, now: float) -> str:
         """The reason to give up a silent node now; empty: it is waited for."""
-        patience, name, silent_s = self._patience, node.name, now - node.liveness_since
-        if silent_s < self._replaced_s(node):
-            return ""
-        witness = self._waiting_elsewhere(name, any_sender=silent_s >= patience.awaited_silence_s)
-        if witness and silent_s >= self._worth_waiting_s(name):
-            return f"silent, and worker {witness} on another node waits for it"
-        if silent_s >= patience.awaited_silence_s and (owed := self._owed_by(name)):
-            return f"silent, and the ledger of worker {owed} is waited for"
-        if silent_s >= patience.start_silence_s and (awaited := self._start_awaited(name)):
-            return f"silent for {silent_s:.0f} s, and worker {awaited} was to start there"
-        if silent_s >= patience.lonely_silence_s and not self._others_speak_for(name):
-            alone = "no other worker can speak for it" if self._roster.on_node(name) else "it is idle"
-            return f"silent for {silent_s:.0f} s, and {alone}"
+        for at, because in self._reasons(node):
+            if now >= at:
+                silent_s = now - node.liveness_since
+                return f"silent{f' for {silent_s:.0f} s' if silent_s >= 1.0 else ''}, and {because}"
         return ""
 
     def given_up_at(self, node: Node) -> float | None:
         """When a silent node is given up, if nothing is heard until then."""
-        patience, name = self._patience, node.name
-        waits_s: list[float] = []
-        if self._start_awaited(name):
-            waits_s.append(patience.start_silence_s)
-        if self._owed_by(name):
-            waits_s.append(patience.awaited_silence_s)
-        if self._waiting_elsewhere(name, any_sender=False):
-            waits_s.append(self._worth_waiting_s(name))
-        if self._waiting_elsewhere(name, any_sender=True):
-            waits_s.append(max(patience.awaited_silence_s, self._worth_waiting_s(name)))
-        if not self._others_speak_for(name):
-            waits_s.append(patience.lonely_silence_s)
-        return node.liveness_since + max(min(waits_s), self._replaced_s(node)) if waits_s else None
+        return min((at for at, _ in self._reasons(node)), default=None)
+
+    def _reasons(self, node: Node) -> Iterator[tuple[float, str]]:
+        """What speaks against a silent node, and from when on."""
+        patience, name, since = self._patience, node.name, node.liveness_since
+        tasks = self._roster.tasks_on_node(name)
+        if (tasks or node.memory_open) and not self._is_anyone_heard:
+            return
+        earliest = since + self._replaced_s(node)
+        if (back_at := self._others_back_at(node)) is not None:
+            since, earliest = back_at, max(earliest, back_at + patience.awaited_silence_s)
+        if not tasks:
+            yield max(earliest, since + patience.lonely_silence_s), "it is idle"
+            return
+        for any_sender in (False, True):
+            if witness := self._waiting_elsewhere(name, any_sender=any_sender):
+                least_s = patience.awaited_silence_s if any_sender else 0.0
+                at = since + max(least_s, self._worth_waiting_s(name))
+                yield max(earliest, at), f"worker {witness} on another node waits for it"
+        if owed := self._owed_by(name):
+            because = f"the ledger of worker {owed} is waited for"
+            yield max(earliest, since + patience.awaited_silence_s), because
+        if awaited := self._start_awaited(name):
+            yield max(earliest, since + patience.start_silence_s), f"worker {awaited} was to start there"
+        if self._others_speak_for(name):
+            return
+        unheard = [task for task in tasks if self._trains_unheard(task)]
+        if not unheard:
+            yield max(earliest, since + patience.lonely_silence_s), "no other worker can speak for it"
+        for task in unheard:
+            if self._roster.has_room_for(task):
+                because = f"so is every node of {task.name}, which others could run"
+                yield max(earliest, since + patience.cut_silence_s), because
+
+    @cached_property
+    def _is_anyone_heard(self) -> bool:
+        return any(node.liveness is NodeLiveness.HEARD for node in self._roster.nodes.values())
+
+    def _others_back_at(self, node: Node) -> float | None:
+        """When the last of those that fell silent with this one came back."""
+        fell_at, together_s = _last_heard_at(node), self._patience.awaited_silence_s
+        back = (at for their, at in self._back if abs(their - fell_at) <= together_s and at > fell_at)
+        return max(back, default=None)
+
+    @cached_property
+    def _back(self) -> list[tuple[float, float]]:
+        """Of the nodes that were silent and are heard: when they were last heard before, and came back."""
+        return [
+            (node.last_heard_at, node.liveness_since)
+            for node in self._roster.nodes.values()
+            if node.last_heard_at is not None and node.liveness is NodeLiveness.HEARD
+        ]
 
     def _replaced_s(self, node: Node) -> float:
         """Where workers outlive their agent, another one comes when it ends: its machine lives."""
@@ -103,18 +154,28 @@ class Silence:
 
     def _waiting_elsewhere(self, node: str, *, any_sender: bool) -> str:
         """A worker on another node that waits, for a worker on this one as far as is known."""
+        died_at = -inf if any_sender else _last_heard_at(self._roster.nodes[node])  # at the earliest
         for task in self._roster.tasks_on_node(node):
             overdue, seats = task.failures.overdue, task.seats
             if any_sender:
                 waiting = (w for w, report in overdue.items() if not report.busy)
-                found = next((w for w in waiting if w in seats and seats[w].node != node), None)
             else:
                 awaited = self._whom_they_await(task)
                 waiting = (w for at in (node, UNKNOWN) for w in awaited.get(at, ()))
-                found = next((w for w in waiting if seats[w].node != node), None)
-            if found is not None:
-                return f"{found} of {task.name}"
+            # One that was found to wait may have lost its seat since, with another node of the same look.
+            there = (
+                (w, seats[w].node) for w in waiting if w in seats and self._spoke_after(died_at, task, w)
+            )
+            witness = next((w for w, at in there if at != node and self._roster.is_heard(at)), None)
+            if witness is not None:
+                return f"{witness} of {task.name}"
         return ""
+
+    def _spoke_after(self, died_at: float, task: Task, waiting: Worker) -> bool:
+        """Could it wait for somebody who died then? Waits are told once they have lasted for a while."""
+        overdue = task.failures.overdue
+        waited_s = min(overdue[waiting].elapsed_s, self._limits.wait_floor_s)
+        return overdue.heard_at[waiting] >= died_at + waited_s
 
     def _whom_they_await(self, task: Task) -> dict[str, list[Worker]]:
         """By node that is not heard, or not known: the workers that wait for it."""
@@ -148,7 +209,7 @@ class Silence:
         """A worker of this node whose ledger a task waits for: its peers wait and blame no worker."""
         for task, worker in self._roster.on_node(node):
             phase = task.recovery.phase if task.recovery is not None else None
-            if isinstance(phase, Gathering) and worker in phase.awaited:
+            if isinstance(phase, Gathering) and worker in phase.awaited and self._is_heard_of(task):
                 return f"{worker} of {task.name}"
         return ""
 
@@ -215,6 +276,16 @@ class Silence:
             for task, worker in self._roster.on_node(node)
         )
 
+    def _trains_unheard(self, task: Task) -> bool:
+        """It has a state to lose, and may train on: no node of it is heard."""
+        places = () if task.recovery is None else task.recovery.places.values()
+        return not self._is_heard_of(task) and any(isinstance(place, Member) for place in places)
+
+    def _is_heard_of(self, task: Task) -> bool:
+        if task.name not in self._heard_of:
+            self._heard_of[task.name] = any(map(self._roster.is_heard, self._roster.nodes_of(task)))
+        return self._heard_of[task.name]
+
     def _where_trained(self, task: Task) -> list[str]:
         """Two nodes that are heard and have members, if there are two."""
         if task.name not in self._training:
@@ -231,3 +302,7 @@ class Silence:
 
 def _place(task: Task, worker: Worker) -> PlaceState | None:
     return None if task.recovery is None else task.recovery.places.get(worker)
+
+
+def _last_heard_at(node: Node) -> float:
+    return node.liveness_since if node.last_heard_at is None else node.last_heard_at

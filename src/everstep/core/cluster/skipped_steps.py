@@ -14,6 +14,7 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol.actions import RecordStep
+from everstep.protocol.incidents import StepsSkipped
 from everstep.protocol.moment import Moment
 from everstep.protocol.work import mean_loss
 
@@ -32,6 +33,8 @@ class SkippedSteps:
         if not record.trains:  # the closing step has no gradient
             return []
         skips, losses = task.progress.skips, task.progress.losses
+        for later in [step for step in losses if step >= record.step]:  # done again, from a kept state
+            del losses[later]
         if (mean := mean_loss(record.losses)) is not None and math.isfinite(mean):
             losses[record.step] = mean
         while len(losses) > KEPT_LOSSES:
@@ -39,7 +42,7 @@ class SkippedSteps:
         skips.recorded += 1
         if math.isfinite(record.norm):
             skips.in_a_row = 0
-            incident = self._incidents.named(task, NOT_FINITE)
+            incident = self._incidents.about(task, StepsSkipped())
             outcome = f"step {record.step} was updated again"
             return [] if incident is None else self._incidents.close(incident, outcome, now)
         skips.in_a_row += 1
@@ -54,7 +57,7 @@ class SkippedSteps:
         all_skipped = bool(skips.recorded) and skips.total >= skips.recorded
         if not all_skipped and skips.in_a_row < MOST_IN_A_ROW:
             return ""
-        if self._incidents.named(task, NOT_FINITE) is None:
+        if self._incidents.about(task, StepsSkipped()) is None:
             self._tell(task, task.steps, now)
         why = "were skipped, their gradients were not finite: nothing is trained"
         if all_skipped and skips.recorded == 1:
@@ -67,7 +70,7 @@ class SkippedSteps:
 
     def _tell(self, task: Task, step: int, now: Moment) -> None:
         incident = self._incidents.new(task=task, what=NOT_FINITE, now=now, step=step)
-        incident.stops_training = False
+        incident.stops_training, incident.subject = False, StepsSkipped()
         count = task.progress.skips.in_a_row
         text = f"the gradients of {count} steps up to step {step} were not finite"
         if count == 1:

@@ -29,7 +29,15 @@ from everstep.core.faults.severity import ErrorKind, known
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.protocol.incidents import Incident, IncidentLog, PacesSeen
+from everstep.protocol.incidents import (
+    Incident,
+    IncidentLog,
+    PacesSeen,
+    SlowLink,
+    SlowRanks,
+    SlowWorker,
+    Subject,
+)
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Kind, Worker
 
@@ -39,14 +47,8 @@ APART = 0.5  # one network has less than this share of the other's rate
 
 def slow_links(log: IncidentLog, task: Task) -> list[tuple[Worker, Worker]]:
     """Links whose incidents are open: a watch that starts over must know them, or they stay open."""
-    at_link = _at_link("")
-    found = [
-        incident
-        for incident in log.open_ones()
-        if incident.task == task.name and incident.workers and incident.what.startswith(at_link)
-    ]
-    receivers = {_at_link(worker): worker for worker in task.shape.workers()} if found else {}
-    return [(one.workers[0], receivers[one.what]) for one in found if one.what in receivers]
+    subjects = (incident.subject for incident in log.open_ones() if incident.task == task.name)
+    return [(one.sender, one.receiver) for one in subjects if isinstance(one, SlowLink)]
 
 
 def nodes_of_slow_links(
@@ -80,14 +82,6 @@ def _rates(name: str, ends: Sequence[str], nodes: Mapping[str, Node]) -> list[fl
     return [nodes[name].rates[peer] for peer in sorted(third)]
 
 
-def _says_slow(incident: Incident) -> bool:
-    return incident.verdict is not None and incident.verdict.kind == ErrorKind.SLOW_WORKER
-
-
-def _at_link(receiver: Worker | str) -> str:
-    return f"{SLOW} at the link to {receiver}"
-
-
 class Slowness:
     """Changes `task.speeds`, and nothing else of a task."""
 
@@ -96,9 +90,10 @@ class Slowness:
 
     def found(self, task: Task, event: msg.SlownessFound, now: Moment) -> str:
         """Open or continue its incident. A sentence, if another schedule is wanted."""
-        incident = self._incidents.of_worker(task, event.worker, SLOW)
+        subject = SlowWorker(worker=event.worker)
+        incident = self._incidents.about(task, subject)
         if incident is None:
-            incident = self._open(task, event.worker, SLOW, event.since_step, now)
+            incident = self._open(task, event.worker, subject, SLOW, event.since_step, now)
         self._write_evidence(incident, event, now)
         judgement = known(ErrorKind.SLOW_WORKER, event.because)
         self._incidents.judge(incident, judgement, now)
@@ -114,7 +109,7 @@ class Slowness:
 
     def ended(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:
         """It is as fast as it was, or its process is gone."""
-        incident = self._incidents.of_worker(task, worker, SLOW)
+        incident = self._incidents.about(task, SlowWorker(worker=worker))
         if task.speeds.slow.pop(worker, None) is None or incident is None:
             return []
         return self._incidents.close(incident, because, now)
@@ -131,7 +126,7 @@ class Slowness:
             return []
         actions: Actions = []
         for sender, receiver in slow_links(self._incidents.log, task):
-            incident = self._incidents.of_worker(task, sender, _at_link(receiver))
+            incident = self._incidents.about(task, SlowLink(sender=sender, receiver=receiver))
             assert incident is not None
             self._incidents.treat(incident, f"move the workers of node {moved.node}", moved.because, now)
             actions += self._incidents.close(incident, f"the task leaves node {moved.node}", now)
@@ -139,15 +134,16 @@ class Slowness:
 
     def link(self, task: Task, event: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment) -> Actions:
         """Written down: no worker is the reason, so none gets less work. The planner may move workers."""
-        what = _at_link(event.peer)
-        incident = self._incidents.of_worker(task, event.worker, what)
+        subject = SlowLink(sender=event.worker, receiver=event.peer)
+        incident = self._incidents.about(task, subject)
         if isinstance(event, msg.SlowLinkEnded):
             ended = (event.worker, event.peer)
             task.speeds.suspected = tuple(link for link in task.speeds.suspected if link != ended)
             return [] if incident is None else self._incidents.close(incident, event.because, now)
         if incident is not None:
             return []
-        incident = self._open(task, event.worker, what, task.next_step, now)
+        what = f"{SLOW} at the link to {event.peer}"
+        incident = self._open(task, event.worker, subject, what, task.next_step, now)
         self._write_evidence(incident, event, now)
         judgement = known(ErrorKind.SLOW_LINK, event.because)
         self._incidents.judge(incident, judgement, now)
@@ -179,7 +175,7 @@ class Slowness:
                 self.link(task, found, now)
             task.speeds.suspected = ()
             for sender, receiver in slow_links(self._incidents.log, task):
-                incident = self._incidents.of_worker(task, sender, _at_link(receiver))
+                incident = self._incidents.about(task, SlowLink(sender=sender, receiver=receiver))
                 assert incident is not None
                 incident.node = named or incident.node
                 self._incidents.tell(incident, "network", (f"with a third node {figures}: {verdict}",), now)
@@ -187,11 +183,12 @@ class Slowness:
 
     def ranks(self, task: Task, wish: act.RanksSlow, now: Moment) -> Actions:
         """Of a script: its ranks cannot give work to each other."""
-        incident = self._incidents.of_worker(task, wish.worker, wish.what)
+        subject = SlowRanks(worker=wish.worker, ranks=wish.ranks)
+        incident = self._incidents.about(task, subject)
         if wish.is_over:
             task.speeds.awaited.pop(wish.worker, None)
             return [] if incident is None else self._incidents.close(incident, wish.because, now)
-        incident = incident or self._open(task, wish.worker, wish.what, task.next_step, now)
+        incident = incident or self._open(task, wish.worker, subject, wish.what, task.next_step, now)
         incident.rank = wish.ranks[0] if len(wish.ranks) == 1 else None
         task.speeds.awaited[wish.worker] = wish.factor
         self._incidents.tell(incident, "pace", (wish.because,), now)
@@ -202,10 +199,11 @@ class Slowness:
 
     def _incident_of(self, task: Task, worker: Worker) -> Incident | None:
         """The open one that says that it is slow: a worker, or ranks of a script."""
-        if worker in task.speeds.slow:
-            return self._incidents.of_worker(task, worker, SLOW)
-        found = (i for i in self._incidents.open_ones(task.name) if i.workers == [worker] and _says_slow(i))
-        return next(found, None)
+        for incident in self._incidents.open_ones(task.name):
+            match incident.subject:
+                case SlowWorker(worker=slow) | SlowRanks(worker=slow) if slow == worker:
+                    return incident
+        return None
 
     def asked(self, task: Task) -> dict[Worker, float]:
         """The speeds a schedule is asked for with."""
@@ -218,7 +216,7 @@ class Slowness:
         A sentence, if another schedule is wanted: speeds have changed while this one was made.
         """
         for worker in [w for w in task.speeds.planned if w in plan.steady]:
-            incident = self._incidents.of_worker(task, worker, SLOW)
+            incident = self._incidents.about(task, SlowWorker(worker=worker))
             if incident is None or not incident.remedies:
                 continue
             if incident.remedies[-1].what != name_of(Effect.REBALANCE):
@@ -232,9 +230,11 @@ class Slowness:
             )
         return "speeds have changed meanwhile" if task.speeds.planned != task.speeds.slow else ""
 
-    def _open(self, task: Task, worker: Worker, what: str, step: int, now: Moment) -> Incident:
+    def _open(
+        self, task: Task, worker: Worker, subject: Subject, what: str, step: int, now: Moment
+    ) -> Incident:
         incident = self._incidents.new(task=task, what=what, now=now, step=step)
-        incident.workers = [worker]
+        incident.workers, incident.subject = [worker], subject
         incident.node, incident.stops_training = task.seats[worker].node, False
         return incident
 

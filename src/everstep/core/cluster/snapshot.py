@@ -17,14 +17,13 @@ from everstep.core.cluster.task import Task
 from everstep.core.cluster.tasks import PlannerQuestion
 from everstep.core.task.recovery import Recovery
 from everstep.errors import UserError
-from everstep.protocol import older
 from everstep.protocol.codec import decode, encode
 from everstep.protocol.incidents import ForgottenIncidents, Incident
 from everstep.protocol.messages import Patience, ResumeTask
-from everstep.protocol.table import Document, Json
+from everstep.protocol.table import Document
 from everstep.protocol.work import EpochFacts, FactChanges
 
-FORMAT = 4  # of a snapshot: another one is refused, not guessed at; the one before is read
+FORMAT = 4  # of a snapshot: another one is refused, not guessed at
 
 
 def freeze(coordinator: Coordinator) -> Document:
@@ -47,8 +46,6 @@ def freeze(coordinator: Coordinator) -> Document:
 
 def thaw(coordinator: Coordinator, frozen: Document) -> None:
     """Fill a fresh coordinator with this state."""
-    if frozen.get("format") == 3:
-        frozen = _from_format_3(frozen)
     if frozen.get("format") != FORMAT:
         raise UserError(
             f"the journal's snapshot has format {frozen.get('format', 1)}, this version reads {FORMAT}; "
@@ -119,28 +116,6 @@ def _thaw_node(data: Document, epochs: list[tuple[EpochFacts, FactChanges | None
             facts, news = epochs[frozen["epoch"]]
             node.pending[place] = replace(action, order=replace(action.order, facts=facts, news=news))
     return node
-
-
-def _from_format_3(frozen: Document) -> Document:
-    """As the version before wrote it."""
-    tasks = []
-    for one in frozen["tasks"]:
-        task = dict(one["task"])
-        failures = task["failures"]
-        overdue = {"is": "OverdueReports", "reports": failures["overdue"]}
-        tasks.append({**one, "task": {**task, "failures": {**failures, "overdue": overdue}}})
-    epochs: list[Json] = []
-    nodes = []
-    for node in frozen["nodes"]:
-        pending = []
-        for action in node["pending"]:
-            order = older.order_of_protocol_3(action["order"])
-            pending.append({**action, "order": order})
-            if order["is"] == "ResumeTask":
-                epochs.append([order["facts"], None])
-                pending[-1] |= {"order": {**order, "facts": None}, "epoch": len(epochs) - 1}
-        nodes.append({**node, "pending": pending})
-    return {**frozen, "format": FORMAT, "tasks": tasks, "nodes": nodes, "epochs": epochs}
 
 
 def _freeze_task(task: Task) -> Document:

@@ -8,7 +8,6 @@ from enum import StrEnum
 from itertools import takewhile
 
 from everstep.core.cluster.lives import Lives
-from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape
 from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
@@ -229,29 +228,14 @@ class BadLinks:
         self.concerned = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differing:
-    """Two workers compute different bits, each the same every time, and no third one is there: one of them
-    goes to another machine, and the next vote tells.
-    """
-
-    moved: Worker
-    moved_from: str  # a node
-    slots: tuple[int, ...]  # of that node, which get no workers meanwhile
-    stays: Worker
-    stays_at: str
-    incarnation: int  # of the one that stays
-    because: str
-
-
 @dataclass(slots=True)
 class FailureHistory:
     """What has gone wrong with its workers. `Failures` changes it."""
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
     short_lives: dict[Worker, int] = field(default_factory=dict)  # in a row: the last of its processes
-    differing: Differing | None = None
     raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
+    unfit: dict[Worker, int] = field(default_factory=dict)  # the incarnation that must not take part
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link
     overdue: OverdueReports = field(default_factory=OverdueReports)
@@ -360,8 +344,6 @@ class Task:
     because: str = "no slot was given to it yet"
     ending: Ending | None = None  # while it is ending
     next_shape: NextShape | None = None
-    trial: Trial | None = None  # of an update
-    updated: str = ""  # how the last update ended
     ended_at: float = 0.0  # once it is over
     after_stop: TaskState = TaskState.WAITING  # its state once it has stopped before its last step
     leaves: str = ""  # the drained node for which alone it stops

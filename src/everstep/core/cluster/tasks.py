@@ -23,7 +23,6 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import CHANGES_STAGE, Staffing
 from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, HeldState, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.core.cluster.trial import Trial
 from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Member, Running
@@ -125,11 +124,9 @@ class Tasks:
         return self._reshape(task, NextShape(event.job, event.shape), now)
 
     def update(self, task: Task, event: msg.UpdateRequested, now: Moment) -> Actions:
-        """Like another shape; and the job before comes back if this one does not hold."""
-        if task.state is not TaskState.RUNNING or task.trial is not None or task.next_shape is not None:
+        """Like another shape."""
+        if task.state is not TaskState.RUNNING or task.next_shape is not None:
             return []  # the API has refused it
-        task.updated = ""
-        task.trial = Trial(job=task.job, shape=task.shape, request=event)
         because = f"{event.by} updates it at the end of this step"
         return self._reshape(task, NextShape(event.job, event.shape), now, because)
 
@@ -225,11 +222,7 @@ class Tasks:
     # -------------------------------------------------------------- where it starts
 
     def checkpoint_found(self, task: Task, event: msg.CheckpointFound, now: Moment) -> Actions:
-        if task.state is TaskState.RUNNING:  # an agent of the version before answers a live search like this
-            return self._training.looked(
-                task, ev.CheckpointsLooked(search=event.search, step=event.step), now
-            )
-        if task.state is not TaskState.SEARCHING or event.search != task.checkpoints.search:
+        if task.state is not TaskState.SEARCHING:
             return []
         task.checkpoints.newest = event.step
         task.checkpoints.search_at = task.checkpoints.searched_at = None
@@ -244,7 +237,7 @@ class Tasks:
 
     def checkpoint_unusable(self, task: Task, event: msg.CheckpointUnusable, now: Moment) -> Actions:
         """A read that failed is no reason to start from nothing: look again, then fail with the reason."""
-        if task.state is not TaskState.SEARCHING or event.search != task.checkpoints.search:
+        if task.state is not TaskState.SEARCHING:
             return []
         task.checkpoints.searched_at = None
         wait_s = self._checkpoints.look_later(task, now) if event.passing else None
@@ -320,8 +313,6 @@ class Tasks:
     def end(self, task: Task, ending: Ending, now: Moment) -> Actions:
         if task.state in OVER:
             return []
-        if ending.state is TaskState.FAILED and task.trial is not None and task.next_shape is None:
-            ending = self._training.rolled_back(task, ending.because)
         if task.state is TaskState.ENDING:
             if task.ending is not None and task.ending.state not in OVER:
                 task.ending = ending if ending.state is not TaskState.WAITING else task.ending
@@ -413,9 +404,6 @@ class Tasks:
             endings, later.endings = later.endings, []
             for task, ending in endings:
                 actions += self.end(task, ending, now)
-            leaving, later.leaving = later.leaving, []
-            for task, because in leaving:
-                actions += self._leave(task, because, now)
             pauses, later.pauses = later.pauses, []
             for task, rule in pauses:
                 actions += self.pause(task, rule, now)
@@ -524,8 +512,6 @@ class Tasks:
         because = f"{held.because}; but that state could not be made safe ({why}), so it keeps running"
         task.progress.held, task.next_shape, task.leaves = None, None, ""
         task.after_stop, task.because = TaskState.WAITING, because
-        if task.trial is not None:
-            task.trial, task.updated = None, f"not updated: {because}"
         incident = self._incidents.new(task=task, what="it was not stopped", now=now, step=held.step)
         incident.stops_training = False
         self._incidents.tell(incident, "coordinator", (because,), now)

@@ -6,6 +6,7 @@ none, a start may be put off, a message to a worker is an order to its node.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
@@ -17,18 +18,17 @@ from everstep.core.cluster.memory_copies import MemoryCopies
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.skipped_steps import SkippedSteps
 from everstep.core.cluster.slowness import Slowness
-from everstep.core.cluster.task import Ending, HeldState, NextShape, Task, TaskState
-from everstep.core.cluster.trial import Trial
+from everstep.core.cluster.task import Ending, HeldState, Task, TaskState
 from everstep.core.task.recovery import Course, Recovery
 from everstep.core.task.states import RecoveryPolicy
-from everstep.errors import InternalError
+from everstep.errors import InternalError, clipped
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.moment import Moment
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import Handlers
-from everstep.protocol.work import SuspectedStep, changes
+from everstep.protocol.work import changes
 
 
 class Training:
@@ -71,7 +71,6 @@ class Training:
                 max_restarts=patience.restarts_per_place,
                 looks=task.request.has_checkpoints,
                 votes_on_all=task.request.votes_on_all,
-                computes_on_cores=task.request.needs is not None and task.request.needs.device == "cpu",
             ),
             lived=progress.lived,
             granted=frozenset(task.seats),
@@ -98,10 +97,9 @@ class Training:
             else:
                 assert isinstance(event, ev.Event), f"{type(event).__name__} is about a script"
                 wishes = recovery.handle(event, now.at)
-        except InternalError as error:  # our bug, in one task: the others continue
-            self._later.endings.append(
-                (task, Ending(state=TaskState.FAILED, because=f"an internal error: {error}"))
-            )
+        except Exception as error:  # our bug, in one task, whose state is half changed: the others continue
+            because = f"an internal error: {_told(error)}"
+            self._later.endings.append((task, Ending(state=TaskState.FAILED, because=because)))
             return actions
         in_force = planned is not None and planned.epoch == recovery.epoch
         actions += self._carry_out(task, wishes, now)
@@ -139,21 +137,10 @@ class Training:
         actions = self.count_copies(task, now) if given_up else []
         return actions + self.inform(task, event, now)
 
-    def doubted(
-        self,
-        task: Task,
-        because: str,
-        now: Moment,
-        *,
-        back: bool,
-        suspect: SuspectedStep | None = None,
-    ) -> Actions:
-        """A worker had wrong numbers. `back`: they may be in steps that are recorded. `suspect`: a step that
-        is skipped when it comes again.
-        """
+    def doubted(self, task: Task, because: str, now: Moment, *, back: bool) -> Actions:
+        """A worker had wrong numbers. `back`: they may be in steps that are recorded."""
         actions = self._checkpoints.doubt(task, because, now)
-        event = ev.StateDoubted(because=because, suspect=suspect)
-        return actions + (self.inform(task, event, now) if back else [])
+        return actions + (self.inform(task, ev.StateDoubted(because=because), now) if back else [])
 
     def start_due(self, task: Task, now: Moment) -> Actions:
         """The starts whose time has come, and what the lives of a script have waited for."""
@@ -308,8 +295,6 @@ class Training:
     def looked(self, task: Task, event: ev.CheckpointsLooked, now: Moment) -> Actions:
         """The newest checkpoint in the folder of a task that goes back."""
         known = task.checkpoints
-        if event.search != known.search:
-            return []
         known.search_at = None
         known.newest = max(known.newest, event.step or 0)
         return self.inform(task, event, now)
@@ -323,7 +308,12 @@ class Training:
     def _order_ranks(
         self,
         task: Task,
-        wish: msg.BeginLife | msg.EndLife | msg.LocateRanks | msg.CopySnapshot | msg.DrainSnapshot,
+        wish: msg.BeginLife
+        | msg.EndLife
+        | msg.OrderRanks
+        | msg.LocateRanks
+        | msg.CopySnapshot
+        | msg.DrainSnapshot,
         now: Moment,
     ) -> Actions:
         seat = task.seats.get(wish.worker)
@@ -354,8 +344,6 @@ class Training:
         task.progress.recorded = wish.step
         row = msg.RecordRow(task=task.name, record=wish, because=wish.because, cause=now.event)
         found: Actions = [row, *self._skips.recorded(task, wish, now)]
-        if task.trial is not None and task.next_shape is None and wish.trains:
-            self._judge_trial(task, task.trial, wish, now)
         if wish.suspect is not None:
             self._later.replayed.append((task, wish))
         ahead = task.checkpoints.ahead
@@ -364,33 +352,6 @@ class Training:
             found += self._checkpoints.committed(task, ahead, now)
             found += self.inform(task, ev.CheckpointCommitted(step=ahead), now)
         return [*found, *self._checkpoints.commit(task, now), *self.count_copies(task, now)]
-
-    def _judge_trial(self, task: Task, trial: Trial, wish: act.RecordStep, now: Moment) -> None:
-        """A step of an updated job."""
-        because = trial.recorded([loss for _, loss in wish.losses], now.at, norm=wish.norm)
-        if because:
-            ending = self.rolled_back(task, because)
-            self._later.leaving.append((task, ending.because))
-        elif trial.is_over:
-            task.trial = None
-            task.updated = f"the update by {trial.request.by} stays after {trial.num_steps} steps on trial"
-
-    def failed_update(self, task: Task, because: str) -> bool:
-        """A worker failed. Before the first step of an updated job the job before it comes back."""
-        trial = task.trial
-        starts = task.state is TaskState.RUNNING and task.next_shape is None
-        if trial is None or trial.num_steps or not starts:
-            return False
-        self._later.endings.append((task, self.rolled_back(task, because)))
-        return True
-
-    def rolled_back(self, task: Task, because: str) -> Ending:
-        """How the job before the update comes back, from the newest state."""
-        trial = task.trial
-        assert trial is not None
-        task.trial, task.next_shape = None, NextShape(trial.job, trial.shape)
-        task.updated = f"the update by {trial.request.by} is rolled back: {because}"
-        return Ending(state=TaskState.WAITING, because=task.updated, gently=True)
 
     @on_wish
     def _start(self, task: Task, wish: act.StartWorker, now: Moment) -> Actions:
@@ -441,3 +402,12 @@ class Training:
             owner=request.owner,
         )
         return self._orders.send(name, order, f"a worker of {task.name} comes to {name}", now)
+
+
+def _told(error: Exception) -> str:
+    """What it says, and where it was raised."""
+    if isinstance(error, InternalError):
+        return str(error)
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{raised.filename.rpartition('/')[2]}:{raised.lineno}"
+    return clipped(f"{type(error).__name__} in {place}{f': {error}' if str(error) else ''}")

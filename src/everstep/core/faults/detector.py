@@ -10,7 +10,8 @@ second. What an op should take comes from the worker's own reports. A worker can
     working   its beacon moves on: whatever it is, it is not hung, only perhaps slow
     overdue   in one op for `overdue_factor` times its usual time: a suspicion. If its threads ran meanwhile,
               or stood in line for a CPU, it is slow or starved rather than hung, and gets ten times as long
-    stopped   its beacon stands still and the kernel says the process is stopped: evidence
+    stopped   its beacon stands still and the kernel says at every look, for a second, that the process is
+              stopped: evidence. Who looks at a worker with a debugger stops it for less
     waiting   for another worker, for longer than a usual step: never blamed, but a witness
     deaf      its beacon shows that it waits, and yet it takes no order: evidence
 
@@ -20,13 +21,14 @@ run either. What a pause between two looks is longer than `look_gap_s` counts fo
                      look: beacon moved ┌─────────┐
               ┌────────────────────────►│ working │◄──────────── moved again: WorkerMoved
               │                         └────┬────┘                        │
-              │  stands still, busy, too long│   stands still, kernel: T   │   not busy, a step long
+              │  stands still, busy, too long│ stands still, T for a second│   not busy, a step long
               │                         ┌────▼────┐   ┌─────────┐   ┌──────┴──┐
               └─────────────────────────┤ overdue │   │ stopped │   │ waiting │
                                         └─────────┘   └─────────┘   └─────────┘
 
 **locate** (coordinator) joins what all agents of a task say. A hang needs two observations that agree: a
-worker that is overdue by much, or stopped, and a worker that waits. A waiting worker is never the culprit.
+worker that is overdue by much, and a worker that waits; or many looks that find a worker stopped. A waiting
+worker is never the culprit.
 If all wait and none is busy, something was lost between them: that is no worker's fault.
 
 Rejected: a limit on step time (Unicron's three iterations). It is blind to who, and at 100 s a step it is
@@ -39,7 +41,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from everstep.protocol.messages import LOADING, SAVING, OpOverdue, WorkerMoved
+from everstep.protocol.messages import AWAITS_STATE, LOADING, SAVING, OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
 
 # ------------------------------------------------------------------ heartbeats
@@ -107,7 +109,7 @@ class DetectorLimits:
     begin_floor_s: float = 20.0
     deaf_s: float = 5.0  # a worker that waits takes an order within milliseconds
     look_gap_s: float = 0.5  # between two looks; in a longer pause the observer itself did not run
-    stopped_s: float = 0.04  # without a sign of it: that its process is stopped is worth a report
+    stopped_s: float = 1.0  # at every look its process is stopped: evidence
     gray_hour_s: float = 3600.0  # the hour in which rates of gray failures are counted
 
 
@@ -124,7 +126,7 @@ class Glance:
 
 PASSES_OVER_S = 0.1
 PAUSED = "Paused"
-IDLE = (PAUSED, "a snapshot of a peer's state")  # ordered to wait: no worker is at fault
+IDLE = (PAUSED, AWAITS_STATE)  # ordered to wait: no worker is at fault
 FINISHED = "Finished"  # what a worker shows after its last step
 
 
@@ -142,9 +144,10 @@ class ProgressWatch:
     def forget(self, task: str, worker: Worker) -> None:
         self._seen.pop((task, worker), None)
 
-    def usual_step_s(self, task: str, worker: Worker) -> float | None:
-        """None: not known yet."""
-        return self._of(task, worker).step_s
+    def tell_again(self) -> None:
+        """What was told may not have been heard."""
+        for seen in self._seen.values():
+            seen.reported_s, seen.reported_stopped, seen.reported_deaf_s = 0.0, False, 0.0
 
     def passes_over(self, glance: Glance) -> float:
         """For how long a worker that was seen so need not be looked at closely, if it keeps writing, stays in
@@ -177,6 +180,7 @@ class ProgressWatch:
     ) -> OpOverdue | WorkerMoved | None:
         seen = self._of(task, worker)
         moved = glance.moment != seen.moment
+        stopped_s = seen.stopped_for(stopped, now, self.limits)
         unseen_s = seen.unseen_for(glance, now, self.limits)
         age_s = max(0.0, glance.age_s - unseen_s)
         seen.watch_step(glance, now)
@@ -186,21 +190,22 @@ class ProgressWatch:
             seen.reported_deaf_s, seen.deaf_looks = 0.0, 0
             return WorkerMoved(task=task, worker=worker, incarnation=incarnation) if was else None
         limit, expected = self._limit(seen, glance)
-        news = stopped and age_s >= self.limits.stopped_s and not seen.reported_stopped
+        is_stopped = stopped_s >= self.limits.stopped_s
+        news = is_stopped and not seen.reported_stopped
         waited_s = max(0.0, min(unanswered_s, glance.age_s) - unseen_s)
         deaf_s = seen.deaf_for(0.0 if glance.busy else waited_s, self.limits)
         if deaf_s > 2 * seen.reported_deaf_s:
             seen.reported_deaf_s, news = deaf_s, True
         if not news and not self._is_longer(seen, age_s, limit):
             return None
-        seen.reported_s, seen.reported_stopped = max(age_s, 1e-3), stopped
+        seen.reported_s, seen.reported_stopped = max(age_s, 1e-3), is_stopped
         return OpOverdue(
             task=task,
             worker=worker,
             incarnation=incarnation,
             doing=glance.doing,
             busy=glance.busy,
-            stopped=stopped,
+            stopped=is_stopped,
             elapsed_s=age_s,
             expected_s=expected,
             step=glance.step,
@@ -232,6 +237,7 @@ class _Seen:
     moment: int = -1
     reported_s: float = 0.0
     reported_stopped: bool = False
+    stopped_since: float | None = None  # it was stopped at every look
     reported_deaf_s: float = 0.0
     deaf_looks: int = 0  # in a row
     step: int = 0
@@ -248,6 +254,15 @@ class _Seen:
         before_s = self.unseen_s if glance.moment == self.moment else 0.0
         self.unseen_s = min(glance.age_s, before_s + missed_s)
         return self.unseen_s
+
+    def stopped_for(self, stopped: bool, now: float, limits: DetectorLimits) -> float:
+        """To be asked before `unseen_for`: what was between two looks that are far apart nobody knows."""
+        is_seen = self.looked_at is not None and now - self.looked_at <= limits.look_gap_s
+        if not stopped:
+            self.stopped_since = None
+        elif self.stopped_since is None or not is_seen:
+            self.stopped_since = now
+        return 0.0 if self.stopped_since is None else now - self.stopped_since
 
     def watch_step(self, glance: Glance, now: float) -> None:
         if glance.step == self.step + 1 and self.step > 0:
@@ -291,6 +306,7 @@ class OverdueReports(Mapping[Worker, OpOverdue]):
     """
 
     reports: dict[Worker, OpOverdue] = field(default_factory=dict)
+    heard_at: dict[Worker, float] = field(default_factory=dict)
     num_waiting: int = field(init=False, default=0)
     stopped: dict[Worker, OpOverdue] = field(init=False, default_factory=dict)
     unanswered: dict[Worker, OpOverdue] = field(init=False, default_factory=dict)
@@ -301,8 +317,8 @@ class OverdueReports(Mapping[Worker, OpOverdue]):
 
     def __post_init__(self) -> None:
         known, self.reports = self.reports, {}
-        for report in known.values():
-            self.put(report)
+        for worker, report in known.items():
+            self.put(report, self.heard_at.get(worker, 0.0))
 
     def __getitem__(self, worker: Worker) -> OpOverdue:
         return self.reports[worker]
@@ -313,14 +329,14 @@ class OverdueReports(Mapping[Worker, OpOverdue]):
     def __len__(self) -> int:
         return len(self.reports)
 
-    def put(self, report: OpOverdue) -> None:
+    def put(self, report: OpOverdue, now: float) -> None:
         worker = report.worker
         if worker in self.reports:
             self._uncount(worker)
         else:
             self._num_came += 1
             self._came[worker] = self._num_came
-        self.reports[worker] = report
+        self.reports[worker], self.heard_at[worker] = report, now
         self.num_waiting += _waits(report)
         if report.stopped:
             self.stopped[worker] = report
@@ -335,7 +351,7 @@ class OverdueReports(Mapping[Worker, OpOverdue]):
     def drop(self, worker: Worker) -> None:
         if worker in self.reports:
             self._uncount(worker)
-            del self.reports[worker], self._came[worker]
+            del self.reports[worker], self.heard_at[worker], self._came[worker]
 
     def clear(self) -> None:
         for worker in list(self.reports):

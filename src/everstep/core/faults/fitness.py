@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from everstep.protocol.messages import CheckResult
 
-OF_THE_MACHINE = ("compute", "memory", "disk", "ecc", "command", "socket", "taints")  # first words of checks
+OF_THE_MACHINE = ("compute", "memory", "disk", "ecc", "command")  # first words of checks
 SLOW, TOO_SLOW = 0.5, 0.25  # of the median
 LEAST_OTHERS = 3
 WEEK_S = 7 * 86_400.0

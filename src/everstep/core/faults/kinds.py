@@ -120,7 +120,7 @@ KINDS: dict[ErrorKind, KindRow] = {
     E.DATA: KindRow(SEV2, "training data cannot be read"),
     E.MIXED_VERSIONS: KindRow(SEV2, "workers of one task have versions that must not train it together"),
     E.USER_CODE: KindRow(SEV2, "the program raised an exception"),
-    E.KILLED: KindRow(SEV2, "the process was killed, possibly by the OOM killer"),
+    E.KILLED: KindRow(SEV2, "the process was killed, by a user, a scheduler or the OOM killer"),
     E.CRASH: KindRow(SEV2, "native code crashed"),
     E.ABNORMAL_EXIT: KindRow(SEV2, "the process exited before its work was done"),
     E.OTHER: KindRow(SEV2, "no known pattern"),

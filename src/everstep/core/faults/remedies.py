@@ -244,7 +244,7 @@ def choose(at: Situation, patience: Patience) -> RemedyChoice:
             continue
         restarts = rule.effect is Effect.RESTART
         wait_s = max(rule.pause_s, backoff_s(at.short_lives, patience)) if restarts else 0.0
-        refused = "; ".join(refusals)
+        refused = "; ".join(dict.fromkeys(refusals))  # two rules may say the same
         return RemedyChoice(
             what=rule.name,
             effect=rule.effect,

@@ -317,9 +317,6 @@ _ROWS: tuple[tuple[ErrorKind, frozenset[str], str, str], ...] = (
     (E.RESOURCE_LIMIT, PROG, r"\[Errno (?:11|23|24)\]", "errno EAGAIN, ENFILE, EMFILE"),
     (E.RESOURCE_LIMIT, PROG, r"Too many open files", "errno EAGAIN, ENFILE, EMFILE"),
     (E.RESOURCE_LIMIT, PROG, r"Resource temporarily unavailable", "errno EAGAIN, ENFILE, EMFILE"),
-    # ---- versions
-    (E.MIXED_VERSIONS, frozenset({"exception"}),
-     r"worker \d+:\d+ runs a version of Everstep that sums gradients", "a worker of Everstep"),
     # ---- data
     (E.DATA, PROG, r"in DataLoader worker process \d+", "torch: DataLoader"),
     (E.DATA, PROG,

@@ -117,6 +117,13 @@ def of_report(event: RankFailed, now: float) -> Witness:
     )
 
 
+def of_held(what: str, now: float) -> Witness:
+    """Ranks could not be held, and no death is the reason."""
+    return Witness(
+        rank=None, what=what, judgement=judge("exit", what), code=1, since=now, source="exit", text=what
+    )
+
+
 # ------------------------------------------------------------------ what a rank has said or left
 
 

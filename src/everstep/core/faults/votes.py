@@ -6,7 +6,7 @@ Host, checker and, where the stage has one, a third worker compute the same agai
     several workers differ from themselves   the code gives other bits each time: no machine is to blame
     one worker differs from itself           it was wrong, once or now and then; the others agree
     all are steady, and a third one is there the odd one out is wrong
-    all are steady, and there are two        undecided, until a run from a kept state tells
+    all are steady, and there are two        undecided: a person runs everstep check on both
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from everstep.protocol.actions import RecordStep
 from everstep.protocol.events import VoteDiffered, VoteRun
-from everstep.protocol.ops import Microbatch, Worker
+from everstep.protocol.ops import Worker
 from everstep.protocol.work import mean_loss
 
 STATE = "state"
@@ -61,8 +61,6 @@ def judge_votes(event: VoteDiffered) -> VoteVerdict:
     for run in event.runs:
         by_worker.setdefault(run.worker, []).append(run.whole)
     unsteady = [worker for worker, found in by_worker.items() if len(set(found)) > 1]
-    if event.truth:
-        return _by_truth(event, by_worker, what, parts)
     if len(unsteady) > 1:
         who = " and ".join(map(str, unsteady))
         because = f"workers {who} each compute {what} differently from run to run, from the same inputs"
@@ -110,50 +108,21 @@ def _all_steady(
     return VoteVerdict(finding=VoteEnd.WRONG_NUMBERS, because=because, worker=odd[0], parts=parts)
 
 
-def _by_truth(
-    event: VoteDiffered, by_worker: dict[Worker, list[str]], what: str, parts: tuple[str, ...]
-) -> VoteVerdict:
-    wrong = [worker for worker, runs in by_worker.items() if runs[0] != event.truth]
-    again = f"{what} was computed again from a kept state"
-    if len(wrong) != 1:
-        because = (
-            f"{again}, and agrees with {'both' if not wrong else 'neither'} of the workers that differed"
-        )
-        return VoteVerdict(finding=VoteEnd.UNDECIDED, because=because, parts=parts)
-    because = f"{again}: worker {wrong[0]} had other bits before"
-    return VoteVerdict(finding=VoteEnd.WRONG_NUMBERS, because=because, worker=wrong[0], parts=parts)
-
-
 class Replay(StrEnum):
     """What the second run of a suspected step says."""
 
     SAME = "the data or the model"
-    NEARLY = "the data or the model, whose code is not deterministic"
-    OTHER = "a machine"
+    OTHER = "a machine, or code that gives other bits each time"
 
 
-NEARLY = 1e-3  # of a loss: further apart are no two runs of code that only rounds differently
-
-
-def judge_replay(record: RecordStep) -> tuple[Replay, list[Microbatch]]:
-    """And the microbatches whose losses are others now."""
+def judge_replay(record: RecordStep) -> Replay:
     suspect = record.suspect
     assert suspect is not None
-    after = dict(record.losses)
-    changed = [m for m, loss in suspect.losses if not _is_same(after.get(m, loss), loss)]
     if suspect.stage >= 0:
-        return (Replay.OTHER if math.isfinite(record.norm) else Replay.SAME), changed
+        return Replay.OTHER if math.isfinite(record.norm) else Replay.SAME
     found = mean_loss(record.losses)
     loss = suspect.loss if found is None else found  # all who knew them may be dead
-    if suspect.is_again(loss):
-        return Replay.SAME, changed
-    if math.isfinite(suspect.loss) and abs(loss - suspect.loss) <= NEARLY * abs(suspect.loss):
-        return Replay.NEARLY, changed
-    return Replay.OTHER, changed
-
-
-def _is_same(one: float, other: float) -> bool:
-    return one == other or not (math.isfinite(one) or math.isfinite(other))
+    return Replay.SAME if suspect.is_again(loss) else Replay.OTHER
 
 
 def _damaged(runs: Sequence[VoteRun]) -> tuple[Worker, str] | None:

@@ -78,8 +78,8 @@ class Assembly:
             )
         epoch = groups.next_epoch()
         places.all_enter(phase.restore + 1)
-        first, by_node = phase.restore + 1, places.by_node
-        groups.regroup(first, places.since(), by_node=by_node, restarting=every_stage)
+        first = phase.restore + 1
+        groups.regroup(first, places.since(), restarting=every_stage)
         _, where = self.nearest()
         because = "every worker is up"
         if not is_first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.core.task import ownership
@@ -54,16 +54,15 @@ class Groups:
         low: int,
         since: Mapping[Worker, int],
         *,
-        by_node: Collection[Worker],
         restarting: frozenset[int],
         settled: Mapping[int, int] | None = None,
         ledgers: Mapping[Worker, Ledger] | None = None,
     ) -> None:
         """Form the groups from the step before `low` on, which may not be sealed everywhere yet.
 
-        `since` has the first step of every member; `by_node`, who can reduce that way. A stage that still
-        owes ops (`restarting`) forms a new group even with the same members: the new plan may give an op to a
-        worker that has contributed already, and its part must not count without that op.
+        `since` has the first step of every member. A stage that still owes ops (`restarting`) forms a new
+        group even with the same members: the new plan may give an op to a worker that has contributed
+        already, and its part must not count without that op.
 
         Sharded: `settled` has of every stage the last step whose sums its workers hold by the map of before;
         the new map is for later steps. Without ledgers, everyone loads a kept state.
@@ -72,11 +71,8 @@ class Groups:
         stages: list[list[tuple[int, int]]] = [
             [] for _ in range(self.shape.stages)
         ]  # replica, its first step
-        unable: list[set[int]] = [set() for _ in stages]  # to reduce by node
         for worker, step in since.items():
             stages[worker.stage].append((worker.replica, step))
-            if worker not in by_node:
-                unable[worker.stage].add(worker.replica)
         firsts = {low - 1, *(step for step in since.values() if step >= low)}
         holders: list[Holders] = []
         if self.shape.chunks:
@@ -97,8 +93,7 @@ class Groups:
                 )
                 for stage, (new, here) in enumerate(zip(holders, live, strict=False))
             )
-            can = frozenset(stage for stage, here in enumerate(live) if unable[stage].isdisjoint(here))
-            table.append(Members(first, live, rounds, maps, can))
+            table.append(Members(first, live, rounds, maps))
         self.members = tuple(table)
 
     def _new_holders(

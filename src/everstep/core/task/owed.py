@@ -84,9 +84,9 @@ def what_is_owed(
                 give.setdefault(view.giver(stage), {})[step] = lacking
         if not shape.chunks:
             owing |= {stage for stage in view.owing() if not view.holders[stage]}
-        for (microbatch, part), (host, kinds) in view.ghosts().items():
-            ghosts.setdefault(Worker(host, shape.fold.stage(part)), set()).add((step, microbatch))
-            view.done[microbatch, part] = (host, kinds)
+        for (microbatch, stage), (host, kinds) in view.ghosts().items():
+            ghosts.setdefault(Worker(host, stage), set()).add((step, microbatch))
+            view.done[microbatch, stage] = (host, kinds)
         broken[step] = BrokenStep(frozenset(w for w in shape.workers() if w not in alive), view.done)
     hosts_ahead = [w for w in ghosts if ledgers[w].step > low]
     return Owed(
@@ -110,12 +110,11 @@ class _StepView:
     ) -> None:
         """`peers`: the workers of each stage that have reported."""
         self.shape = shape
-        self.stage_of = [shape.fold.stage(part) for part in range(shape.fold.parts)]
         self.ledgers = ledgers
         self.step = step
         self.peers = peers
         self.holders = [[w for w in workers if self._holds_sum(w)] for workers in peers]
-        self.complete = [self.is_complete(stage) for stage in self.stage_of]  # by part, as all that follows
+        self.complete = [self.is_complete(stage) for stage in range(shape.stages)]
         self.run = self._run_by_the_living()
         self.done = self.run if not any(self.complete) else self._done()
 
@@ -134,10 +133,10 @@ class _StepView:
         """What is run, and all of a stage that holds its sum."""
         done = {place: by for place, by in self.run.items() if not self.complete[place[1]]}
         whole = [(replica, "FIW") for replica in range(self.shape.replicas)]
-        for part in (part for part, complete in enumerate(self.complete) if complete):
-            by_anyone = whole[self.holders[self.stage_of[part]][0].replica]
+        for stage in (stage for stage, complete in enumerate(self.complete) if complete):
+            by_anyone = whole[self.holders[stage][0].replica]
             for microbatch in self.shape.all_microbatches():
-                place = (microbatch, part)
+                place = (microbatch, stage)
                 by = self.run.get(place)
                 done[place] = by_anyone if by is None else whole[by[0]]
         return done
@@ -158,10 +157,10 @@ class _StepView:
 
     def owing(self) -> set[int]:
         """The stages of which a microbatch is not run to its end."""
-        left = [self.shape.replicas * self.shape.microbatches] * len(self.stage_of)
-        for (_, part), (_, kinds) in self.run.items():
-            left[part] -= kinds == "FIW"
-        return {self.stage_of[part] for part, count in enumerate(left) if count}
+        left = [self.shape.replicas * self.shape.microbatches] * self.shape.stages
+        for (_, stage), (_, kinds) in self.run.items():
+            left[stage] -= kinds == "FIW"
+        return {stage for stage, count in enumerate(left) if count}
 
     def ghosts(self) -> dict[Place, tuple[int, str]]:
         """What must be run again at complete stages, as (host, kinds that need not be)."""
@@ -173,7 +172,7 @@ class _StepView:
                 want(microbatch, stage - 1, "F")
 
         def want_gradient(microbatch: Microbatch, stage: int) -> None:
-            last = stage == len(self.stage_of) - 1
+            last = stage == self.shape.stages - 1
             if not last and self.complete[stage + 1] and "I" not in self._kinds(microbatch, stage + 1):
                 want(microbatch, stage + 1, "F")
                 want(microbatch, stage + 1, "I")
@@ -188,7 +187,7 @@ class _StepView:
             else:
                 want_gradient(microbatch, stage)
 
-        for stage in range(len(self.stage_of)):
+        for stage in range(self.shape.stages):
             if self.complete[stage] or not any(self.complete[max(0, stage - 1) : stage + 2]):
                 continue  # what it needs is made by stages that owe it anyway
             for microbatch in self.shape.all_microbatches():
@@ -220,16 +219,15 @@ class _StepView:
         load: dict[Worker, int] = {}
         free: dict[int, list[tuple[int, int, Worker]]] = {}  # by stage, a heap: step, load once, worker
         hosted = {}
-        for (microbatch, part), kinds in sorted(wanted.items()):
-            stage = self.stage_of[part]
-            if (microbatch, part) in self.run:
-                host = Worker(self.run[microbatch, part][0], stage)
+        for (microbatch, stage), kinds in sorted(wanted.items()):
+            if (microbatch, stage) in self.run:
+                host = Worker(self.run[microbatch, stage][0], stage)
             else:
                 if stage not in free:
                     free[stage] = sorted((self.ledgers[w].step, load.get(w, 0), w) for w in self.peers[stage])
                 host = _least_burdened(free[stage], load)
             load[host] = load.get(host, 0) + 1
-            hosted[microbatch, part] = (host.replica, "".join(k for k in "FIW" if k not in kinds))
+            hosted[microbatch, stage] = (host.replica, "".join(k for k in "FIW" if k not in kinds))
         return hosted
 
     def _run_by_the_living(self) -> dict[Place, tuple[int, str]]:
@@ -265,7 +263,7 @@ class _StepView:
         """Has the worker with the stash received the gradient already?"""
         if (microbatch, stage) not in self.run:
             return False
-        ledger = self.ledgers[Worker(self.run[microbatch, stage][0], self.stage_of[stage])]
+        ledger = self.ledgers[Worker(self.run[microbatch, stage][0], stage)]
         return any(_is(parcel, self.step, microbatch, stage) for parcel in ledger.holding)
 
 

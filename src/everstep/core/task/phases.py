@@ -119,7 +119,6 @@ class Phases:
         groups.regroup(
             low,
             self._places.since(),
-            by_node=self._places.by_node,
             restarting=owed.owing,
             settled=owed.settled,
             ledgers=ledgers,

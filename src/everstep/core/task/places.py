@@ -47,7 +47,6 @@ class Places:
     incarnations: dict[Worker, int]
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
-    by_node: set[Worker] = field(default_factory=set)  # whose process can reduce that way
     sums: dict[int, str] = field(default_factory=dict)  # by stage: how its processes sum gradients
     _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
     _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
@@ -106,9 +105,8 @@ class Places:
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
 
-    def started(self, worker: Worker, incarnation: int, *, by_node: bool, sums: str) -> None:
+    def started(self, worker: Worker, incarnation: int, *, sums: str) -> None:
         self.to(worker, Started(incarnation))
-        (self.by_node.add if by_node else self.by_node.discard)(worker)
         self.sums[worker.stage] = sums
 
     def sums_differ(self, worker: Worker, sums: str) -> Worker | None:
@@ -156,10 +154,6 @@ class Places:
                     f"({self.policy.max_restarts} in a row per place); the last one: {first.because}"
                 )
         return None
-
-    def has_member(self, stage: int, *, but: Worker) -> bool:
-        """Is there another one in this stage?"""
-        return self._there[Member, stage] > isinstance(self.states[but], Member)
 
     def _is_filled(self, stage: int) -> bool:
         return any(self._there[kind, stage] for kind in PLACE if kind is not Absent)

@@ -17,7 +17,7 @@ from everstep.protocol.ops import Worker
 
 _KEPT = 100  # the most recent ones
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
-_OF_MICROBATCH = re.compile(r"\d+[FIWB]\d+\.\d+$")
+_OF_MICROBATCH = re.compile(r"\d+[FIW]\d+\.\d+$")
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|not enough memory", re.IGNORECASE)
 
 

@@ -55,7 +55,7 @@ from everstep.protocol.incidents import Incident, IncidentLog, TaskIncidents
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.table import TABLE, AnyMessage, Document, Fence, Handlers
-from everstep.protocol.work import Members
+from everstep.protocol.work import Members, is_quiet
 
 OTHER_SUMS = (
     "worker {peer} runs a version of Everstep that sums gradients of this job differently. Save and stop the "
@@ -284,7 +284,7 @@ class Recovery:
     def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
         if not isinstance(self.places[event.worker], Starting):
             return []
-        self._places.started(event.worker, event.incarnation, by_node=event.by_node, sums=event.sums)
+        self._places.started(event.worker, event.incarnation, sums=event.sums)
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()
@@ -309,9 +309,7 @@ class Recovery:
         members: list[ev.WorkerExited] = []
         for event in exits:
             worker, place = event.worker, self.places[event.worker]
-            has_peer = self._places.has_member(worker.stage, but=worker)
-            wait = self.policy.wait_steps(crowded=event.crowded, has_peer=has_peer)
-            self._places.to(worker, Absent(self.recorded + wait, event.reason))
+            self._places.to(worker, Absent(self.recorded + self.policy.rejoin_after_steps, event.reason))
             if isinstance(place, Fed):
                 because = f"worker {worker} died while joining"
                 actions.append(act.StopFeeding(source=place.source, joiner=worker, because=because))
@@ -441,9 +439,8 @@ class Recovery:
     def _state_doubted(self, event: ev.StateDoubted, now: float) -> list[Action]:
         if isinstance(self.phase, Assembling | Restoring):
             return []
-        suspect = self._book.suspect = event.suspect
-        before = self.verified if suspect is None else min(self.verified, suspect.step - 1)
-        return self._phases.go_back(event.because, verified=before)
+        self._book.suspect = None
+        return self._phases.go_back(event.because, verified=self.verified)
 
     @on
     def _step_suspected(self, event: ev.StepSuspected, now: float) -> list[Action]:
@@ -453,12 +450,14 @@ class Recovery:
         if not isinstance(self.phase, Running):
             return []
         self._book.suspect = event.found
-        is_quiet = event.found.step <= self._book.quiet_until
-        return self._phases.interrupt(event.because, rewind=None if is_quiet else event.found.step - 1)
+        step = event.found.step
+        return self._phases.interrupt(
+            event.because, rewind=None if is_quiet(step, self._book.odd) else step - 1
+        )
 
     @on
     def _replay_judged(self, event: ev.ReplayJudged, now: float) -> list[Action]:
-        self._book.quiet_until = event.quiet_until
+        self._book.odd = event.step
         return []
 
     @on

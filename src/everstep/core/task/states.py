@@ -189,12 +189,3 @@ class RecoveryPolicy:
     max_restarts: int = 3  # per place, in a row
     votes_on_all: bool = False  # replicas check each other's numbers in every step: a state waits for that
     forgiven_after_steps: int = 20  # a process that took part in so many is no sign of a crash loop
-    computes_on_cores: bool = False
-
-    def wait_steps(self, *, crowded: bool, has_peer: bool) -> int:
-        """How many steps are recorded before a place is filled again. A joiner enters no step that is under
-        way. On a crowded node its start takes a core from the workers that heal that step, and they use all
-        cores as it is: so it starts after the step, unless training waits for it.
-        """
-        after_healed = crowded and has_peer and self.computes_on_cores
-        return max(self.rejoin_after_steps, int(after_healed))

@@ -33,7 +33,7 @@ class StepBook:
     every: bool = False  # step is voted on: one that is not was broken by a new epoch
     votes: bool = True  # there are to be votes, where the task's rules say so
     suspect: SuspectedStep | None = None  # a step that is computed again because of its numbers
-    quiet_until: int = 0  # up to this step NaNs and spikes are not looked into: the last came from the data
+    odd: int | None = None  # the last step whose NaN or spike came from data or model
 
     @property
     def last_step(self) -> int:
@@ -127,7 +127,7 @@ class StepBook:
     @property
     def _ops_of_a_stage(self) -> int:
         """In a step, if none is run twice."""
-        return 3 * self._total * self.shape.virtual
+        return 3 * self._total
 
     def _imply_earlier_seals(self, event: StepSealed, has_witness: Callable[[int, int], bool]) -> None:
         """A stage seals its steps in order. If the only worker that knew of an earlier seal died before it
@@ -155,7 +155,7 @@ class StepBook:
         voted = {stage for stage, sealed in stages.items() if sealed.voted}
         if voted and len(voted.union(alone)) == len(stages):
             self.verified, self.is_voting = self.recorded, True
-        last = self.shape.fold.stage(self.shape.fold.parts - 1)
+        last = self.shape.stages - 1
         once = all(sealed.microbatches == self._total for sealed in stages.values())
         squares = [sealed.sum_of_squares for sealed in stages.values()]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan

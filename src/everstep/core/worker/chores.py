@@ -28,29 +28,35 @@ def _save(before: StepState, mail: Mailbox, rules: TaskRules) -> WorkItem | None
     """This worker's share of the checkpoint, every few steps and after the last one, also where
     a task ends early. If a peer has died since, the shares are different ones.
     """
-    if not _is_saved(before.step, mail, rules):
+    last = _last_saved(mail, rules)
+    if not _is_saved(before.step, last, rules):
         return None
     peers = mail.peers(before.step)
     if before.saved_among == peers:
         return None
-    attempt = mail.order.attempt(before.step)
-    return SaveCheckpoint(before.step, attempt, peers.index(mail.me.replica), len(peers))
+    attempt, is_last = mail.order.attempt(before.step), before.step == last
+    return SaveCheckpoint(before.step, attempt, peers.index(mail.me.replica), len(peers), last=is_last)
 
 
-def _is_saved(step: int, mail: Mailbox, rules: TaskRules) -> bool:
+def _last_saved(mail: Mailbox, rules: TaskRules) -> int:
+    """The last step whose state is a checkpoint."""
+    return mail.order.until if mail.order.saves and mail.order.until else rules.steps - rules.closes
+
+
+def _is_saved(step: int, last: int, rules: TaskRules) -> bool:
     """Is the state after this step a checkpoint?"""
     every = rules.checkpoint_every
-    last = mail.order.until if mail.order.saves and mail.order.until else rules.steps - rules.closes
     return bool(every) and step <= last and (step % every == 0 or step == last)
 
 
 def _save_chunks(before: StepState, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> SaveCheckpoint | None:
     """Sharded: the chunks that it owns. A new owner writes what the old one may not have written."""
-    if not _is_saved(before.step, mail, rules):
+    last = _last_saved(mail, rules)
+    if not _is_saved(before.step, last, rules):
         return None
     due = _due(before, chunks, before.saved_chunks)
-    attempt = mail.order.attempt(before.step)
-    return SaveCheckpoint(before.step, attempt, count=rules.chunks, chunks=due) if due else None
+    attempt, is_last = mail.order.attempt(before.step), before.step == last
+    return SaveCheckpoint(before.step, attempt, count=rules.chunks, chunks=due, last=is_last) if due else None
 
 
 def _store_chunks(before: StepState, mail: Mailbox, rules: TaskRules, chunks: Chunks) -> StoreCopy | None:

@@ -205,7 +205,7 @@ class WorkerControl:
         """`sums`: how it sums gradients."""
         _, worker, incarnation = self.sender
         return self._event(
-            ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, by_node=True, sums=sums)
+            ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, sums=sums)
         )
 
     def where(self) -> str:

@@ -21,6 +21,7 @@ from everstep.core.worker.mailbox import Mailbox
 from everstep.core.worker.step_state import StepState
 from everstep.protocol.events import StateCopied
 from everstep.protocol.lifecycle import move
+from everstep.protocol.messages import AWAITS_STATE
 from everstep.protocol.parcels import Parcel, ParcelKind, StateTransfer
 from everstep.protocol.work import ApplyFeed, Resume, Send, Snapshot, Wait, WorkItem
 
@@ -99,7 +100,7 @@ class Joiner:
     def next(self) -> WorkItem | None:
         """What a joiner does; None: its state is that of the step before it is let in."""
         if self.state_step is None:
-            return Wait("a snapshot of a peer's state")
+            return Wait(AWAITS_STATE)
         if self.state_step + 1 == self.enter_at:
             return None
         feed = Parcel(ParcelKind.FEED, 0, self.state_step + 1, self.me.stage)

@@ -8,19 +8,17 @@ from everstep.protocol.events import Event
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.routes import Routes
-from everstep.protocol.shape import Fold
 from everstep.protocol.work import Command, Facts, Forget, Resume, Send
 
 
 class Mailbox:
     """Names only. The shell keeps the payloads, and frees them on the command `Forget`."""
 
-    def __init__(self, me: Worker, fold: Fold, *, incarnation: int) -> None:
-        self.me, self.fold, self.incarnation = me, fold, incarnation
+    def __init__(self, me: Worker, *, incarnation: int) -> None:
+        self.me, self.incarnation = me, incarnation
         self.order = Resume(epoch=0, attempts=((0, 0),), step=1)  # the last one this worker was given
         self.box: dict[Parcel, Facts] = {}  # parcels here and not yet used, with their small facts
         self.outbox: dict[Parcel, int] = {}  # boundary parcels of open steps -> replica they went to
-        self.own: list[Parcel] = []  # sent by this worker to itself: from one of its parts to the next
         self.commands: list[Command | Event] = []  # an event is reported
         self._routes: tuple[Resume, dict[int, Routes]] = (self.order, {})  # of an order, by row of members
 
@@ -40,9 +38,7 @@ class Mailbox:
 
     def send(self, parcel: Parcel, to: Worker, value: Facts = None) -> None:
         """Only members get parcels."""
-        if to == self.me:
-            self.own.append(parcel)
-        elif to.replica in self.order.members_at(parcel.step).live[to.stage]:
+        if to.replica in self.order.members_at(parcel.step).live[to.stage]:
             self.commands.append(Send(parcel, to.replica, to.stage, value))
 
     def post(self, parcel: Parcel) -> None:
@@ -50,12 +46,7 @@ class Mailbox:
         assert parcel.microbatch is not None
         host = self.order.host(parcel.step, parcel.microbatch, parcel.stage)
         self.outbox[parcel] = host
-        self.send(parcel, Worker(host, self.fold.stage(parcel.stage)))
-
-    def take_own(self) -> list[Parcel]:
-        """What this worker has sent to itself since the last call."""
-        own, self.own = self.own, []
-        return own
+        self.send(parcel, Worker(host, parcel.stage))
 
     def redirect(self) -> None:
         """Hosts have changed: what went to another one goes to the new one, too. If the update of a step is
@@ -70,7 +61,7 @@ class Mailbox:
     def repost(self, peer: Worker) -> None:
         """The connection to this peer was lost for a while."""
         for parcel, replica in list(self.outbox.items()):
-            if Worker(replica, self.fold.stage(parcel.stage)) == peer:
+            if Worker(replica, parcel.stage) == peer:
                 self.send(parcel, peer)
 
     def use(self, parcel: Parcel) -> None:
@@ -96,9 +87,8 @@ class Mailbox:
         self._forget(over)
 
     def _forget(self, parcels: tuple[Parcel, ...]) -> None:
-        """A parcel to itself is received and sent: its payload is kept for both."""
-        if over := tuple(p for p in parcels if p not in self.box and p not in self.outbox):
-            self.commands.append(Forget(over))
+        if parcels:
+            self.commands.append(Forget(parcels))
 
     def drop_stale(self, from_step: int) -> None:
         """Forget every parcel of these steps that belongs to an attempt before this one."""
@@ -120,7 +110,7 @@ class Mailbox:
 
     def routes(self, step: int) -> Routes:
         """Which way the reduce of a step goes. All peers in a round find the same: where a worker is does not
-        change, and whether all can reduce by node is decided when their group is formed.
+        change.
         """
         order, row = self.order, self.order.members_at(step)
         if self._routes[0] is not order:
@@ -129,9 +119,9 @@ class Mailbox:
         if row.from_step not in found:
             me, live = self.me, row.live[self.me.stage]
             at = {k: order.book[w][0] for k in live if (w := Worker(k, me.stage)) in order.book}
-            is_by_node = me.stage in row.by_node and len(at) == len(live)
+            is_known = len(at) == len(live)
             found[row.from_step] = (
-                Routes.by_host(me.replica, live, at) if is_by_node else Routes.direct(me.replica, live)
+                Routes.by_host(me.replica, live, at) if is_known else Routes.direct(me.replica, live)
             )
         return found[row.from_step]
 

@@ -92,7 +92,7 @@ class OpenSteps:
         assert microbatch is not None
         needs: Parcel | None = None
         makes: Parcel | None = None
-        is_first, is_last = op.stage == 0, op.stage + 1 == self.rules.fold.parts
+        is_first, is_last = op.stage == 0, op.stage + 1 == self.rules.stages
         if op.kind is Kind.F:
             needs = None if is_first else self.mail.name(ParcelKind.ACTIVATION, step, op.stage, microbatch)
             makes = None if is_last else self.mail.name(ParcelKind.ACTIVATION, step, op.stage + 1, microbatch)

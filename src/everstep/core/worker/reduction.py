@@ -127,15 +127,6 @@ class Reduction:
         """To whom this worker sends sums. Sharded: to each what it holds, so nobody passes them on."""
         return tuple(k for k in routes.members if k != routes.me) if self.rules.chunks else routes.senders
 
-    def parts_to_come(self, state: StepState) -> list[Parcel]:
-        """What this worker will send of its own once it has run its ops; nothing, if it is to be given the
-        sum. The order in force may change before that.
-        """
-        if state.sum is not SumState.COMPUTING or state.step in self.mail.order.awaits:
-            return []
-        to = _receivers(self.mail.routes(state.step))
-        return [self._part(state, sender=self.me.replica, owner=k) for k in to]
-
     def contributed(
         self,
         state: StepState,
@@ -143,14 +134,13 @@ class Reduction:
         weights: Mapping[Microbatch, float],
         scores: Scores = (),
     ) -> None:
-        places = state.accumulated()
+        microbatches = state.accumulated()
         part = Part(
-            tuple(m for m, _ in places),
+            microbatches,
             tuple(losses),
             state.executed,
-            tuple(weights[m] for m, _ in places),
+            tuple(weights[m] for m in microbatches),
             tuple(scores),
-            tuple(at for _, at in places) if self.rules.virtual > 1 else (),
         )
         state.contributed(part)
         for k in _receivers(self.mail.routes(state.step)):
@@ -250,20 +240,14 @@ class Reduction:
         )
 
     def _check(self, parts: list[Part], step: int) -> Part:
-        """Exactly once, checked at run time: every microbatch is in this sum, and none twice; of a worker
-        with several parts of the model, in each of them.
-        """
+        """Exactly once, checked at run time: every microbatch is in this sum, and none twice."""
         total = self.rules.total_microbatches
-        places = [
-            (m, at)
-            for part in parts
-            for m, at in zip(part.microbatches, part.parts or (0,) * len(part.microbatches), strict=True)
-        ]
-        distinct, due = len(set(places)), total * self.rules.virtual
-        if len(places) != due or distinct != due:
+        summed = [m for part in parts for m in part.microbatches]
+        distinct = len(set(summed))
+        if len(summed) != total or distinct != total:
             raise InternalError(
-                f"step {step}, stage {self.me.stage}: the sum would hold {len(places)} "
-                f"microbatches, {distinct} distinct, instead of each of {due} once"
+                f"step {step}, stage {self.me.stage}: the sum would hold {len(summed)} "
+                f"microbatches, {distinct} distinct, instead of each of {total} once"
             )
         weighted = sorted(
             {(m, w) for part in parts for m, w in zip(part.microbatches, part.weights, strict=True)}
@@ -294,5 +278,4 @@ def _together(parts: list[Part]) -> Part:
         sum(part.executed for part in parts),
         tuple(w for part in parts for w in part.weights),
         tuple(score for part in parts for score in part.scores),
-        tuple(at for part in parts for at in part.parts),
     )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
-
-from everstep.protocol.shape import Fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +21,9 @@ class TaskRules:
     chunks: int = 0  # sharded: of each stage's optimizer state
     copy_every: int = 0  # steps between two copies of the state in memory that outlives the worker
     vote_every: int = 0  # steps between two votes on what is computed; 0: there are none
-    votes: int = 1  # in such a step: of each replica's microbatches, how many are computed again
+    vote_all: bool = False  # in such a step all microbatches are computed again; else one of each replica
     replays: bool = False  # a step with a NaN is computed again before it counts
-    overflows: bool = False  # a gradient that is not finite is part of training, and no reason to replay
     spike: float = 0.0  # and one whose loss is so many spreads above those before it; 0: none is
-    seed: int = 0
-    virtual: int = 1  # parts of the model that each worker runs
-    turns: bool = True  # how they are folded onto the stages
-
-    @property
-    def fold(self) -> Fold:
-        return Fold(self.stages, self.virtual, self.turns)
 
     @property
     def total_microbatches(self) -> int:
@@ -72,8 +61,7 @@ class TaskRules:
             return False
         if step % self.vote_every and not self._is_saved(step):
             return False
-        first = self.draw(step, "microbatch") % self.microbatches
-        return number is None or (number - first) % self.microbatches < self.votes
+        return number is None or self.vote_all or number == self.turn(step) % self.microbatches
 
     def is_compared(self, step: int) -> bool:
         """Are states compared, though no microbatch is computed again? What was saved is what is compared."""
@@ -82,10 +70,9 @@ class TaskRules:
     def _is_saved(self, step: int) -> bool:
         return bool(self.checkpoint_every) and step % self.checkpoint_every == 0
 
-    def draw(self, step: int, what: str) -> int:
-        """A number that every worker finds, and that looks like chance."""
-        text = f"{self.seed} {step} {what}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+    def turn(self, step: int) -> int:
+        """Counts the votes: who checks whom, and which microbatch, goes round."""
+        return step // max(1, self.vote_every)
 
     def is_tied(self, stage: int) -> bool:
         return self.tied is not None and stage in self.tied

@@ -219,14 +219,12 @@ class StepState:
     # -------------------------------------------------------------- ops
 
     def record(self, op: Op, *, ghost: bool) -> None:
-        """An op has run. A fused backward counts as its two halves."""
+        """An op has run."""
         if ghost:
             self.ghosts[op] = None
             return
-        halves = (Kind.I, Kind.W) if op.kind is Kind.B else (op.kind,)
-        for kind in halves:
-            self.done[Op(kind, op.microbatch, op.stage)] = None
-        self.executed += len(halves)
+        self.done[op] = None
+        self.executed += 1
         if self.ghosts:
             self._adopt_ghosts(op)
 
@@ -250,8 +248,6 @@ class StepState:
         op = Op(kind, microbatch, stage)
         return op in self.done or op in self.ghosts
 
-    def accumulated(self) -> tuple[Place, ...]:
-        """The microbatches, part by part, whose weight gradients are in this worker's gradients."""
-        return tuple(
-            (op.microbatch, op.stage) for op in self.done if op.kind is Kind.W and op.microbatch is not None
-        )
+    def accumulated(self) -> tuple[Microbatch, ...]:
+        """The microbatches whose weight gradients are in this worker's gradients."""
+        return tuple(op.microbatch for op in self.done if op.kind is Kind.W and op.microbatch is not None)

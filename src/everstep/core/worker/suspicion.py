@@ -24,7 +24,7 @@ from everstep.core.worker.rules import TaskRules
 from everstep.core.worker.step_state import StepState
 from everstep.protocol.events import StepSuspected
 from everstep.protocol.ops import Microbatch
-from everstep.protocol.work import QUIET_STEPS, SuspectedStep, Wait, mean_loss
+from everstep.protocol.work import SuspectedStep, Wait, is_quiet, mean_loss
 
 BAND = 32  # steps
 LEAST = 12  # of them must be known
@@ -54,14 +54,14 @@ class Suspicion:
         self.mail, self.rules = mail, rules
         self._losses: dict[int, float] = {}
         self._held: SuspectedStep | None = None
-        self._quiet_until = 0
+        self._odd: int | None = None  # the last step whose numbers came from data or model
 
     def begin_epoch(self) -> None:
         """A report that came too late for its epoch is made again, if its step is still suspicious."""
         self._held = None
         order = self.mail.order
         if order.suspect is not None and order.rewind is None and order.restore is None:
-            self._quiet_until = order.suspect.step + QUIET_STEPS  # it is not computed again
+            self._odd = order.suspect.step  # it is not computed again
 
     def next(self, state: StepState) -> Wait | None:
         """Before a chunk is summed, when the losses of all microbatches are known. None: nothing is held."""
@@ -70,10 +70,12 @@ class Suspicion:
         if (loss := self._loss(state)) is None:
             return None
         if self._is_again(state):
-            self._quiet_until = state.step + QUIET_STEPS
+            self._odd = state.step
             return None
         because = self._why(state.step, loss) if self._is_looked_at(state.step) else ""
         if not because:
+            # Later ones are of steps that are done again, from a kept state.
+            self._losses = {step: known for step, known in self._losses.items() if step < state.step}
             if math.isfinite(loss):
                 self._losses[state.step] = loss
             while len(self._losses) > BAND:
@@ -87,15 +89,15 @@ class Suspicion:
     def _why(self, step: int, loss: float) -> str:
         if not math.isfinite(loss):
             return "its loss is not finite" if self.rules.replays else ""
-        before = [self._losses[each] for each in sorted(self._losses) if each < step]
+        before = [known for each, known in self._losses.items() if each < step]
         return why_spike(loss, before, self.rules.spike)
 
     def holds_sum(self, state: StepState, squares: Sequence[float]) -> bool:
         """A gradient that is not finite, of finite losses."""
-        if all(map(math.isfinite, squares)) or not self.rules.replays or self.rules.overflows:
+        if all(map(math.isfinite, squares)) or not self.rules.replays:
             return False
         if not self._is_looked_at(state.step):
-            self._quiet_until = max(self._quiet_until, state.step + QUIET_STEPS)
+            self._odd = state.step
             return False
         loss, stage = self._loss(state), self.mail.me.stage
         found = SuspectedStep(step=state.step, loss=math.nan if loss is None else loss, stage=stage)
@@ -114,7 +116,7 @@ class Suspicion:
         suspect, rules = self.mail.order.suspect, self.rules
         if suspect is not None and suspect.step == step:
             return False
-        return step > self._quiet_until and not (rules.closes and step >= rules.steps)
+        return not is_quiet(step, self._odd) and not (rules.closes and step >= rules.steps)
 
     def _is_again(self, state: StepState) -> bool:
         suspect, loss = self.mail.order.suspect, self._loss(state)

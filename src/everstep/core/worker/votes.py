@@ -55,7 +55,6 @@ class Votes:
     def __init__(self, mail: Mailbox, rules: TaskRules) -> None:
         self.mail, self.rules, self.me = mail, rules, mail.me
         self.computes = ""  # what bits depend on besides the job; workers that differ in it are not compared
-        self._undecided: dict[int, Dispute] = {}  # step -> states that differ, and no third one is there
         self._attempt = 0  # at the step
         self._begin(0)
 
@@ -68,10 +67,7 @@ class Votes:
         self._answers: dict[Parcel, RunHashes] = {}  # to peers that have asked this worker
 
     def forget_all(self) -> None:
-        """A kept state is loaded. When its steps are done again, they tell which of two states was right."""
-        found = self._dispute
-        if found is not None and found.reported and found.microbatch is None and len(found.asked) == 1:
-            self._undecided[self._step] = found
+        """A kept state is loaded."""
         self._begin(0)
 
     # -------------------------------------------------------------- who, what, when
@@ -108,7 +104,7 @@ class Votes:
         return Worker(live[at % len(live)], self.me.stage)
 
     def _distance(self, step: int, count: int) -> int:
-        return 1 + self.rules.draw(step, "distance") % (count - 1)
+        return 1 + self.rules.turn(step) % (count - 1)
 
     # -------------------------------------------------------------- the inputs of a checker
 
@@ -185,8 +181,6 @@ class Votes:
         elif self._state is None:
             self._state = answer
             self._send_hashes()
-            if item.step in self._undecided:
-                self._report(self._undecided.pop(item.step), truth=_whole(answer))
         elif self._dispute is not None:
             self._again(self._dispute, [answer])
 
@@ -277,7 +271,7 @@ class Votes:
         dispute.runs += [(self.me, self.mail.incarnation, hashes) for hashes in answers]
         dispute.own_again = True
 
-    def _report(self, dispute: Dispute, truth: str = "") -> None:
+    def _report(self, dispute: Dispute) -> None:
         """With the parts that differ, and what they were computed from."""
         runs = [hashes for _, _, hashes in dispute.runs]
         names = dict.fromkeys(name for hashes in runs for name in hashes)
@@ -299,7 +293,6 @@ class Votes:
                     )
                     for worker, incarnation, hashes in dispute.runs
                 ),
-                truth=truth,
             )
         )
 

@@ -76,7 +76,7 @@ class WorkerState:
         self.rules = rules
         self.epoch = 0
         self.paused = True
-        self.mail = Mailbox(me, rules.fold, incarnation=incarnation)
+        self.mail = Mailbox(me, incarnation=incarnation)
         self.votes = Votes(self.mail, rules)
         self.steps = OpenSteps(self.mail, rules, self.votes)
         self.chunks = Chunks(self.mail, rules)
@@ -197,8 +197,6 @@ class WorkerState:
             return Paused()
         if self._first:
             return self._first[0]
-        for parcel in self.mail.take_own():
-            self.arrived(parcel)
         steps = self.steps
         for state in steps.all:
             if not self.updates.settle(state):

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from everstep.engine import keys
-from everstep.engine.datasets.ramp import ramped
 from everstep.engine.layers.boundary import Value
 from everstep.errors import UserError
 from everstep.job.presets import closest_key
@@ -128,8 +127,7 @@ def trained_on(data: Any, job: Any) -> Any:
     """Data of a job that is trained on, not evaluated: its rows continue behind those of earlier starts."""
     known = of_job(data, job)
     start = job.data.options.get(START, 0)
-    known = replace(known, order=replace(known.order, start=start)) if start else known
-    return ramped(known, job)
+    return replace(known, order=replace(known.order, start=start)) if start else known
 
 
 def evaluated_on(data: Any, job: Any, batches: int) -> Any:
@@ -183,37 +181,5 @@ class Synthetic:
         moves = self._strides[np.searchsorted(self._ODDS, draw, side="right")]
         moves[:, 0] = (draw[:, 0] * len(self._alphabet)).astype(np.int64)
         tokens = self._alphabet[np.cumsum(moves, axis=1) % len(self._alphabet)]
-        return _shifted(tokens)
-
-
-class TokenFile:
-    """Windows of a file of tokens, a byte or two each; (seed, step, microbatch, row) say where one starts."""
-
-    in_a_thread = True  # draws nothing from a generator of the process: may be loaded in a thread
-
-    def __init__(
-        self, path: str | Path, *, sequence: int, rows: int, seed: int = 0, token: str = "uint8"
-    ) -> None:
-        if token not in ("uint8", "uint16"):
-            raise UserError(f'data.token is {token!r}; use "uint8" or "uint16".')
-        self.path, self.sequence, self.rows, self.seed = Path(path), sequence, rows, seed
-        if not self.path.is_file():
-            raise UserError(f"data.path {str(path)!r} is not a file.")
-        size = self.path.stat().st_size // np.dtype(token).itemsize
-        if size < sequence + 1:
-            raise UserError(f"data.path {str(path)!r} holds {size} tokens; a row needs {sequence + 1}.")
-        self._tokens = np.memmap(self.path, dtype=np.dtype(token).newbyteorder("<"), mode="r", shape=(size,))
-
-    def batch(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        places = np.uint64(len(self._tokens) - self.sequence)
-        starts = keys.draws(keys.key(self.seed, keys.DATA, step, microbatch), self.rows) % places
-        window = np.arange(self.sequence + 1)
-        return _shifted(self._tokens[starts.astype(np.int64)[:, None] + window].astype(np.int64))
-
-
-def _shifted(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Inputs, and for each the token that follows it."""
-    return (
-        torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
-        torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
-    )
+        inputs, targets = (np.ascontiguousarray(part) for part in (tokens[:, :-1], tokens[:, 1:]))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)

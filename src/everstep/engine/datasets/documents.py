@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from everstep.engine.layers.boundary import described
 from everstep.errors import UserError
 
 UNCOUNTED = -100  # a target that no loss counts
+_BATCH = 1 << 16  # documents whose lengths are read at once
 
 
 def positions_in_documents(ends: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class PackedDocuments:
 
     def __init__(self, documents: Any, sequence: int) -> None:
         self.documents, self.sequence = documents, sequence
-        lengths = documents.lengths() if hasattr(documents, "lengths") else _lengths(documents)
+        lengths = _lengths(documents)
         pieces = [
             DocumentPiece(document, start, min(start + sequence, length))
             for document, length in enumerate(lengths)
@@ -80,7 +82,10 @@ class PackedDocuments:
                 )
             size = piece.stop - piece.start
             tokens[at : at + size] = own[piece.start : piece.stop]
-            targets[at : at + size - 1] = labels[piece.start + 1 : piece.stop]
+            following = labels[
+                piece.start + 1 : piece.stop + 1
+            ]  # also where it is cut: no token goes unlearned
+            targets[at : at + len(following)] = following
             positions[at : at + size] = torch.arange(size)
             at += size
         positions[at:] = torch.arange(self.sequence - at)
@@ -119,6 +124,16 @@ def packed(pieces: Sequence[DocumentPiece], sequence: int) -> list[list[Document
 
 
 def _lengths(documents: Any) -> list[int]:
+    if "input_ids" in getattr(documents, "column_names", ()):  # of Hugging Face: without decoding the tokens
+        from pyarrow import compute
+
+        batches = documents.select_columns(["input_ids"]).with_format("arrow").iter(_BATCH)
+        with suppress(NotImplementedError):  # no lists; the look at the first document says so
+            return [
+                length or 0
+                for batch in batches
+                for length in compute.list_value_length(batch.column(0)).to_pylist()
+            ]
     return [len(_column(documents[index], "input_ids", index)) for index in range(len(documents))]
 
 

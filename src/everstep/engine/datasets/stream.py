@@ -17,7 +17,7 @@ stored already is skipped. Old batches are removed; how many stay says how far b
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +143,8 @@ class BufferedStream:
         most: int | None = None,
     ) -> None:
         """`most`: batches that are ever asked for."""
-        self.microbatches, self.keep_steps, self._seed, self._most = microbatches, keep_steps, seed, most
-        self._source = source
+        self.microbatches, self.keep_steps, self._most = microbatches, keep_steps, most
+        self._source = replace(source, seed=seed)
         self.buffer = BatchBuffer(folder, keep=keep_steps * microbatches, most_bytes=MOST_BYTES)
         self._reader: Reader | None = None
 
@@ -207,7 +207,7 @@ class BufferedStream:
         if self._reader is None:
             self._open()
             ahead = 2 * self.microbatches
-            self._reader = Reader(self._source, self.buffer, ahead=ahead, seed=self._seed, most=self._most)
+            self._reader = Reader(self._source, self.buffer, ahead=ahead, most=self._most)
 
     def close(self) -> None:
         if self._reader is not None:

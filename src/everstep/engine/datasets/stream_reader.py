@@ -17,15 +17,17 @@ import numpy as np
 import torch
 
 from everstep.engine import device as devices
+from everstep.engine import keys
 from everstep.engine.datasets.buffer import BatchBuffer
 from everstep.engine.datasets.rows import Collate, stacked
 from everstep.engine.layers.boundary import Value, mapped, tensors_in
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError, UserError, named
 from everstep.forked import leave_to_owner
 from everstep.log import warn
 
 _LOOK_S = 0.002
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_END = object()
 _TRIES, _AGAIN_S = 3, 0.5  # in a row without a batch between them
 
 
@@ -38,6 +40,7 @@ class Source:
     collate: Collate | None
     repeat: bool
     live: bool
+    seed: int = 0
 
     @property
     def can_begin_again(self) -> bool:
@@ -45,17 +48,28 @@ class Source:
         return not hasattr(self.source, "__next__")
 
     def begin(self, number: int, epoch: int, state: Any) -> Iterator[tuple[Value, int, Any]]:
-        """Batches from `number` on: (batch, epoch, state after it). `state`: that after the batch before."""
+        """Batches from `number` on: (batch, epoch, state after it). `state`: that after the batch before.
+
+        What an epoch or a batch draws at random follows from its number, not from what this process has drawn
+        before: a source that is set to its state draws what the reader before would have drawn.
+        """
         skip = 0 if state is not None or self.live else number
         epoch = 0 if skip else epoch
+        number -= skip
         while True:
+            self._seed(0, epoch)
             made = self._made(epoch)
             if state is not None:
                 made.load_state_dict(state)
                 state = None
-            found = 0
-            for batch in self._batches(iter(made)):
+            found, batches = 0, self._batches(iter(made))
+            while True:
+                self._seed(1, number)
+                batch = next(batches, _END)
+                if batch is _END:
+                    break
                 found += 1
+                number += 1
                 if skip:
                     skip -= 1
                     continue
@@ -65,6 +79,9 @@ class Source:
             if not found:
                 raise UserError("the stream has no batch at all.")
             epoch += 1
+
+    def _seed(self, what: int, number: int) -> None:
+        devices.seed(torch.device("cpu"), keys.key(self.seed, keys.DATA, what, number))
 
     def _made(self, epoch: int) -> Any:
         is_iterable = hasattr(self.source, "__iter__") and not isinstance(self.source, type)
@@ -102,15 +119,11 @@ class Source:
 class Reader:
     """A process that reads when it is asked to and nobody else does. It is forked, so nothing is pickled, and
     what the source draws at random is drawn from generators of its own. It ends with this process.
-    `ahead`: how many batches beyond the highest wanted are stored. `seed`: of its generators, at each start.
-    `most`: of an evaluation, which has so many batches.
+    `ahead`: how many batches beyond the highest wanted are stored. `most`: of an evaluation, how many it has.
     """
 
-    def __init__(
-        self, source: Source, buffer: BatchBuffer, *, ahead: int, seed: int, most: int | None = None
-    ) -> None:
-        self._source, self._buffer, self._ahead, self._seed = source, buffer, ahead, seed
-        self._most = most
+    def __init__(self, source: Source, buffer: BatchBuffer, *, ahead: int, most: int | None = None) -> None:
+        self._source, self._buffer, self._ahead, self._most = source, buffer, ahead, most
         self._reads = mmap.mmap(-1, 1)  # 1: it does
         asked, self._ask = os.pipe()
         self._pid = os.fork()
@@ -164,8 +177,8 @@ class Reader:
             except Exception as error:  # the user's iterable
                 failures += 1
                 if failures == _TRIES or not self._source.can_begin_again:
-                    return self._buffer.stop(0, f"the stream raised {type(error).__name__}: {error}")
-                warn(f"the stream raised {type(error).__name__}: {error}; it begins again")
+                    return self._buffer.stop(0, f"the stream raised {named(error)}")
+                warn(f"the stream raised {named(error)}; it begins again")
                 time.sleep(failures * _AGAIN_S)
 
     def _read(self, number: int) -> None:
@@ -173,7 +186,6 @@ class Reader:
             return
         before = self._buffer.get(number - 1) if number else None
         facts: dict[str, Any] = before[1] if before is not None else {"epoch": 0, "state": None}
-        devices.seed(torch.device("cpu"), self._seed)
         for batch, epoch, state in self._source.begin(number, facts["epoch"], facts["state"]):
             self._buffer.put(number, batch, epoch=epoch, state=state)
             number += 1

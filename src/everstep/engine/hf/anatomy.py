@@ -17,10 +17,8 @@ on eight tokens, with a stand-in for every module, which says when it was called
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -233,74 +231,6 @@ def crossing_layer(model: Any, anatomy: Anatomy) -> str | None:
         if not parted or meet or kinds[number % len(kinds)] not in PARTED_BY_MASKS:
             return name
     return None
-
-
-def layer_calls(model: Any, anatomy: Anatomy) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """What each layer is called with for one short row."""
-    trace = _Trace(model, (*anatomy.before, *anatomy.after), anatomy.layers, anatomy.given)
-    trace.run()
-    return trace.calls
-
-
-def blocks_of(model: Any, anatomy: Anatomy) -> dict[str, tuple[str, ...]]:
-    """Of each layer the parts with matrices in them, such as attention and MLP, where all that the layer does
-    around them it does to each token alone. So a shard may do it to its tokens; inside of blocks it has all.
-
-    It is tried and not read off: with blocks that change each token by itself the layer must make of a part
-    of a row that part of what it makes of the row.
-    """
-    trace = _Trace(model, (*anatomy.before, *anatomy.after), anatomy.layers, anatomy.given)
-    trace.run()
-    found: dict[str, tuple[str, ...]] = {}
-    tried: set[Any] = set()
-    for name in anatomy.layers:
-        layer = model.get_submodule(name)
-        children = dict(layer.named_children())
-        found[name] = tuple(key for key, one in children.items() if any(p.ndim > 1 for p in one.parameters()))
-        form = (type(layer), *((key, type(one)) for key, one in children.items()))
-        if form not in tried and not _works_on_tokens(layer, found[name], *trace.calls[name]):
-            raise UserError(
-                f"sequence_parallel = true gives each shard a part of every row around the attention and the "
-                f"MLP of a layer, and {type(layer).__name__} does not work on each token alone there, or "
-                "drops values by a function; leave sequence_parallel out."
-            )
-        tried.add(form)
-    return found
-
-
-def _works_on_tokens(layer: Any, blocks: tuple[str, ...], args: tuple[Any, ...], kwargs: Any) -> bool:
-    draw = torch.Generator().manual_seed(1)
-    row = torch.randn(given_to(args, kwargs)[0].shape, generator=draw)
-    half = row.shape[1] // 2
-    for forms in itertools.product((0, 2, 3), repeat=len(blocks)):  # what each block gives
-        pairs = zip(blocks, forms, strict=True)
-        acts: dict[str, Act] = {key: partial(_token_by_token, form) for key, form in pairs}
-        tried = with_stand_ins(layer, acts)
-        materialize(tried)
-        for parameter in tried.parameters():
-            parameter.data = torch.rand(parameter.shape, generator=draw) + 0.5
-        for dropout in (part for part in tried.modules() if isinstance(part, nn.Dropout)):
-            dropout.p = 0.0  # these are drawn for whole rows
-        made: list[Any] = []
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                before = torch.get_rng_state()
-                for part in (row, row[:, :half], row[:, half:]):
-                    more_args, more_kwargs = replaced(args, kwargs, part)
-                    given = tried.train()(*more_args, **more_kwargs)
-                    made.append(given[0] if isinstance(given, tuple) else given)
-                draws = not torch.equal(before, torch.get_rng_state())
-        except Exception:  # the layer's own: a block does not give that
-            continue
-        same = made[0].shape == row.shape and torch.allclose(made[0], torch.cat(made[1:], dim=1), atol=1e-5)
-        return same and not draws
-    return False
-
-
-def _token_by_token(form: int, *args: Any, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())
-    made = next(v for v in given if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 3).tanh()
-    return (made, *[None] * (form - 1)) if form else made
 
 
 def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

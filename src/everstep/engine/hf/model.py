@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import re
@@ -15,22 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from everstep.engine.hf import weights
 from everstep.engine.hf.anatomy import (
-    TOKENS_MEET,
     Anatomy,
     anatomy_of,
-    blocks_of,
     crossing_layer,
-    layer_calls,
     with_stand_ins,
 )
 from everstep.engine.hf.source import config_of, folder_of, plain_config, transformers
 from everstep.engine.hf.stage_forward import StageModel, taken_by
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.model import FeedPart, Model, ModelAssembly, Through, in_short, token_loss
+from everstep.engine.layers.model import Model, ModelAssembly, Through, in_short, token_loss
 from everstep.engine.layers.shard_plan import STYLES, from_theirs
 from everstep.engine.layers.taken_over import QueuedEmbedding, queued_forward
 from everstep.errors import UserError
@@ -91,7 +86,6 @@ class Family:
             self.folder = found if found.is_there else None
         self.whole = self._prepared(copy.deepcopy(self.bare)) if prepare is not None else self.bare
         self._set_trained(self.whole)
-        self._shards = 1  # that have a part of each row between blocks
 
     def model(self) -> Model:
         anatomy = self.anatomy
@@ -109,9 +103,6 @@ class Family:
                 card=self._card(),
                 shared_out=self._heads(),
                 in_fp32=tuple(sorted(getattr(self.bare, "_keep_in_fp32_modules_strict", None) or ())),
-                split_rows=self.split_rows if rows_can_be_split(self.whole, anatomy.layers) else None,
-                look_at_rows=self.look_at_rows,
-                split_sequence=self.split_sequence,
             ),
             shard_plan=self._shard_plan(),
         )
@@ -152,34 +143,7 @@ class Family:
         every = [p for module in modules for p in module.parameters() if p.is_floating_point()]
         dtype = max(every, key=lambda p: p.numel()).dtype
         whole = self.whole if dtype == torch.float32 else self._bare(dtype)
-        return StageModel(whole, self.anatomy, layers, modules, device, shards=self._shards)
-
-    def split_rows(self, attend: Callable[..., Tensor]) -> FeedPart:
-        """Layers and frames that are made from now on attend as shards do that have a part of each row."""
-        _register_attention(attend)
-        for config in (self.config, self.bare.config, self.whole.config):
-            config._attn_implementation = CONTEXT_PARALLEL
-        return _with_places
-
-    def look_at_rows(self) -> None:
-        """Run the layers without values: attention may ask for what shards with parts of rows lack, such as a
-        mask of its own. A layer that looks at values ends the look, silently.
-        """
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-            return query.new_empty(*query.shape[:3], value.shape[3])
-
-        _register_attention(attend)
-        model = self.empty()
-        model.config._attn_implementation = CONTEXT_PARALLEL
-        for name, (args, kwargs) in layer_calls(model, self.anatomy).items():
-            with torch.no_grad(), contextlib.suppress(RuntimeError):
-                model.get_submodule(name)(*_without_values(args), **_without_values(kwargs))
-
-    def split_sequence(self, shards: int) -> dict[str, tuple[str, ...]]:
-        """Stages that are made from now on pass parts of rows from layer to layer."""
-        self._shards = shards
-        return blocks_of(self.whole, self.anatomy)
+        return StageModel(whole, self.anatomy, layers, modules, device)
 
     def check(self, inputs: Value, targets: Value) -> None:
         """The first batch: are its keys and tokens those of a language model?"""
@@ -323,7 +287,7 @@ class Family:
 
     def _heads(self) -> dict[str, int | None]:
         text = self.config.get_text_config()
-        split = {"column", "row", "own_parameters"} & set(self._shard_plan().values())
+        split = {"column", "row"} & set(self._shard_plan().values())
         keys = ["num_attention_heads", "num_key_value_heads"] if split else []
         if expert_patterns(self.bare):
             keys += [key for key in NUMBERS_OF_EXPERTS if getattr(text, key, None)][:1]
@@ -343,33 +307,6 @@ class Family:
         return cost
 
 
-# ------------------------------------------------------------------
-# Shards that have a part of each row.
-
-CONTEXT_PARALLEL = "everstep_context_parallel"  # the name of their attention among those of transformers
-_ATTENTION = ("full_attention", "sliding_attention")
-_CHANGES_SCORES = re.compile(r"att(n|ention).*(drop|softcap)")  # keys of configs
-
-
-def rows_can_be_split(model: Any, layers: Sequence[str]) -> bool:
-    """Do tokens meet in attention alone, in one that transformers lets others compute, and are positions,
-    counted from 0, given to the model? Kin of RoBERTa count them from the tokens, behind padding.
-    """
-    text = model.config.get_text_config()
-    parts = [part for layer in layers for part in model.get_submodule(layer).modules()]
-    return (
-        bool(model._supports_sdpa and getattr(model, "_supports_attention_backend", False))
-        and "position_ids" in taken_by(type(model))
-        and not any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
-        and set(getattr(text, "layer_types", None) or ()) <= set(_ATTENTION)
-        and not any(isinstance(part, TOKENS_MEET) or hasattr(part, "sinks") for part in parts)
-        and all(getattr(part, "is_causal", True) for part in parts)
-        and not any(value for key, value in text.to_dict().items() if _CHANGES_SCORES.search(key))
-        and _dropped(text) <= {part.p for part in model.modules() if isinstance(part, nn.Dropout)}
-        and not getattr(text, "output_router_logits", False)
-    )
-
-
 def _holds_documents(batch: Mapping[str, Any]) -> bool:
     """With a mask of its own, or where a recurrent layer is told the documents, a batch says enough."""
     positions = batch.get("position_ids")
@@ -378,112 +315,36 @@ def _holds_documents(batch: Mapping[str, Any]) -> bool:
     return bool((positions[:, 1:] <= positions[:, :-1]).any())
 
 
-def _dropped(config: Any) -> set[float]:
-    """Shares that a model drops, and noise. Shards draw masks of whole rows where a module drops, and only
-    there.
-    """
-    found = [value for key, value in config.to_dict().items() if "drop" in key or "jitter" in key]
-    return {value for value in found if isinstance(value, float) and value}
-
-
-def attend_as_shard(
-    attend: Callable[..., Tensor],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """In the form of transformers' attention functions. Windows are those of the mask, as with SDPA."""
-    odd = [name for name in ("dropout", "softcap", "s_aux", "position_bias") if _is_given(more.get(name))]
-    window = attention_mask.size if isinstance(attention_mask, _Window) else None
-    if attention_mask is not None and window is None:
-        odd.append("attention_mask")
-    if odd or more.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise UserError(
-            f"{type(module).__name__} attends with {', '.join(odd) or 'no causal mask'}, which shards that "
-            "have a part of each row cannot; leave context_parallel out."
-        )
-    made = attend(query, key, value, scale=scaling, window=window)
-    return made.transpose(1, 2).contiguous(), None
-
-
-def _register_attention(attend: Callable[..., Tensor]) -> None:
-    interface = transformers("modeling_utils").ALL_ATTENTION_FUNCTIONS
-    masks = transformers("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
-    interface.register(CONTEXT_PARALLEL, partial(attend_as_shard, attend))
-    masks.register(CONTEXT_PARALLEL, _mask_of_shards)
-
-
-def _without_values(given: Any) -> Any:
-    return tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, given)
-
-
-def _is_given(value: Any) -> bool:
-    return isinstance(value, Tensor) or bool(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """In the place of a mask: attention of shards makes its own."""
-
-    size: int
-
-
-def _mask_of_shards(
-    *args: Any, local_size: int | None = None, use_vmap: bool = False, **more: Any
-) -> _Window | None:
-    if use_vmap:
-        raise UserError(
-            "the model's mask is neither causal nor a window, which shards that have a part of each row "
-            "cannot have; leave context_parallel out."
-        )
-    return None if local_size is None else _Window(local_size)
-
-
-def _with_places(value: Value, places: Tensor) -> Value:
-    batch = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
-    return batch | {"position_ids": places.expand(batch["input_ids"].shape[0], -1)}
-
-
 NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def expert_patterns(model: nn.Module) -> dict[str, str]:
     """The experts in a model as a plan of shards, found by their form and not by the architecture's name."""
-    names = [name for name, module in model.named_modules() if _is_experts(name, module)]
+    names = [name for name, module in model.named_modules() if _is_experts(module)]
     return {re.sub(r"\.\d+(?=\.)", ".*", name): "experts" for name in names}
 
 
-def _is_experts(name: str, module: nn.Module) -> bool:
-    """Stacked: every parameter of its own has a row for each expert, and it takes hidden states, the experts
-    of each token and their weights; or, if it is called so, hidden states of as many tokens for each. A list:
-    of modules of one form.
+def _is_experts(module: nn.Module) -> bool:
+    """Every parameter of its own has a row for each expert, and it takes hidden states, the experts of each
+    token and their weights.
     """
-    called_so = "expert" in name.rpartition(".")[2]
-    if isinstance(module, nn.ModuleList):
-        forms = {tuple((key, p.shape) for key, p in one.named_parameters()) for one in module}
-        return called_so and len(module) > 1 and len(forms) == 1 and forms != {()}
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     rows = {parameter.shape[0] if parameter.ndim > 1 else 1 for parameter in own}
     stacked = len(rows) == 1 and max(rows) > 1 and any(parameter.ndim == 3 for parameter in own)
-    takes = len(inspect.signature(module.forward).parameters) if stacked else 0
-    return takes == 3 or (takes == 1 and called_so)
+    return stacked and len(inspect.signature(module.forward).parameters) == 3
 
 
 def _known(experts: Mapping[str, str], plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan without what it says of experts. What is split in a way that we do not know (latent attention)
-    stays whole, with all that is split beside it.
+    """A plan without what it says of experts. What is split in a way that we do not know (latent attention,
+    sinks) stays whole, with all that is split beside it and in it.
     """
     rest = {
         pattern: style
         for pattern, style in plan.items()
         if not any(pattern == one or pattern.startswith(f"{one}.") for one in experts)
     }
-    whole = {pattern.rpartition(".")[0] for pattern, style in rest.items() if style not in STYLES}
+    unknown = [pattern for pattern, style in rest.items() if style not in STYLES]
+    whole = {*unknown, *(pattern.rpartition(".")[0] for pattern in unknown)}
     return {
         pattern: style
         for pattern, style in rest.items()
@@ -532,12 +393,6 @@ class CausalLoss:
         if "aux" in output:  # a mean over tokens: as a sum, in proportion
             total = total + self.router * output["aux"] * weight
         return total, weight
-
-    def following(self, targets: Value) -> Tensor:
-        """For every position the token that follows it; -100 where it does not count."""
-        if not isinstance(targets, Mapping):
-            return targets  # type: ignore[no-any-return]
-        return nn.functional.pad(_next_tokens(targets), (0, 1), value=-100)
 
     def weigh(self, targets: Value) -> float:
         """The weight alone, from targets on the host: nothing waits for a GPU."""

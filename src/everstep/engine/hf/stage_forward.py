@@ -54,12 +54,8 @@ class StageModel:
         layers: range,
         modules: list[nn.Module],
         device: torch.device,
-        *,
-        shards: int = 1,
     ) -> None:
-        """`model`: all of it, on the meta device. `layers`: which of `anatomy.names` are `modules`. `shards`:
-        each has a part of every row from the first decoder layer to the last.
-        """
+        """`model`: all of it, on the meta device. `layers`: which of `anatomy.names` are `modules`."""
         self.anatomy, self.layers = anatomy, layers
         names = anatomy.names
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(names)
@@ -67,8 +63,6 @@ class StageModel:
         self._end = self._first_layer + len(anatomy.layers)  # the first of `after`
         self._run: Run = lambda index, function, *args, **kwargs: function(*args, **kwargs)
         self._given: dict[str, Any] = {}
-        # Of what arrives each shard may have a part; masks and positions are made for the whole.
-        self._parts = shards if self._first_layer < layers.start < self._end else 1
         acts = {
             name: self._foreign(index) if self._is_layer(index) else _pass for index, name in enumerate(names)
         }
@@ -90,7 +84,7 @@ class StageModel:
             self._hidden, self._router, self._tokens, self._passed = (value.get(key) for key in _OF_LAYERS)
             whole = self._hidden.detach()
             whole = whole.flatten(2, -2)[:, :, 0] if whole.ndim > 3 else whole  # of several streams one
-            source = {"inputs_embeds": whole.repeat(1, self._parts, 1) if self._parts > 1 else whole}
+            source = {"inputs_embeds": whole}
         try:
             with nullcontext() if torch.is_grad_enabled() else evaluating([self.frame]):
                 output = self.frame(**source, **self._given, use_cache=False)

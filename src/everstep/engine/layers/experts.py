@@ -2,22 +2,19 @@
 
     tokens ──► sorted by expert ──► product by group ──► gate ──► product by group ──► back in order, added up
 
-A token that an expert does not take (`within_capacity`) lies behind the tokens of all experts, is multiplied
-with nothing and adds 0.
-
 How many rows an expert gets stays on the device, where torch has a product of groups for it: then nothing
 waits for the host, and the op can be compiled and recorded. Elsewhere a loop over the experts asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everstep.engine.layers.linear import RECEIVER, GroupedGrad, Queue
 
@@ -25,9 +22,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows, stacked matrice
 
 
 def product_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can. What
-    is made of rows behind the last end has no meaning.
-    """
+    """Rows up to each end times the matrix (inputs x outputs) of their expert; at once, where torch can."""
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[2])
     even = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])  # what its kernels ask for
@@ -36,8 +31,7 @@ def product_of_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     stops = ends.tolist()
     parts = zip(pairwise((0, *stops)), weight, strict=True)
-    rest = x.new_zeros(len(x) - stops[-1], weight.shape[2])
-    return torch.cat([*(x[start:stop] @ matrix for (start, stop), matrix in parts), rest])
+    return torch.cat([x[start:stop] @ matrix for (start, stop), matrix in parts])
 
 
 def _forward(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
@@ -87,76 +81,14 @@ def _moved(x: Tensor, order: Tensor, back: Tensor, each: int = 1) -> Tensor:
     return made
 
 
-NO_EXPERT = -1
-
-
-def within_capacity(chosen: Tensor, capacity: int) -> Tensor:
-    """`chosen` (tokens x experts of each, likeliest first) with `NO_EXPERT` in the place of an expert that
-    has `capacity` tokens already. First choices come before second ones, then tokens in their order.
-    """
-    numbers, order = chosen.t().reshape(-1).sort(stable=True)
-    before = torch.arange(len(order), device=chosen.device) - torch.searchsorted(numbers, numbers)
-    dropped = torch.empty_like(order, dtype=torch.bool).index_copy_(0, order, before >= capacity)
-    return chosen.masked_fill(dropped.view(chosen.shape[1], -1).t(), NO_EXPERT)
-
-
-class DropCount(nn.Module):
-    """Pairs of a token and an expert that a layer has made: how many are beyond a capacity, and all."""
-
-    counts: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
-
-    @torch.no_grad()
-    def add(self, taken: Tensor) -> None:
-        self.counts[0] += (taken == NO_EXPERT).sum()
-        self.counts[1] += taken.numel()
-
-
-class DroppedShare:
-    """Of the pairs that layers make, the share that is dropped. A layer that is run again counts again."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._counts = [
-            part for module in modules for part in module.modules() if isinstance(part, DropCount)
-        ]
-        self._copy: tuple[Tensor, Any] | None = None  # on the host; the event behind the copy
-        self._before = (0, 0)
-
-    def since_last(self) -> float | None:
-        """Of those up to the last call and behind the one before, so that nothing waits for a GPU."""
-        found = None
-        if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
-            dropped, total = map(int, self._copy[0])
-            made = total - self._before[1]
-            found = (dropped - self._before[0]) / made if made else None
-            self._before, self._copy = (dropped, total), None
-        if self._counts and self._copy is None:
-            now = torch.stack([one.counts for one in self._counts]).sum(0)
-            host = torch.empty_like(now, device="cpu", pin_memory=now.is_cuda).copy_(now, non_blocking=True)
-            done = torch.cuda.Event() if now.is_cuda else None  # type: ignore[no-untyped-call]
-            if done is not None:
-                done.record()
-            self._copy = host, done
-        return found
-
-
 def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, product: Product) -> Tensor:
-    """Experts in the form that transformers gives them (`use_experts_implementation`), and ours."""
-    flat, drops = chosen.reshape(-1), getattr(part, "drops", False)
-    if drops:
-        flat = flat.masked_fill(flat == NO_EXPERT, part.down_proj.shape[0])  # behind all
-    numbers, order = flat.sort(stable=True)
+    """Experts in the form that transformers gives them (`use_experts_implementation`)."""
+    numbers, order = chosen.reshape(-1).sort(stable=True)
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
     up, down = part.gate_up_proj if part.has_gate else part.up_proj, part.down_proj
     every = torch.arange(down.shape[0], device=x.device)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
     rows = _moved(x, order, back, chosen.shape[-1]).to(up.dtype)
-    if drops:  # in the backward, for what the product gives those rows has no meaning
-        none = (numbers == len(every)).unsqueeze(-1)
-        rows = rows.masked_fill(none, 0)
     inside = product(rows, up, ends)
     if part.has_bias:
         inside = inside + (part.gate_up_proj_bias if part.has_gate else part.up_proj_bias)[numbers]
@@ -166,17 +98,8 @@ def through_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor, produ
         made = made + part.down_proj_bias[numbers]
     if getattr(part, "has_post_expert_norm", False):
         made = part.post_expert_norm(made)
-    if drops:
-        made = made.masked_fill(none, 0)
     made = _moved(made, back, order).view(*chosen.shape, -1) * weights.reshape(chosen.shape).unsqueeze(-1)
     return made.sum(-2).to(x.dtype)
-
-
-def plain_experts(part: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Their weight gradients are autograd's."""
-    return through_experts(
-        part, x, chosen, weights, lambda x, weight, ends: _forward(x, weight, ends, part.is_transposed)
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

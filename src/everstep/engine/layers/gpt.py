@@ -1,4 +1,4 @@
-"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads and experts if asked.
+"""Our GPT: RMSNorm, rotary positions, SwiGLU, causal attention, grouped heads if asked.
 
 It is a user's model like any other: a table of layers, each built by its own factory on the worker that runs
 it. Query, key and value are separate matrices, so that a checkpoint's names are the plain ones and a later
@@ -7,8 +7,7 @@ split of heads over shards is a slice.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from everstep.engine.layers import regions
-from everstep.engine.layers.attention import Attend
+from everstep.engine.layers.attention import causal
 from everstep.engine.layers.boundary import Value, described
-from everstep.engine.layers.experts import DropCount, plain_experts, within_capacity
-from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import of_one_input
-from everstep.engine.layers.model import BACKWARD, FeedPart, Model, ModelAssembly
+from everstep.engine.layers.model import Model, ModelAssembly
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.residual import branched
 from everstep.errors import UserError
-from everstep.job.presets import GptShape, block_parameters
+from everstep.job.presets import GptShape
 from everstep.job.presets import shape as named_shape
 
 SHARD_PLAN = {
@@ -39,11 +36,6 @@ SHARD_PLAN = {
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
     "head.logits": "logits",
-    "embed.dropout": "sequence",
-    "blocks.*.attention_norm": "sequence",
-    "blocks.*.mlp_norm": "sequence",
-    "blocks.*.dropout": "sequence",
-    "head.norm": "sequence",
 }
 
 
@@ -52,22 +44,16 @@ def gpt(preset: str | GptShape | None = None, **changes: Any) -> Model:
     form = preset if isinstance(preset, GptShape) else named_shape(preset, **changes)
     blocks = {f"blocks.{i}": partial(Block, form) for i in range(form.depth)}
     tied = (("embed.tokens.weight", "head.logits.weight"),) if form.tied else ()
-    costs = None
-    if form.experts:  # a token goes to some of them
-        head = float(form.vocab * form.width)
-        costs = {"embed": 0.05 * head, **dict.fromkeys(blocks, float(block_parameters(form))), "head": head}
     return Model(
         layers={"embed": partial(Embed, form), **blocks, "head": partial(Head, form)},
         tied=tied,
         assembly=ModelAssembly(
             check=partial(check_tokens, form.vocab),
-            costs=costs,
             shared_out=form.shared_out(),
             has_regions=True,
-            recordable=not form.experts,  # it makes them slower: LOG.md
-            split_rows=None if form.routes_rows_together else _split_rows,
+            recordable=True,
         ),
-        shard_plan=SHARD_PLAN | ({"blocks.*.mlp.experts": "experts"} if form.experts else {}),
+        shard_plan=SHARD_PLAN,
     )
 
 
@@ -99,11 +85,6 @@ def check_tokens(vocab: int, inputs: Value, targets: Value) -> None:
             )
 
 
-def _split_rows(attend: Callable[..., Tensor]) -> FeedPart:
-    """Each `Attend` is found in its layer, and finds the places by itself."""
-    return lambda value, places: value
-
-
 class Embed(nn.Module):
     def __init__(self, form: GptShape) -> None:
         super().__init__()
@@ -122,7 +103,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(form.width, eps=1e-6)
         self.attention = Attention(form)
         self.mlp_norm = nn.RMSNorm(form.width, eps=1e-6)
-        self.mlp = Mixture(form) if form.experts else SwiGLU(form)
+        self.mlp = SwiGLU(form)
         self.dropout = nn.Dropout(form.dropout)
 
     def forward(self, value: Value) -> Value:
@@ -147,17 +128,14 @@ class Attention(nn.Module):
         self.v = _linear(form.width, size * self.kv_heads)
         self.out = _linear(form.width, form.width, into_residual=form.depth)
         self.rotary = Rotary(size, form.rope_base)
-        self.attend = Attend()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         q, k, v = _all_of(x, self.q, self.k, self.v)
-        rows, length, _ = q.shape  # not of x, which can be a part of the sequence
-        places = self.attend.places(length, q.device) if positions is None else positions
-        whole = length * self.attend.parts
-        q = self.rotary(q.view(rows, length, -1, self.size), whole, places)  # a shard has some of the heads
-        k = self.rotary(k.view(rows, length, -1, self.size), whole, places)
+        rows, length, _ = q.shape
+        q = self.rotary(q.view(rows, length, -1, self.size), positions)  # a shard has some of the heads
+        k = self.rotary(k.view(rows, length, -1, self.size), positions)
         v = v.view(rows, length, -1, self.size)
-        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
+        y = causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), positions)
         out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 
@@ -170,9 +148,9 @@ class Rotary(nn.Module):
         self.size, self.base = size, base
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor, length: int, positions: Tensor | None = None) -> Tensor:
-        """`length`: of the row; `positions`: of its tokens, where they are not one after the other."""
-        cos, sin = self._of(length, x.device)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions`: of the tokens, where they are not one after the other."""
+        cos, sin = self._of(x.shape[1], x.device)
         return _rotated(x, cos, sin) if positions is None else _rotated(x, cos[positions], sin[positions])
 
     def _of(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -195,78 +173,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(_gated(*_all_of(x, self.gate, self.up)))
         return y
-
-
-class Mixture(nn.Module):
-    """A router sends every token to some experts. With a capacity an expert takes no more than so many of a
-    microbatch: what is beyond it adds nothing, so the token passes by the residual alone, and what its other
-    experts add keeps its weight.
-
-    Losses of routers, of an uneven use (Switch Transformers: experts x sum of share of tokens x mean chance,
-    of what was chosen, dropped or not) and of large logits (ST-MoE: mean square of their log-sum-exp), change
-    the gradient and not the loss that is shown, so nothing has to travel with the hidden states.
-    """
-
-    def __init__(self, form: GptShape) -> None:
-        super().__init__()
-        self.each, self.capacity_factor = form.experts_per_token, form.capacity_factor
-        self.router_loss, self.router_z_loss = form.router_loss, form.router_z_loss
-        self.router = _linear(form.width, form.experts)
-        self.experts = Experts(form)
-        self.dropped = DropCount() if form.capacity_factor else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        logits = self.router(flat).float()
-        chances = logits.softmax(-1)
-        weights, chosen = chances.topk(self.each, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        taken, number = chosen, chances.shape[-1]
-        if self.dropped is not None:
-            taken = within_capacity(chosen, math.ceil(self.capacity_factor * chosen.numel() / number))
-            if self.training:
-                self.dropped.add(taken)
-        made: Tensor = self.experts(flat, taken, weights)
-        if self.training and self.router_loss:
-            used = F.one_hot(chosen, number).sum(1).float().mean(0)
-            uneven = number * (used * chances.mean(0)).sum() / self.each
-            made = _WithLoss.apply(made, self.router_loss * uneven)  # type: ignore[no-untyped-call]
-        if self.training and self.router_z_loss:
-            large = logits.logsumexp(-1).square().mean()
-            made = _WithLoss.apply(made, self.router_z_loss * large)  # type: ignore[no-untyped-call]
-        return made.view_as(x)
-
-
-class _WithLoss(torch.autograd.Function):
-    """A value whose backward is that of a loss besides."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.full((), BACKWARD.now, device=grads[0].device)
-
-
-class Experts(nn.Module):
-    """SwiGLUs side by side, in the form of transformers: every parameter has a row for each."""
-
-    has_gate, has_bias, is_transposed = True, False, True
-
-    def __init__(self, form: GptShape) -> None:
-        super().__init__()
-        self.num_experts, self.drops = form.experts, form.capacity_factor > 0
-        self.gate_up_proj = nn.Parameter(torch.empty(form.experts, form.width, 2 * form.hidden))
-        self.down_proj = nn.Parameter(torch.empty(form.experts, form.hidden, form.width))
-        nn.init.normal_(self.gate_up_proj, std=form.width**-0.5)
-        nn.init.normal_(self.down_proj, std=(2 * form.depth * form.hidden) ** -0.5)
-
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return plain_experts(self, x, chosen, weights)
-
-    def _apply_gate(self, both: Tensor) -> Tensor:
-        return _gated(*both.chunk(2, dim=-1))
 
 
 class Head(nn.Module):
@@ -294,12 +200,7 @@ def _joined(x: Tensor, positions: Tensor | None) -> Value:
 
 
 def _all_of(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Of Linears with one input. In fp8 it is scaled once. Otherwise only where regions are compiled other
-    roundings may come with speed.
-    """
-    scaled = [one.forward for one in layers if isinstance(one.forward, ScaledLinear)]
-    if len(scaled) == len(layers):
-        return list(scaled[0].together(x, *scaled))
+    """Of Linears with one input. Only where regions are compiled other roundings may come with speed."""
     return of_one_input(x, *layers) if regions.are_enabled() else [layer(x) for layer in layers]
 
 

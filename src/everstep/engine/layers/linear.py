@@ -191,8 +191,7 @@ def _sum_of(products: list[Product]) -> Tensor:
 def add_product(target: Tensor, grad: Tensor, x: Tensor) -> None:
     """target += gradᵀ x, in the target's precision, in as few passes over memory as the types allow.
 
-    One fused pass when the product can be accumulated where it is computed. For fp64 the product of a
-    microbatch is rounded to fp32 first, so that it is the same bits whichever buffer it lands in.
+    One fused pass when the product can be accumulated where it is computed.
     """
     if target.dtype == grad.dtype:
         target.addmm_(grad.t(), x)

@@ -27,7 +27,6 @@ from everstep.engine.layers.boundary import Value
 from everstep.engine.layers.regions import region
 from everstep.engine.layers.shard_plan import Cut
 from everstep.errors import UserError
-from everstep.protocol.shape import Fold
 
 Factory = Callable[[], nn.Module]
 Loss = Callable[[Any, Any], Any]  # of (output, targets): a mean, or (sum, weight)
@@ -53,22 +52,8 @@ def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
-@dataclass(slots=True)
-class BackwardWeight:
-    """What the microbatch counts whose backward runs. A loss inside of a layer, a mean over tokens, is
-    multiplied with it: so it is in proportion to the model's, be that a mean (1) or a sum.
-    """
-
-    now: float = 1.0
-
-
-BACKWARD = BackwardWeight()
-
 Run = Callable[..., Any]  # (index of a layer, function, *args, **kwargs): what a stage calls a layer with
 Through = Callable[[Value, Run], Value]  # what a stage is given -> what it gives; `frame`: a module around it
-
-# Of a batch with a part of each row, and the places of its tokens in the row: what the first layer gets.
-FeedPart = Callable[[Value, Tensor], Value]
 
 
 def one_after_the_other(layers: range, modules: list[nn.Module], device: torch.device) -> Through:
@@ -100,13 +85,6 @@ class ModelAssembly:
     card: Mapping[str, Any] = field(default_factory=dict)  # what checkpoints say about the model
     shared_out: Mapping[str, int | None] = field(default_factory=dict)  # among shards, such as heads
     in_fp32: tuple[str, ...] = ()  # patterns of names that layers get in fp32 in any precision
-    # Is given the attention of shards that have a part of each row, before layers are built. None: a row
-    # cannot be split over shards, for its tokens meet elsewhere than in attention.
-    split_rows: Callable[[Callable[..., Tensor]], FeedPart] | None = None
-    look_at_rows: Callable[[], None] = lambda: None  # refuses what such an attention could not compute
-    # Is given the number of shards that have a part of each row around the blocks of a layer, before layers
-    # are built; gives the blocks of each such layer, in order. None: the plan of shards has styles for it.
-    split_sequence: Callable[[int], dict[str, tuple[str, ...]]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,8 +320,6 @@ def slots(model: Model, layers: Iterable[int], align: int = 64, cut: Cut | None 
     offset = 0
     for layer in map(model.names.__getitem__, layers):
         for name, parameter in trained(layer, skeleton(model, layer)).items():
-            if cut is not None and not cut.has(name):
-                continue
             shape = tuple(parameter.shape)
             slot = found[name] = Slot(offset, shape if cut is None else cut.local_shape(name, shape))
             offset += -(-slot.size // align) * align
@@ -390,17 +366,6 @@ def partition(model: Model, stages: int) -> list[range]:
     costs = [_cost(skeleton(model, name)) if known is None else known[name] for name in model.layers]
     parts = _balanced([math.fsum(costs[i] for i in block) for block in blocks], stages)
     return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
-
-
-def stage_parts(model: Model, fold: Fold) -> list[tuple[range, ...]]:
-    """The layers of each stage: contiguous ones, or of a worker with several parts, several such ranges."""
-    if fold.virtual > 1 and fold.parts > (most := len(_blocks(model))):
-        raise UserError(
-            f"virtual is {fold.virtual} with {fold.stages} stages, which makes {fold.parts} parts; the model "
-            f"has {most} layers: use fewer stages, or leave virtual out."
-        )
-    parts = partition(model, fold.parts)
-    return [tuple(parts[part] for part in fold.parts_of(stage)) for stage in range(fold.stages)]
 
 
 def multiplications(model: Model) -> float:

@@ -2,16 +2,11 @@
 
     "blocks.*.attention.q": "column"      the outputs are split; every shard has some of them
     "blocks.*.attention.out": "row"       the inputs are split; the shards' outputs are added up
-    "blocks.*.mlp.down": "row_of_whole"   the same behind values that are whole: each shard takes its inputs
     "embed.tokens": "vocab"               a table's rows are split; the shards' lookups are added up
     "head.logits": "logits"               the outputs are split, and the loss is computed on the parts
     "lm_head": "column_gather"            the outputs are split, and put together again
     "*.q_norm": "whole_summed"            not split, but used on split values: its gradients are added up
-    "blocks.*.mlp_norm": "sequence"       works on each token alone; with `sequence_parallel` each
-                                          shard runs it on its part of the sequence
-    "*.self_attn": "own_parameters"       a module's own parameters have a row for each head, and are split
-    "*.mlp.experts": "experts"            each shard has some of the experts, whole: of stacked ones the rows
-                                          of every parameter, of a ModuleList every so-manieth module
+    "*.mlp.experts": "experts"            each shard has some of the stacked experts: rows of every parameter
 
 What no pattern names is whole on every shard, and every shard computes the same with it.
 
@@ -39,25 +34,18 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "column_gather": (0, 0),
     "logits": (0, 0),
     "row": (1, None),
-    "row_of_whole": (1, None),
     "vocab": (0, None),
     "whole": (None, None),
     "whole_summed": (None, None),
-    "sequence": (None, None),
-    "own_parameters": (0, 0),
     "experts": (None, None),  # by what lies below the module, see `Cut`
 }
-ALL_WHOLE: PlanOfShards = {"*": "whole"}  # of shards that split the rows, and not the layers
 # What transformers calls them.
 THEIRS: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
-    "rowwise_rep": "row_of_whole",
-    "rowwise_split_input": "row_of_whole",
     "colwise_rep": "column_gather",
     "colwise_gather_output": "column_gather",
     "embedding_rowwise": "vocab",
-    "local_params": "own_parameters",
     "replicate": "whole",
     "replicated": "whole",
     "replicated_with_grad_allreduce": "whole_summed",
@@ -117,25 +105,14 @@ class Cut:
         return next((style for pattern, style in self.plan.items() if fnmatchcase(module, pattern)), "whole")
 
     def expert(self, name: str) -> str | None:
-        """Of a parameter of experts its path inside them: "gate_up_proj", or of a list "3.up.weight"."""
+        """Of a parameter of experts its path inside them, such as "gate_up_proj"."""
         if self.count == 1 or "experts" not in self.plan.values():
             return None
         ends = [at for at, letter in enumerate(name) if letter == "."]
         return next((name[at + 1 :] for at in ends if self.style(name[:at]) == "experts"), None)
 
-    def owner(self, name: str) -> int | None:
-        """The one shard that has this parameter, of an expert in a list; None: every shard has a part."""
-        number, dot, _ = (self.expert(name) or "").partition(".")
-        return int(number) % self.count if dot and number.isdecimal() else None
-
-    def has(self, name: str) -> bool:
-        """Is any of this parameter on this shard?"""
-        return self.owner(name) in (None, self.index)
-
     def split(self, name: str, shape: tuple[int, ...]) -> Split | None:
         """How a parameter of this whole shape is split; None: it is whole."""
-        if self.owner(name) is not None:
-            return Split(shape, 0, 0, 1)  # whole, and here alone
         dim = self._dim(name)
         if dim is None:
             return None
@@ -148,8 +125,6 @@ class Cut:
 
     def split_of_part(self, name: str, shape: tuple[int, ...]) -> Split | None:
         """As `split`, from the shape of this shard's part."""
-        if self.owner(name) is not None:
-            return Split(shape, 0, 0, 1)
         dim = self._dim(name)
         if dim is None:
             return None
@@ -162,7 +137,7 @@ class Cut:
 
     def is_split(self, name: str) -> bool:
         """Has each shard something else of it?"""
-        return self._dim(name) is not None or self.owner(name) is not None
+        return self._dim(name) is not None
 
     def _dim(self, name: str) -> int | None:
         """The dimension in which a parameter is split."""
@@ -170,8 +145,6 @@ class Cut:
             return None if "." in inside else 0
         module, _, parameter = name.rpartition(".")
         style = self.style(module)
-        if style == "own_parameters":
-            return 0
         of_weight, of_bias = STYLES[style]
         return {"weight": of_weight, "bias": of_bias}.get(parameter)
 

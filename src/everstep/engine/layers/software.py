@@ -7,22 +7,18 @@ from pathlib import Path
 
 import torch
 
-from everstep.engine.layers import attention_library
-
 _FLAGS = ("avx512_vnni", "avx512_bf16", "amx_bf16")  # libraries choose other kernels with these
 
 
 def computes_with(device: torch.device, *, has_kernels: bool = False) -> str:
-    """`has_kernels`: for strict sums, on a GPU; where Triton fails, attention is computed otherwise, too."""
+    """`has_kernels`: for strict sums, on a GPU."""
     if device.type != "cuda":
         return (
             f"torch {torch.__version__} on {platform.machine()}, {_instructions()}, "
             f"{torch.get_num_threads()} threads"
         )
-    front_end = attention_library.version()
-    attention = f"cuDNN's front end {front_end}" if front_end else "no cuDNN front end"
     kernels = "" if has_kernels else ", no kernels for strict sums"
-    return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}, {attention}{kernels}"
+    return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}{kernels}"
 
 
 def _instructions(info: Path = Path("/proc/cpuinfo")) -> str:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from everstep.engine.layers.experts import QueuedExperts, fused_experts
-from everstep.engine.layers.fp8 import ScaledLinear, linears_in_fp8
 from everstep.engine.layers.linear import (
     LinearInOne,
     Queue,
@@ -56,19 +55,14 @@ class QueuedEmbedding:
 _FUSED: dict[Any, Callable[..., Tensor]] = {QueuedLinear: fused_linear, QueuedExperts: fused_experts}
 
 
-def take_over(
-    module: nn.Module, queue: Queue, *, fused: bool = False, in_fp8: bool = False, in_one: bool = False
-) -> int:
+def take_over(module: nn.Module, queue: Queue, *, fused: bool = False, in_one: bool = False) -> int:
     """Every plain Linear and Embedding in `module` queues its weight gradient from now on; how many. `fused`:
-    in a module that will be compiled. `in_fp8`: Linears multiply 8-bit numbers, where they can. `in_one`:
-    nobody waits for I, and numbers are fp32: autograd has the whole backward of plain ones.
+    in a module that will be compiled. `in_one`: nobody waits for I, and numbers are fp32: autograd has the
+    whole backward of plain ones.
     """
     taken = 0
-    scaled = {id(part) for part in linears_in_fp8(module)} if in_fp8 else set()
     for part in module.modules():
         queued = queued_forward(part)
-        if queued is QueuedLinear and id(part) in scaled:
-            queued = ScaledLinear
         if in_one:
             queued = _in_one(part, queued)
         if queued is not None:

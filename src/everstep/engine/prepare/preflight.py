@@ -8,9 +8,10 @@ workers will find out.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Mapping
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,7 @@ from torch import Tensor, nn
 
 from everstep.engine import device
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.layers import fp8
 from everstep.engine.layers.boundary import Value, described, mapped, tensors_in
-from everstep.engine.layers.fp8 import linears_in_fp8
-from everstep.engine.layers.linear import QueuedLinear
 from everstep.engine.layers.model import (
     Model,
     check_tied,
@@ -38,10 +36,9 @@ from everstep.engine.layers.model import (
     refusing_changed_buffers,
     skeleton,
     slots,
-    stage_parts,
 )
 from everstep.engine.layers.shard_plan import Cut
-from everstep.engine.layers.taken_over import largest_in_one, queued_forward, share_in_two
+from everstep.engine.layers.taken_over import largest_in_one, share_in_two
 from everstep.engine.prepare.first_batch import batch_of, tried
 from everstep.engine.prepare.fitting import memory_here, refuse_what_does_not_fit
 from everstep.engine.prepare.resolve import (
@@ -57,17 +54,16 @@ from everstep.engine.prepare.resolve import (
 )
 from everstep.engine.prepare.shard_trial import refuse_mixed, with_summed
 from everstep.engine.shards.layers import refuse_unsplittable
+from everstep.engine.stage.attention_again import attention_in
 from everstep.engine.stage.evaluation import Evaluation, refuse_as_score
-from everstep.engine.stage.kept import attention_in
 from everstep.engine.stage.stage import DTYPES, changed_in_place
-from everstep.engine.stage.stage_loss import splits_rows
 from everstep.engine.state.optimizer import OptimizerFactory, is_elementwise
 from everstep.engine.state.optimizer_trial import TrialError, try_optimizer
 from everstep.engine.state.schedules import Rate
 from everstep.engine.state.sharded import refuse_unless_elementwise, tied_refused
 from everstep.errors import UserError
 from everstep.job.job import Job
-from everstep.job.presets import refuse_parts, refuse_shards
+from everstep.job.presets import refuse_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,34 +93,15 @@ def preflight(
     job.refuse_contradictions()
     device.pick(job.device)
     model = with_summed(model or model_of(job), job)
-    stage_parts(model, job.task_shape().fold)
-    parts = partition(model, job.stages * job.virtual)
+    parts = partition(model, job.stages)
     check_tied(model)
     built = _check_sharing(model)
-    if job.shards > 1 and job.context_parallel:
-        _refuse_undivided_rows(model)
-    elif job.shards > 1:
+    if job.shards > 1:
         refuse_shards(job.shards, model.assembly.shared_out)
         cut = Cut(model.shard_plan, 0, job.shards)
         for layer, module in built.items():
             refuse_unsplittable(layer, module, cut)
         slots(model, range(len(model.layers)), cut=cut)
-        if job.sequence_parallel and model.assembly.split_sequence is not None:
-            model.assembly.split_sequence(1)  # a look: here layers get whole rows
-        elif job.sequence_parallel and "experts" in model.shard_plan.values():
-            raise UserError(
-                "sequence_parallel = true cannot be combined with experts that are spread over shards: each "
-                "shard routes all tokens; leave sequence_parallel out."
-            )
-        elif job.sequence_parallel and "sequence" not in model.shard_plan.values():
-            raise UserError(
-                "sequence_parallel = true needs a shard_plan that names the norms between split layers, such "
-                'as "*.input_norm": "sequence"; this model\'s plan names none.'
-            )
-    if job.precision == "fp8":
-        _refuse_unfit_for_fp8(job, model, built)
-    if job.precision == "fp16":
-        _refuse_unscaled(model, parts)
     if job.recompute_part == "attention" and not any(attention_in(module) for module in built.values()):
         raise UserError(
             'recompute_part is "attention", and no layer has a module of the name attention, self_attn or '
@@ -134,17 +111,14 @@ def preflight(
     if parameters == 0:
         raise UserError("the model has no parameter to train; is everything frozen?")
     data = data or data_of(job)
-    if job.ramp and hasattr(data, "preview"):
-        raise UserError("ramp cannot be combined with a stream, which is read in order; let the stream ramp.")
     batch = batch_of(job, data)
-    _try_batch(job, model, batch)
+    model.assembly.check(*batch)
     if model.assembly.join is one_after_the_other:
         _run(job, model, batch)
     evaluation = evaluation or evaluation_of(job)
     if evaluation is not None:
         _try_evaluation(job, model, evaluation)
-    whole_rows = not job.sequence_parallel or model.assembly.split_sequence is not None
-    if job.shards > 1 and not job.context_parallel and whole_rows:
+    if job.shards > 1:
         refuse_mixed(model, batch[0], job.shards)
     refuse_what_does_not_fit(job, model, batch, memory_here(job))
     ours = optimizer is None and job.optimizer.build is None and job.optimizer.name is None
@@ -189,73 +163,13 @@ def _refuse_unwritable(key: str, folder: str, path: Path) -> None:
         raise UserError(f"{key} {folder!r}{which} is there and is not a folder; name another.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{key} {folder!r}: {there} is not writable for you; name another, or allow it.")
-
-
-def _refuse_unfit_for_fp8(job: Job, model: Model, built: Mapping[str, nn.Module]) -> None:
-    layers = [built[model.names[at]] for at in model.recomputed(1)]
-    if not any(queued_forward(part) is QueuedLinear for module in layers for part in linears_in_fp8(module)):
-        raise UserError(
-            f'precision = "fp8" is for Linears with at least {fp8.LEAST} inputs and outputs, multiples of '
-            f'{fp8.MULTIPLE}, and no layer before the last has one; use precision = "bf16".'
-        )
-    if job.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        raise UserError(
-            f'precision = "fp8" needs a GPU of compute capability 9.0 or more, which '
-            f'{torch.cuda.get_device_name()} is not; use precision = "bf16".'
-        )
-
-
-def _refuse_unscaled(model: Model, parts: list[range]) -> None:
-    """A stage finds the loss scale beside the parameters that it trains."""
-    trains = [bool(slots(model, part)) for part in parts]
-    frozen = next((at for at, has in enumerate(trains) if not has and any(trains[:at])), None)
-    if frozen is not None:
-        raise UserError(
-            f'precision = "fp16" keeps its loss scale beside trained parameters, and stage {frozen} has '
-            'none; use fewer stages, or precision = "bf16".'
-        )
-
-
-def _refuse_undivided_rows(model: Model) -> None:
-    if model.assembly.split_rows is None:
-        raise UserError(
-            "context_parallel = true splits rows over shards, for models that say where their tokens meet: "
-            "GPT presets without router_loss, router_z_loss and capacity_factor, and Hugging Face models "
-            "whose tokens meet in plain attention alone; leave context_parallel out."
-        )
-    if not splits_rows(model.loss):
-        raise UserError(
-            "context_parallel = true splits rows over shards, and the loss is your own; use "
-            "everstep.token_loss or the model's own, or leave context_parallel out."
-        )
-    model.assembly.look_at_rows()
-
-
-def _refuse_uneven_rows(job: Job, inputs: Value) -> None:
-    """A later batch of another length is refused when it comes."""
-    tokens = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
-    if tokens.shape[1] % job.shards:
-        raise UserError(
-            f"sequence_parallel = true splits every row over {job.shards} shards, and data gives rows of "
-            f"{tokens.shape[1]} tokens; give a multiple of {job.shards}."
-        )
-
-
-def _refuse_unequal_parts(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
-    inputs = batch[0]
-    besides = set(inputs) - {"input_ids", "labels"} if isinstance(inputs, Mapping) else set()
-    if besides and model.assembly.join is not one_after_the_other:
-        raise UserError(
-            f"context_parallel = true takes rows without padding, each of one document, and data gives "
-            f"{min(besides)!r}; leave it out of the batch, or leave context_parallel out."
-        )
-    for tensor in tensors_in(batch):
-        if tensor.ndim != 2:
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # permissions do not tell everything
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # room may come; training does not wait for it
             raise UserError(
-                f"context_parallel = true splits tensors of rows x length, and data gives "
-                f"{described(tensor)}; leave context_parallel out."
-            )
-        refuse_parts(job.shards, {"the length of a row": tensor.shape[1]})
+                f"{key} {folder!r}: no file can be made in {there} ({error.strerror}); name another."
+            ) from None
 
 
 def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
@@ -267,7 +181,7 @@ def _try_steps(job: Job, model: Model, optimizer: OptimizerFactory) -> None:
         return
     try:
         here, tied = torch.device("cpu"), bool(model.tied)
-        split = job.shards > 1 and not job.context_parallel
+        split = job.shards > 1
         try_optimizer(optimizer, made, named, device=here, several=job.stages > 1, tied=tied, split=split)
     except TrialError:
         if device.pick(job.device).type == "cpu":
@@ -286,19 +200,11 @@ def _notes(built: dict[str, nn.Module]) -> tuple[str, ...]:
     )
 
 
-def _try_batch(job: Job, model: Model, batch: tuple[Value, Value]) -> None:
-    model.assembly.check(*batch)
-    if job.context_parallel:
-        _refuse_unequal_parts(job, model, batch)
-    if job.sequence_parallel and model.assembly.split_sequence is not None:
-        _refuse_uneven_rows(job, batch[0])
-
-
 def _try_evaluation(job: Job, model: Model, evaluation: Evaluation) -> None:
     """Its first batch may come hours after the start."""
     try:
         batch = tried(evaluation.data, (1, evaluation.batches - 1))
-        _try_batch(job, model, batch)
+        model.assembly.check(*batch)
         if model.assembly.join is one_after_the_other:
             _evaluate(job, model, evaluation, batch)
     except UserError as error:

@@ -11,9 +11,7 @@ import torch
 from everstep.core.worker.rules import TaskRules
 from everstep.engine import device as devices
 from everstep.engine.datasets.data import Dataset
-from everstep.engine.datasets.ramp import BatchRamp, ramped
-from everstep.engine.layers.model import Model, partition, slots, stage_parts
-from everstep.engine.prepare.figures import recompute_of
+from everstep.engine.layers.model import Model, partition, slots
 from everstep.engine.prepare.fitting import GIB
 from everstep.engine.prepare.resolve import (
     data_of,
@@ -55,7 +53,7 @@ class Program:
         """From the words of a job file."""
         model = model_of(job)
         rate = schedule_of(job, model)
-        return Program(job, model, ramped(data_of(job), job), optimizer_of(job), evaluation_of(job), rate)
+        return Program(job, model, data_of(job), optimizer_of(job), evaluation_of(job), rate)
 
     def rules(self) -> TaskRules:
         job = self.job
@@ -71,14 +69,10 @@ class Program:
             chunks=job.chunks,
             checkpoint_every=job.checkpoint.interval if job.checkpoint else 0,
             copy_every=job.copy_interval,
-            vote_every=job.vote_period[0],
-            votes=job.vote_period[1],
-            overflows=job.precision == "fp16",
+            vote_every=job.vote_period,
+            vote_all=job.verify.votes == "every",
             replays=job.verify.nan != "off",
             spike=job.verify.band if job.verify.spike != "off" else 0.0,
-            seed=job.seed,
-            virtual=job.virtual,
-            turns=job.turns,
         )
 
     def build(
@@ -94,24 +88,20 @@ class Program:
         for one shard of the worker. `at_rest`: around what waits for all that the device does.
         """
         job = self.job
-        first, *others = stage_parts(self.model, job.task_shape().fold)[stage]
+        parts = partition(self.model, job.stages)
         made = Stage(
             self.model,
-            first,
+            parts[stage],
             data=self.data,
             device=device or devices.pick(job.device),
             settings=StageSettings(
                 seed=job.seed,
                 precision=job.precision,
-                loss_scale=(job.loss_scale, job.loss_scale_interval),
                 accumulate=job.sums,
-                recompute=recompute_of(job),
+                recompute=job.recompute_every if job.recompute else 0,
                 attention_alone=job.recompute_part == "attention",
-                offload=job.offload,
-                ramp=BatchRamp.of(job.ramp, job.microbatches_in_step),
                 contributions=job.microbatches_in_step,
                 sharded=job.optimizer.shard,
-                other_parts=tuple(others),
             ),
             empty=empty,
             shards=shards,
@@ -128,31 +118,27 @@ class Program:
             ema = job.optimizer.ema
             return made, ShardedUpdater(made, self.optimizer, rate, chunks=job.chunks, ema=ema)
         if made.tied_names:
-            refuse_untied(self.model, partition(self.model, job.stages * job.virtual), self.optimizer)
+            refuse_untied(self.model, parts, self.optimizer)
         return made, Updater(made, self.optimizer, rate, job.optimizer.ema)
 
     @property
     def _records(self) -> bool:
-        """Are ops on a GPU launched as CUDA graphs? A loss scale would be a number in them, and they know one
-        part of the model.
-        """
-        if self.job.precision == "fp16" or self.job.virtual > 1:
-            return False
+        """Are ops on a GPU launched as CUDA graphs?"""
         if self.job.graphs == "auto":
-            return self.model.assembly.recordable and not self.job.recompute and not self.job.offload
+            return self.model.assembly.recordable and not self.job.recompute
         return self.job.graphs == "always"
 
     def _tied_stages(self) -> tuple[int, int] | None:
         """The two stages that hold the halves of tied pairs; None when every pair is within a stage."""
         if not self.model.tied:
             return None
-        parts = stage_parts(self.model, self.job.task_shape().fold)
+        parts = partition(self.model, self.job.stages)
         names = self.model.names
         trained = slots(self.model, range(len(names)))
 
         def stage_of(parameter: str) -> int:
             owner = max((name for name in names if parameter.startswith(name + ".")), key=len)
-            return next(s for s, mine in enumerate(parts) if any(names.index(owner) in one for one in mine))
+            return next(s for s, mine in enumerate(parts) if names.index(owner) in mine)
 
         changing = [(a, b) for a, b in self.model.tied if a in trained and b in trained]
         apart = {(stage_of(a), stage_of(b)) for a, b in changing if stage_of(a) != stage_of(b)}

@@ -8,18 +8,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from everstep.engine.datasets.data import Dataset, Synthetic, TokenFile, evaluated_on, of_job
+from everstep.engine.datasets.data import Dataset, Synthetic, evaluated_on, of_job
 from everstep.engine.datasets.table_rows import table
 from everstep.engine.datasets.tokens import tokens
 from everstep.engine.layers.model import Model, in_short, slots, token_loss
+from everstep.engine.prepare.context import StartedInImportError, importing
 from everstep.engine.stage.evaluation import Evaluation, Metric
 from everstep.engine.state.optimizer import OptimizerFactory, adamw, torch_optimizer
 from everstep.engine.state.optimizer_state import Named
@@ -43,17 +46,7 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     for folder in (str(Path.cwd()), str(Path(base).resolve())):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{where} {name!r} imports {error.name!r}, which is not installed.") from error
-        raise UserError(
-            f"{where} {name!r}: there is no module {error.name!r} beside the job file, "
-            "in the working folder or installed."
-        ) from None
-    except Exception as error:  # the user's module, run for the first time
-        raise UserError(f"{where} {name!r} cannot be imported: {in_short(error)}.") from error
+    module = _imported(module_name, name, where)
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -64,6 +57,44 @@ def resolve(name: str, where: str, base: str | Path = ".") -> Callable[..., Any]
     if not callable(function):
         raise UserError(f"{where} {name!r} is a {type(function).__name__}; it must be a function.")
     return function
+
+
+def _imported(module_name: str, name: str, where: str) -> ModuleType:
+    """The user's module, run for the first time. It may be a script that also trains: not here, and it does
+    not see the words of this command line.
+    """
+    words = sys.argv
+    sys.argv = words[:1]
+    try:
+        with importing():
+            return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{where} {name!r} imports {error.name!r}, which is not installed.") from error
+        raise UserError(
+            f"{where} {name!r}: there is no module {error.name!r} beside the job file, "
+            "in the working folder or installed."
+        ) from None
+    except (StartedInImportError, SystemExit) as error:
+        what = f"calls {error}" if isinstance(error, StartedInImportError) else "ends Python"
+        raise UserError(
+            f"{where} {name!r}: module {module_name!r} {what} while it is imported"
+            f'{_line(error, module_name)}; put that behind if __name__ == "__main__", which only runs when '
+            "the file is started as a script."
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"{where} {name!r} cannot be imported: {in_short(error)}{_line(error, module_name)}."
+        ) from error
+    finally:
+        sys.argv = words
+
+
+def _line(error: BaseException, module_name: str) -> str:
+    """Where the module was, for the middle of a sentence."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_globals.get("__name__") == module_name]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _of_job(job: Job, name: str, where: str) -> Callable[..., Any]:
@@ -126,11 +157,6 @@ def data_of(job: Job, *, evaluated: int | None = None) -> Dataset:
         )
         return source.for_job(job)
     assert sequence is not None
-    if spec.kind == "file":
-        assert spec.path is not None
-        return TokenFile(
-            job.path(spec.path), sequence=sequence, rows=spec.rows, seed=job.seed, token=spec.token
-        )
     if spec.kind == "tokens":
         assert spec.path is not None
         packed = tokens(

@@ -42,7 +42,7 @@ def with_summed(model: Model, job: Job) -> Model:
     """A Hugging Face model whose plan names all parameters that work on split values. Those of transformers
     name norms of heads, and not, for example, the parameters of an activation.
     """
-    shards = 1 if job.context_parallel else job.shards
+    shards = job.shards
     if shards == 1 or model.assembly.join is one_after_the_other or not _may_lack(model, shards):
         return model
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
@@ -125,9 +125,7 @@ def _run(model: Model, inputs: Value, plan: Cut, values: _Values, *, is_cut: boo
         if is_cut:
             keep_part(layer, module, plan)
         for name, parameter in every_parameter(layer, module).items() if is_cut else ():
-            if plan.style(name.rpartition(".")[0]) == "own_parameters":
-                values.mark_split([parameter])
-            elif not plan.is_split(name):
+            if not plan.is_split(name):
                 values.mark_made_of(name, parameter)
         for path, part in module.named_modules():
             name = f"{layer}.{path}".rstrip(".")
@@ -237,7 +235,6 @@ _AS: Mapping[str, tuple[bool | None, bool]] = {
     "column_gather": (False, False),
     "logits": (False, False),
     "row": (True, False),
-    "row_of_whole": (False, False),
     "vocab": (None, False),
 }
 
@@ -257,7 +254,7 @@ class _Matrix:
             raise UserError(
                 f"shard_plan splits {self.name} as {self.style!r}, and what it is given is "
                 f"{'split already' if is_split else 'whole on every shard'}; name another style, such as "
-                f"{'row' if is_split else 'row_of_whole' if self.style == 'row' else 'column'!r}."
+                f"{'row' if is_split else 'column'!r}."
             )
         made = self.values.apart(lambda: self._made(input))
         (self.values.mark_split if gives_split else self.values.mark_whole)([made])
@@ -269,8 +266,6 @@ class _Matrix:
             return input.new_empty(
                 *input.shape, module.weight.shape[1], dtype=module.weight.dtype
             ).requires_grad_()
-        if self.style == "row_of_whole":
-            input = input.chunk(self.count, dim=-1)[0]
         made = nn.functional.linear(input, module.weight, module.bias)
         return torch.cat([made] * self.count, dim=-1) if self.style in ("column_gather", "logits") else made
 

@@ -31,16 +31,12 @@ class Collectives(Protocol):
 
     index: int
     count: int
-    splits_sequence: bool  # between split layers, each shard has its part of the sequence
-    splits_context: bool  # layers are whole, and each shard has its part of the sequence everywhere
 
     def sum(self, tensor: Tensor) -> Tensor: ...  # in place, and returned
 
     def max(self, tensor: Tensor) -> Tensor: ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]: ...  # of every shard, in order
-
-    def sum_of_part(self, parts: Tensor) -> Tensor: ...  # of the row of this shard: one row per shard
 
 
 class GroupCollectives:
@@ -56,13 +52,10 @@ class GroupCollectives:
         count: int,
         device: torch.device,
         *,
-        splits_sequence: bool = False,
-        splits_context: bool = False,
         ordered: bool = False,
         inside: Callable[[bool], None] = lambda is_inside: None,
     ) -> None:
         self.index, self.count, self._inside = index, count, inside
-        self.splits_sequence, self.splits_context = splits_sequence, splits_context
         self._in_order = ordered and count > 2
         self._group = _group(_c10d.FileStore(str(store), count), index, count, device)
 
@@ -85,16 +78,6 @@ class GroupCollectives:
         self._group.allgather([[*map(_bytes, found)]], [_bytes(tensor.contiguous())]).wait()
         self._inside(False)
         return found
-
-    def sum_of_part(self, parts: Tensor) -> Tensor:
-        if self._in_order:
-            return self._sum_in_order(parts.contiguous())
-        self._inside(True)
-        made = parts.new_empty(parts.shape[1:])
-        flat = parts.contiguous().view(-1)
-        self._group._reduce_scatter_base(made.view(-1), flat, dist.ReduceScatterOptions()).wait()
-        self._inside(False)
-        return made
 
     def _sum_in_order(self, parts: Tensor) -> Tensor:
         """One row per shard; of the rows for this shard the sum, rounded once."""

@@ -1,8 +1,7 @@
 """Boundary tensors between workers with shards: each shard sends its slice, and gets its peer's.
 
-Unless the sequence is split between layers or throughout (then each shard has its own part, sends it and
-needs no other), every shard has the whole of a boundary tensor, so sending it once per shard would move it
-`count` times. Each sends an equal slice to the same shard of the next worker; there the slices are gathered,
+Every shard has the whole of a boundary tensor, so sending it once per shard would move it `count` times. Each
+sends an equal slice to the same shard of the next worker; there the slices are gathered,
 inside the group. A tensor that cannot be cut evenly is sent whole by every shard.
 """
 
@@ -20,7 +19,7 @@ from everstep.net import host_memory
 
 def sliced(value: Boundary | Gradients, shards: Collectives | None) -> Boundary | Gradients:
     """What this shard sends of it."""
-    if shards is None or shards.splits_sequence or shards.splits_context:
+    if shards is None:
         return value
     cut = [tensor.numel() > 0 and tensor.numel() % shards.count == 0 for tensor in value.tensors]
     tensors = tuple(

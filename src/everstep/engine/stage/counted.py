@@ -10,8 +10,7 @@ from torch import Tensor
 
 from everstep.engine.shards.collectives import summed
 from everstep.engine.stage.stage import Stage
-from everstep.engine.sums.sum_units import CPU_BLOCK
-from everstep.schedule.footprint import CHUNK
+from everstep.engine.sums.sum_units import CHUNK, CPU_BLOCK
 
 
 def counts(stage: Stage, name: str) -> bool:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -33,22 +32,15 @@ from torch.utils.checkpoint import checkpoint
 from everstep.engine import device as devices
 from everstep.engine import keys
 from everstep.engine.datasets.data import Dataset, split
-from everstep.engine.datasets.ramp import BatchRamp
 from everstep.engine.layers import regions
 from everstep.engine.layers.boundary import Boundary, Gradients, Value, mapped, put_together, tensors_in
-from everstep.engine.layers.experts import DroppedShare
-from everstep.engine.layers.fp8 import ScaledLinear
 from everstep.engine.layers.linear import (
     RECEIVER,
-    LinearGrad,
-    MadeGrad,
     MakingQueue,
     Queue,
     contributions_of,
 )
 from everstep.engine.layers.model import (
-    BACKWARD,
-    FeedPart,
     Model,
     Slot,
     drawn,
@@ -60,28 +52,26 @@ from everstep.engine.layers.model import (
     slots,
     trained,
 )
-from everstep.engine.layers.shard_plan import ALL_WHOLE, Cut
+from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.taken_over import take_over
 from everstep.engine.shards.collectives import Collectives
-from everstep.engine.shards.context import ContextAttention, ContextPart, join_context
-from everstep.engine.shards.layers import cut, join, join_blocks, refuse_unequal, sum_whole, without_parts
+from everstep.engine.shards.layers import cut, join, refuse_unequal, sum_whole
+from everstep.engine.stage.attention_again import AttentionAgain, attention_in
 from everstep.engine.stage.evaluation import SCORED, TRAINED, Evaluation
-from everstep.engine.stage.kept import AttentionAgain, Offload, attention_in
 from everstep.engine.stage.recordings import OpRecorder, RecordedOps, Recordings, TakenOps
 from everstep.engine.stage.stage_evaluation import StageEvaluation
-from everstep.engine.stage.stage_loss import LossScale, StageLoss
+from everstep.engine.stage.stage_loss import StageLoss
 from everstep.engine.stage.stash import Stash
-from everstep.engine.stage.weight_sums import Begins, add_gradients
+from everstep.engine.stage.weight_sums import add_gradients
 from everstep.engine.sums.grids import Limits
 from everstep.engine.sums.rehearsal import rehearse
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import Empty, GradientSums
-from everstep.errors import InternalError, UserError
+from everstep.errors import InternalError, UserError, clipped
 from everstep.net import host_memory
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-_SCALE, _GOOD_STEPS = "extra/loss_scale", "extra/loss_scale_steps"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+Precision = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,30 +80,11 @@ class StageSettings:
 
     seed: int = 0
     precision: Precision = "fp32"
-    loss_scale: tuple[float, int] = (65536.0, 2000)  # of fp16: the first one, and steps until it grows
     accumulate: Accumulate = "strict"
     recompute: int = 0  # of so many layers one is run again in I; 0: none
     attention_alone: bool = False  # of those layers, only their attention is
-    offload: bool = False  # what the other layers keep waits in host memory
-    ramp: BatchRamp | None = None  # None: all microbatches count
     contributions: int = 256  # the microbatches of a step, or more
     sharded: bool = False  # the optimizer's states are
-    other_parts: tuple[range, ...] = ()  # of the model, that the worker runs besides: their layers
-
-
-@dataclass(slots=True)
-class StageWeights:
-    """What the parts of a worker have in common: one reduce, one update and one state for all of them."""
-
-    slots: dict[str, Slot]
-    size: int
-    masters: Tensor  # what the optimizer changes
-    working: Tensor  # what the layers compute with; for fp32 the masters themselves
-    sums: GradientSums
-    limits: Limits
-    loss_scale: LossScale | None  # of fp16
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the layers, by logical name
-    index: dict[Tensor, int] = field(default_factory=dict)  # the number of each parameter's slot
 
 
 class Stage:
@@ -125,55 +96,46 @@ class Stage:
         data: Dataset,
         device: torch.device,
         settings: StageSettings | None = None,
-        empty: Empty | StageWeights | None = None,
+        empty: Empty | None = None,
         shards: Collectives | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
-        """`empty`: where gradient buffers come from, or the weights and sums of which these layers are a
-        part. Where a worker has several parts, this is the first of them, and `parts` has all.
-        """
+        """`empty`: where gradient buffers come from."""
         self.model, self.layers, self.data, self.device = model, layers, data, device
         settings = settings or StageSettings()
-        self.seed, self._dtype, self._ramp = settings.seed, DTYPES[settings.precision], settings.ramp
-        self._in_fp8 = set(model.recomputed(1)) if settings.precision == "fp8" else set()  # not the head
+        self.seed, self._dtype = settings.seed, DTYPES[settings.precision]
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.layers)
         self.shards = shards
         place = (0, 1) if shards is None else (shards.index, shards.count)
-        self._part = ContextPart(shards) if shards is not None and shards.splits_context else None
-        self.cut = Cut(model.shard_plan if self._part is None else ALL_WHOLE, *place)
-        self._feed_part: FeedPart | None = None
-        if self._part is not None:
-            assert model.assembly.split_rows is not None
-            self._feed_part = model.assembly.split_rows(ContextAttention(self._part))
-        # Of layers that have a part of each row on every shard: those parts of them that have all of it.
-        self._blocks: dict[str, tuple[str, ...]] = {}
-        if shards is not None and shards.splits_sequence and model.assembly.split_sequence is not None:
-            self._blocks = model.assembly.split_sequence(shards.count)
-        if isinstance(empty, StageWeights):
-            self.weights = empty
-        else:
-            self.weights = self._new_weights(settings, empty)
-        self.slots, self.size, self.parameters = (
-            self.weights.slots,
-            self.weights.size,
-            self.weights.parameters,
+        self.cut = Cut(model.shard_plan, *place)
+        self.slots = slots(model, layers, cut=self.cut)
+        self.size = end(self.slots)
+        self.masters = torch.zeros(
+            self.size, dtype=torch.float32, device=device
+        )  # what the optimizer changes
+        is_one = settings.precision == "fp32" and not settings.sharded
+        self.working = self.masters if is_one else torch.zeros(self.size, dtype=self._dtype, device=device)
+        kind, most = settings.accumulate, settings.contributions
+        self.sums = GradientSums(
+            self.slots, self.size, kind=kind, contributions=most, device=device, empty=empty
         )
+        if self.sums.is_strict and device.type == "cuda":
+            rehearse(kind, device)
+        self.limits = Limits(list(self.slots) if self.sums.is_strict else (), self.sums.grid)
+        self.parameters: dict[str, nn.Parameter] = {}  # of the layers, by logical name
         tied = {name for pair in model.tied for name in pair}
         self.tied_names = tuple(name for name in self.slots if name in tied)
         # Not on a GPU: its recorded ops were not tried with it.
         is_whole = self.is_first and self.is_last and shards is None and device.type == "cpu"
-        self._in_one = is_whole and self.weights.sums.is_strict  # nobody waits for I
+        self._in_one = is_whole and self.sums.is_strict  # nobody waits for I
         self._queue: Queue = MakingQueue() if self._in_one else []
         self._modules: list[nn.Module] = []
         self._summed: list[nn.Parameter] = []  # whole, with a gradient from every shard
         for index in layers:
             self._build(index)
         self.evaluation = evaluation
-        self.loss_scale = self.weights.loss_scale
-        self._loss = StageLoss(model, device, shards, self._part)
+        self._loss = StageLoss(model, device, shards)
         self._through = model.assembly.join(layers, self._modules, device)
-        if self._part is not None and (frame := getattr(self._through, "frame", None)) is not None:
-            join_context(frame, self._part)
         self._evaluation = None
         if evaluation is not None:
             loss, fed = self._loss if self.is_last else None, self._fed if self.is_first else None
@@ -182,28 +144,9 @@ class Stage:
             )
         self.tied = TiedHalves(model, self.slots)
         self._recomputed = set(model.recomputed(settings.recompute)) & set(layers)
-        self.sums, self.limits, self._index = self.weights.sums, self.weights.limits, self.weights.index
-        self.parts: tuple[Stage, ...] = (self,)
-        for others in settings.other_parts:
-            one_part = replace(settings, other_parts=())
-            more = Stage(
-                model,
-                others,
-                data=data,
-                device=device,
-                settings=one_part,
-                empty=self.weights,
-                shards=shards,
-                evaluation=evaluation,
-            )
-            self.parts += (more,)
-        self.dropped = DroppedShare(module for part in self.parts for module in part._modules)
-        if not isinstance(empty, StageWeights):
-            self._index.update({self.parameters[n]: i for i, n in enumerate(self.slots)})
+        # The number of each parameter's slot.
+        self._index: dict[Tensor, int] = {self.parameters[name]: n for n, name in enumerate(self.slots)}
         self._placed_at, self._by_address = 0, dict[int, Tensor]()
-        every = [part.forward for module in self._modules for part in module.modules()]
-        self._scaled = [one for one in every if isinstance(one, ScaledLinear)]
-        self._scaled_at = (0, 0)  # where the weights were, and how often they had been written to
         self._stashes: dict[tuple[int, int], Stash] = {}
         self._batches: dict[tuple[int, int], Any] = {}  # loaded, and not used yet: one at most
         self._numbers = MicrobatchNumbers()
@@ -214,40 +157,9 @@ class Stage:
                 for part in attention_in(module) if index in self._recomputed else ():
                     part.forward = AttentionAgain(part.forward, self._held.keep)
             self._recomputed = set()
-        self._offload = Offload(device, lambda: self.working) if settings.offload else None
-        self._offloaded = set(model.recomputed(1)) & set(layers) - self._recomputed
         self.recordings: Recordings | None = None
         self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
-        # Whole parameters on all shards; looked at in the first W. Of parts of rows they are added up.
-        self._whole_are_equal = shards is None or self._part is not None
-
-    def _new_weights(self, settings: StageSettings, empty: Empty | None) -> StageWeights:
-        """Of these layers and those beside them."""
-        table = slots(self.model, chain(self.layers, *settings.other_parts), cut=self.cut)
-        size, device = end(table), self.device
-        masters = torch.zeros(size, dtype=torch.float32, device=device)
-        is_one = settings.precision == "fp32" and not settings.sharded
-        kind, most = settings.accumulate, settings.contributions
-        sums = GradientSums(table, size, kind=kind, contributions=most, device=device, empty=empty)
-        if sums.is_strict and device.type == "cuda":
-            rehearse(kind, device)
-        return StageWeights(
-            table,
-            size,
-            masters,
-            masters if is_one else torch.zeros(size, dtype=self._dtype, device=device),
-            sums,
-            Limits(list(table) if sums.is_strict else (), sums.grid),
-            LossScale(*settings.loss_scale) if settings.precision == "fp16" else None,
-        )
-
-    @property
-    def masters(self) -> Tensor:
-        return self.weights.masters
-
-    @property
-    def working(self) -> Tensor:
-        return self.weights.working
+        self._whole_are_equal = shards is None  # parameters on all shards; looked at in the first W
 
     def _build(self, index: int) -> None:
         """A layer, drawn on the CPU from (seed, layer), so equal everywhere. Masters and working weights get
@@ -272,16 +184,9 @@ class Stage:
         in_precision(module.to(self.working.device), self.working.dtype, layer, model.assembly.in_fp32)
         fused = regions.are_enabled() and self.shards is None and not model.assembly.has_regions
         in_one = self._in_one and not regions.are_enabled() and self.working.dtype == torch.float32
-        take_over(module, self._queue, fused=fused, in_fp8=index in self._in_fp8, in_one=in_one)
-        if self._part is not None:
-            join_context(module, self._part)
-        elif self.shards is not None:
-            whole = without_parts(self.shards) if self._blocks else self.shards
-            self._summed.extend(join(layer, module, self.cut, whole))
-            if layer in self._blocks:
-                ends = layer == next(iter(self._blocks)), layer == next(reversed(self._blocks))
-                around = join_blocks(module, self._blocks[layer], self.shards, ends)
-                self._summed.extend(one for one in around if all(one is not other for other in self._summed))
+        take_over(module, self._queue, fused=fused, in_one=in_one)
+        if self.shards is not None:
+            self._summed.extend(join(layer, module, self.cut, self.shards))
         self._modules.append(in_training(module))
         if fused and "forward" not in vars(module):  # not a Linear or an Embedding by itself
             module.forward = regions.compiled(f"layer {layer!r}", module.forward)
@@ -305,12 +210,12 @@ class Stage:
 
     def load(self, step: int, microbatch: int) -> None:
         """Get the data that the forward will need, so that waiting for it is not part of the op."""
-        if (self.is_first or self.is_last) and self.trains(step, microbatch):
+        if (self.is_first or self.is_last) and self.trains(step):
             self._batches = {(step, microbatch): self.data.batch(step, microbatch)}
 
     def forward(self, step: int, microbatch: int, given: Boundary | None = None) -> Boundary | None:
         """F. What the next stage gets; None on the last stage, which keeps the loss instead."""
-        if self._buffers_stay or not self.trains(step, microbatch):
+        if self._buffers_stay or not self.trains(step):
             return self._forward(step, microbatch, given)
         layers = {self.model.names[i]: module for i, module in zip(self.layers, self._modules, strict=True)}
         if (frame := getattr(self._through, "frame", None)) is not None:
@@ -330,7 +235,7 @@ class Stage:
             if not self._evaluation.is_done((step, microbatch)):
                 self.evaluate(step, microbatch, given)
             beside = self._evaluation.take((step, microbatch))
-        if not self.trains(step, microbatch):
+        if not self.trains(step):
             return self._close(step, microbatch, beside or [])
         batch = self._batches.pop((step, microbatch), None)
         inputs, targets = (None, None) if batch is None else split(batch)
@@ -352,14 +257,25 @@ class Stage:
             if self.is_last:
                 devices.seed(self.device, self._key(step, microbatch, self.layers.stop))
                 value, weight = self._loss(value, targets)
+        self._refuse_no_gradients()
         if not self.is_last:
             boundary = Boundary.of(value if beside is None else {TRAINED: value, SCORED: beside})
             outputs = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
             self._stashes[step, microbatch] = Stash(wanted, outputs)
             return boundary
         self._stashes[step, microbatch] = Stash(wanted, [value], weight)
-        self._numbers.keep_loss(step, microbatch, self._loss.of_all_shards(value.detach().float()))
+        self._numbers.keep_loss(step, microbatch, value.detach().float())
         return None
+
+    def _refuse_no_gradients(self) -> None:
+        """A loop of torch would raise in its backward pass; here nothing would be trained from now on."""
+        if not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)
+            here = ", ".join(str(self.model.names[index]) for index in self.layers)
+            raise UserError(
+                f"a layer of {clipped(here, 200)}, or the loss, switched gradients off and not on again; "
+                "use `with torch.no_grad():` instead of torch.set_grad_enabled(False)."
+            )
 
     def _computed(self, value: Value, targets: Value) -> tuple[Value, Tensor | float | None]:
         """Without random numbers, so without seeds."""
@@ -391,16 +307,13 @@ class Stage:
     def evaluates(self, step: int) -> bool:
         return self.evaluation is not None and self.evaluation.evaluates(step)
 
-    def trains(self, step: int, microbatch: int) -> bool:
-        """Does a microbatch count? Of the step that only evaluates none does."""
-        if self.evaluation is not None and self.evaluation.closes(step):
-            return False
-        return self._ramp is None or self._ramp.counts(step, microbatch)
+    def trains(self, step: int) -> bool:
+        """Not the step that only evaluates: none of its microbatches counts."""
+        return self.evaluation is None or not self.evaluation.closes(step)
 
     def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
         """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
         assert self._evaluation is not None
-        self._rescale()
         before = None if self.is_first else self._enter(given)[1][SCORED]
         self._evaluation.run((step, microbatch), before)
         self._refuse_changes("the model")
@@ -428,11 +341,8 @@ class Stage:
         if stash.recorded is not None:
             return self._input_grad_recorded(stash, stash.recorded, given, weight)
         devices.seed(self.device, keys.key(self.seed, keys.BACKWARD, step, microbatch, self.layers.start))
-        scale = self.scale_at(step)
-        BACKWARD.now = weight * scale
         if given is None and stash.outputs:
-            root = None if self.loss_scale is None else [torch.full_like(stash.outputs[0], scale)]
-            torch.autograd.backward(stash.outputs, root)
+            torch.autograd.backward(stash.outputs)
         elif given is None:
             pass  # it trains nothing
         elif given.tensors:
@@ -447,7 +357,7 @@ class Stage:
             if parameter.grad is not None:
                 stash.others.append((parameter, parameter.grad))
                 parameter.grad = None
-        if self._held.weight < 0 and self.trains(step, microbatch):
+        if self._held.weight < 0 and self.trains(step):
             self._held.weight = self._held.of(stash.for_weights())
         inputs, stash.inputs = stash.inputs, {}
         if self.is_first:
@@ -467,7 +377,6 @@ class Stage:
         self,
         step: int,
         microbatch: int,
-        begins: Begins | None = None,
         seen: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         """W. Adds the microbatch's gradients to the buffer, and lets go of everything held for it. `seen` is
@@ -479,7 +388,7 @@ class Stage:
         if self.sums.step not in (None, step):
             raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
-            if self.shards is not None and not self._whole_are_equal and self.trains(step, microbatch):
+            if self.shards is not None and not self._whole_are_equal and self.trains(step):
                 made = {
                     self._index[parameter]: product
                     for parameter, product in contributions_of(stash.queue, stash.others)
@@ -490,8 +399,7 @@ class Stage:
                 refuse_unequal(whole, self.shards)
                 self._whole_are_equal = True
             told = None if seen is None else self._named(seen)
-            among = self.shards if self._part is not None else None
-            add_gradients(self.sums, self._index, stash, begins, told, among)
+            add_gradients(self.sums, self._index, stash, told)
         if self.recordings is not None:
             self.recordings.late = stash.recorded if self.sums.is_strict else None
         del self._stashes[step, microbatch]
@@ -523,53 +431,28 @@ class Stage:
 
     def separate_weights(self) -> None:
         """From now on the layers compute with weights of their own, beside the masters."""
-        self.weights.working = self.masters.clone()
+        self.working = self.masters.clone()
         for name, parameter in self.parameters.items():
             parameter.data = self.slots[name].of(self.working)
 
     def release_masters(self) -> None:
         """Sharded: the holders of chunks have them."""
-        self.weights.masters = torch.empty(0, dtype=torch.float32, device=self.device)
+        self.masters = torch.empty(0, dtype=torch.float32, device=self.device)
 
     # The sums of gradients, and what of the state goes with them.
 
-    def scale_at(self, step: int) -> float:
-        """What the gradients of a step are multiplied with until they are summed."""
-        return 1.0 if self.loss_scale is None else self.loss_scale.at(step)
-
-    def updated(self, step: int, peaks: list[int], *, skipped: bool) -> None:
+    def updated(self, step: int, peaks: list[int]) -> None:
         """What the next step is computed with follows from this one."""
         self.limits.follow(step, peaks)
-        if self.loss_scale is not None and self.evaluation is not None and self.evaluation.closes(step):
-            self.loss_scale.stay(step)
-        elif self.loss_scale is not None:
-            self.loss_scale.follow(step, skipped=skipped)
 
     def beside(self, step: int) -> dict[str, Tensor]:
-        """What the state after a step holds besides weights and optimizer. The scale, which is one for all,
-        is told of every parameter: however a model is cut, each stage then finds it.
-        """
-        shift = _exponent(self.scale_at(step + 1))  # limits are kept as if there were no scale
-        limits = self.limits.state(step).items()
-        found = {f"extra/grid/{name}": torch.tensor(limit - shift) for name, limit in limits}
-        if self.loss_scale is not None:
-            scale, good = self.loss_scale.state(step)
-            for name in self.slots:
-                found[f"{_SCALE}/{name}"] = torch.tensor(scale, dtype=torch.float64)
-                found[f"{_GOOD_STEPS}/{name}"] = torch.tensor(good)
-        return found
+        """What the state after a step holds besides weights and optimizer."""
+        return {f"extra/grid/{name}": torch.tensor(n) for name, n in self.limits.state(step).items()}
 
     def load_beside(self, step: int, state: Mapping[str, Tensor]) -> None:
         """The inverse of `beside`."""
-        if self.loss_scale is not None:
-            told = next((name for name in self.slots if f"{_SCALE}/{name}" in state), None)
-            scale = None
-            if told is not None:
-                scale = float(state[f"{_SCALE}/{told}"]), int(state[f"{_GOOD_STEPS}/{told}"])
-            self.loss_scale.load(step, scale)
-        shift = _exponent(self.scale_at(step + 1))
         names = [name for name in self.slots if f"extra/grid/{name}" in state]
-        self.limits.load(step, {name: int(state[f"extra/grid/{name}"]) + shift for name in names})
+        self.limits.load(step, {name: int(state[f"extra/grid/{name}"]) for name in names})
 
     def take_gradients(self) -> Tensor:
         """The flat sum of all W since the sums began, as plain numbers; the sums start over."""
@@ -581,16 +464,12 @@ class Stage:
         """Throw work away: the stashes and losses from a step on, or of all, and all sums of gradients.
         A ghost of the step before keeps its stash: it may still be asked for its I.
         """
-        for part in self.parts:
-            part._discard(from_step)
-        self.sums.restart()
-
-    def _discard(self, from_step: int | None) -> None:
         if self._evaluation is not None:
             self._evaluation.clear()
         for key in [key for key in self._stashes if from_step is None or key[0] >= from_step]:
             del self._stashes[key]
         self._numbers.discard(from_step)
+        self.sums.restart()
 
     # What is here.
 
@@ -602,21 +481,8 @@ class Stage:
         """The (step, microbatch) that have had F and not yet W."""
         return list(self._stashes)
 
-    def held_for_weights(self, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """An activation and a gradient that W will use, to plant a fault in."""
-        stash = self._stashes[step, microbatch]
-        linear = [entry for entry in stash.queue if isinstance(entry, LinearGrad) and entry.input is not None]
-        if linear:
-            return linear[0].input, linear[0].grad  # type: ignore[return-value]
-        made = [entry.grad for entry in stash.queue if isinstance(entry, MadeGrad)]
-        grads = made or [gradient for _, gradient in stash.others]
-        return grads[0], grads[0]
-
     def stash_bytes(self) -> int:
         """Of microbatches under way: exact after I, after F as first measured. Of recordings: all."""
-        return sum(part._stash_bytes() for part in self.parts)
-
-    def _stash_bytes(self) -> int:
         total = 0 if self.recordings is None else self.recordings.whole_bytes
         for stash in (stash for stash in self._stashes.values() if stash.recorded is None):
             total += max(self._held.forward, 0) if stash.open else self._held.of(stash.for_weights())
@@ -624,39 +490,23 @@ class Stage:
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded; of
-        several parts, the most.
-        """
+        """What a microbatch held from F to I and from I to W, when it was first measured, or recorded."""
         least = 0 if self.recordings is None else self.recordings.bytes_each
-        forward = max(part._held.forward for part in self.parts)
-        return max(forward, least), max(*(part._held.weight for part in self.parts), least)
+        return max(self._held.forward, least), max(self._held.weight, least)
 
     # How.
 
     def _receive(self) -> None:
-        """What compiled layers queue from now on is this stage's; weights in fp8 are those of now."""
-        self._rescale()
+        """What compiled layers queue from now on is this stage's."""
         if self._placed_at != self.working.data_ptr():
             self._placed_at = self.working.data_ptr()
             self._by_address = {one.data_ptr(): one for one in self._index if one.numel()}
         RECEIVER.queue, RECEIVER.at = self._queue, self._by_address
 
-    def _rescale(self) -> None:
-        now = self.working.data_ptr(), self.working._version
-        if self._scaled and now != self._scaled_at:
-            self._scaled_at = now
-            for linear in self._scaled:
-                linear.rescale()
-
     def _fed(self, inputs: Value) -> Value:
         """A batch as the first layer gets it: on the device, numbers in the precision of the layers. A copy:
         what a layer does to it in place is not done to the data.
         """
-
-        if self._part is not None and self._feed_part is not None:
-            inputs = mapped(self._part.of, inputs)
-            length = tensors_in(inputs)[0].shape[1]
-            inputs = self._feed_part(inputs, self._part.places(length, torch.device("cpu")))
 
         def fed(tensor: Tensor) -> Tensor:
             there = host_memory.to_device(tensor.detach(), self.device)
@@ -686,12 +536,6 @@ class Stage:
             return made
 
         seed = self._key(step, microbatch, index)
-        if self._offload is not None and index in self._offloaded:
-            module = self._modules[index - self.layers.start]
-            received = [tensor for tensor, _ in self._received]
-            self._held.keep(received)
-            with self._offload.of_a_layer([*module.parameters(), *received]):
-                return run(*args)
         if index not in self._recomputed:
             return run(*args)
         self._held.keep(args, kwargs)
@@ -714,11 +558,6 @@ def changed_in_place(by: str) -> str:
         f"{by} changes a tensor in place that the layer before gives, such as a mask; a worker that takes "
         "over would get the changed one: make a new tensor, such as x = x * y instead of x *= y."
     )
-
-
-def _exponent(scale: float) -> int:
-    """Of a power of two."""
-    return math.frexp(scale)[1] - 1
 
 
 class MicrobatchNumbers:

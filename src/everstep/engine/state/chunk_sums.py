@@ -11,9 +11,9 @@ from torch import Tensor
 from everstep.engine.stage.counted import counted, squares_of
 from everstep.engine.stage.stage import Stage
 from everstep.engine.sums.sum_parts import SumPart
+from everstep.engine.sums.sum_units import CHUNK
 from everstep.protocol.parcels import Parcel
 from everstep.protocol.work import AssembleSum, SumChunk
-from everstep.schedule.footprint import CHUNK
 
 Received = Mapping[Parcel, tuple[tuple[Tensor, ...], Any]]
 Empty = Callable[[int], Tensor]  # fp32, this many elements, where peers can read it
@@ -30,7 +30,6 @@ class ChunkSums:
         """The chunks that are this worker's, from all parts of each: the squares of each stretch."""
         means: dict[int, Tensor] = {}
         norms: list[list[Tensor]] = []
-        weight = task.weight * stage.scale_at(task.step)
         for index, chunk in enumerate(task.chunks):
             where = self._ranges[chunk]
             mean = self._empty(where.stop - where.start)
@@ -38,7 +37,7 @@ class ChunkSums:
                 slice(at, min(at + CHUNK, where.stop)) for at in range(where.start, where.stop, CHUNK)
             ]
             parts = [parts[index] for parts in ordered]
-            stage.sums.means(where, stretches, parts, weight, mean, origin=where.start)
+            stage.sums.means(where, stretches, parts, task.weight, mean, origin=where.start)
             means[chunk] = mean
             norms += [
                 [mean[own.start - where.start : own.stop - where.start] for own in counted(stage, at)]

@@ -35,8 +35,8 @@ from everstep.engine.state.optimizer_state import Named, OptimizerState, has_mod
 from everstep.engine.state.optimizer_trial import try_optimizer
 from everstep.errors import UserError
 from everstep.job.presets import closest
-from everstep.schedule.footprint import BUCKET
 
+BUCKET = 16 << 20  # parameters that are updated at once where a step needs scratch
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 Rate = Callable[[int], float]  # step -> multiplier of every group's learning rate
 

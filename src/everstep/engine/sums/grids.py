@@ -22,9 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.schedule.footprint import MOST_SHORT
-
-StrictKind = Literal["strict", "strict40", "strict32"]
+MOST_SHORT = 63  # contributions of one worker whose sum 40 bits hold
+StrictKind = Literal["strict", "strict40"]
 
 NO_PEAK = -(1 << 15)  # no contribution, or only zeros
 NOT_FINITE = 1 << 15  # an element was NaN or infinite: the sum of the tensor is NaN
@@ -66,16 +65,14 @@ class SumGrid:
 
 
 def grid(kind: StrictKind, contributions: int) -> SumGrid:
-    """So that the sum of this many contributions is at most 2**50 units, or 2**30. Of `strict40` also the sum
-    of MOST_SHORT contributions is below 2**39: what one worker has to send.
+    """So that the sum of this many contributions is at most 2**50 units. Of `strict40` also the sum of
+    MOST_SHORT contributions is below 2**39: what one worker has to send.
     """
     bits = max(contributions - 1, 1).bit_length()
     if kind == "strict":
         return SumGrid(first=2, headroom=5, span=12, depth=50 - bits)
-    if kind == "strict40":
-        depth = min(39 - MOST_SHORT.bit_length(), 50 - bits)
-        return SumGrid(first=2, headroom=4, span=10, depth=depth, rise=4, fall=1)
-    return SumGrid(first=2, headroom=2, span=6, depth=30 - bits)
+    depth = min(39 - MOST_SHORT.bit_length(), 50 - bits)
+    return SumGrid(first=2, headroom=4, span=10, depth=depth, rise=4, fall=1)
 
 
 def exponent(peak: float) -> int:

@@ -297,11 +297,9 @@ def agree(device: torch.device, dtype: torch.dtype, high: torch.dtype | None = N
     x = torch.randn(_SAMPLE, device=device, generator=generator)
     x[::7] = torch.round(x[::7] * 8) * 2.0**-21  # ties
     x[3 * BLOCK : 5 * BLOCK] = 0
-    is_long = dtype == torch.int64 or high is not None
-    x[-2], x[-1] = (-3 * 2.0**12, 2.0**12) if is_long else (-0.5, 1.0)  # in units more than 32 bits
+    x[-2], x[-1] = -3 * 2.0**12, 2.0**12  # in units more than 32 bits
     unit = -20
-    exact, whole = (torch.float64, torch.int64) if is_long else (torch.float32, dtype)
-    expected = torch.mul(x.to(exact), 2.0**-unit).round_().to(whole)
+    expected = torch.mul(x.double(), 2.0**-unit).round_().long()
     room = -(-_SAMPLE // 16) * 16
     totals = torch.full((2 * room,), 77, dtype=dtype, device=device)
     lacking = None if high is None else torch.full((2 * room,), 5, dtype=high, device=device)

@@ -15,11 +15,10 @@ from functools import cache, partial
 import torch
 
 from everstep.engine.layers.model import Slot
-from everstep.engine.sums.grids import NO_LIMIT
+from everstep.engine.sums.grids import MOST_SHORT, NO_LIMIT
 from everstep.engine.sums.sum_units import Accumulate
 from everstep.engine.sums.sums import HIGH, MOST_PROMOTED, GradientSums
 from everstep.log import warn
-from everstep.schedule.footprint import MOST_SHORT
 
 _SIZES = (1 << 16, 777, 1)  # whole blocks, a part of one, one number
 _LARGE, _LOW = 3.0, -40  # more than 32 bits where no limit is known; promoted where the limit is low

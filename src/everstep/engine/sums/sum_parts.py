@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from everstep.schedule.footprint import CHUNK
+from everstep.engine.sums.sum_units import CHUNK
 
 
 class SumPart(NamedTuple):

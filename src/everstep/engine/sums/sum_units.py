@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Accumulate = Literal["strict", "strict40", "strict32", "fp64", "fp32"]
+Accumulate = Literal["strict", "strict40", "fp32"]
 
 CPU_BLOCK = 1 << 16  # elements that several passes go over: they stay in a cache
+CHUNK = 4 << 20  # elements of the reduce that are summed at once
 SUM_BLOCK = 1 << 15  # elements of a CPU's sums that several contributions are added to at once
 _BLOCK = {"cpu": CPU_BLOCK, "cuda": 1 << 24}  # elements converted at once: in a cache; in a little memory
 _LARGER = 1 + 2.0**-52
@@ -39,9 +40,9 @@ class SumUnits(NamedTuple):
 
 def units_of(kind: Accumulate, *, late: bool) -> SumUnits | None:
     """None: plain sums. `late`: what was added may have to be taken back, so it must be an integer."""
-    if kind in ("strict", "strict40"):
-        return _LONGS if late else _DOUBLES
-    return _INTEGERS if kind == "strict32" else None
+    if kind == "fp32":
+        return None
+    return _LONGS if late else _DOUBLES
 
 
 def kept_as(kind: Accumulate, *, late: bool) -> tuple[torch.dtype, torch.dtype | None] | None:
@@ -67,14 +68,12 @@ def _add_to_doubles(additions: Sequence[Addition], sign: int) -> None:
 
 def _add_to_integers(additions: Sequence[Addition], sign: int) -> None:
     for total, contribution, unit in additions:
-        wide = torch.float64 if total.dtype == torch.int64 else torch.float32
         size = _BLOCK[total.device.type]
         for start in range(0, total.numel(), size):
             block = slice(start, start + size)
-            units = torch.mul(contribution[block].to(wide), 2.0**-unit).round_().to(total.dtype)
+            units = torch.mul(contribution[block].double(), 2.0**-unit).round_().to(total.dtype)
             total[block].add_(units, alpha=sign)
 
 
 _DOUBLES = SumUnits(torch.float64, _OFFSET, _add_to_doubles)
 _LONGS = SumUnits(torch.int64, 0.0, _add_to_integers)
-_INTEGERS = SumUnits(torch.int32, 0.0, _add_to_integers)

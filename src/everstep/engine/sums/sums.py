@@ -1,10 +1,8 @@
 """The gradients of one worker's own microbatches, summed tensor by tensor in one flat buffer.
 
     fp32       4 bytes   plain sums; other bits in another order
-    fp64       8 bytes   plain sums; the same bits in any order, practically always
     strict     8 bytes   exact sums on a grid (see `grids`); the same bits in any order, always
     strict40   5 bytes   the same on a coarser grid, for products of bf16 (on a CPU 8 bytes)
-    strict32   4 bytes   the same with 31 bits: coarser, half the memory and half the bytes of a reduce
 
 How a strict sum is kept is in `sum_units`. Of `strict40` on a GPU 32 bits with their sign are in `flat`, and
 what those lack is in a second buffer, which is hardly ever read or written. 4 bytes are sent, and of tensors
@@ -26,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,15 +34,21 @@ from everstep.engine.layers.model import Slot
 from everstep.engine.sums import grids, kernels
 from everstep.engine.sums.device_sums import DeviceSums, Planes, reciprocal
 from everstep.engine.sums.sum_parts import SumPart, joined, parted, peaks_of
-from everstep.engine.sums.sum_units import CPU_BLOCK, SUM_BLOCK, Accumulate, Addition, kept_as, units_of
+from everstep.engine.sums.sum_units import (
+    CHUNK,
+    CPU_BLOCK,
+    SUM_BLOCK,
+    Accumulate,
+    Addition,
+    kept_as,
+    units_of,
+)
 from everstep.errors import PeerError
 from everstep.net import host_memory
-from everstep.schedule.footprint import CHUNK, MOST_SHORT
 
 Product = Callable[[], Tensor]  # makes a contribution; the same bits whenever it is called
 Empty = Callable[..., Tensor]  # (shape, dtype=) -> a tensor
 
-_PLAIN = {"fp32": torch.float32, "fp64": torch.float64}
 MOST_PROMOTED = 1024  # sums in a part that are sent one by one: a message has a limit
 _GROUP = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements that are held until they are put together: in a cache
 _LAYOUTS = 64
@@ -98,9 +102,8 @@ class GradientSums:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self.is_late = device.type != "cpu" if late is None else late
         self._units = units_of(kind, late=self.is_late)
-        plain = kind in ("fp64", "fp32")
-        self.grid = grids.grid("strict" if plain else cast(grids.StrictKind, kind), contributions)
-        self._dtype = self._units.dtype if self._units else _PLAIN[kind]
+        self.grid = grids.grid("strict" if kind == "fp32" else kind, contributions)
+        self._dtype = torch.float32 if self._units is None else self._units.dtype
         dtype, high = kept_as(kind, late=self.is_late) or (self._dtype, None)
         self.flat = self._empty((size,), dtype=dtype).zero_()
         self._high = None if high is None else torch.zeros(size, dtype=high, device=device)
@@ -139,7 +142,6 @@ class GradientSums:
         self._promoted: dict[tuple[int, int], Tensor] = {}
         self._most: dict[tuple[int, int], int] = {}  # units that any element of each can have
         self._packed: list[Tensor] = []  # peers may read them until the step is over
-        self.changed: set[int] = set()  # slots whose sums may have been sent wrong, until this is cleared
         self._late: _Late | None = None
         self._adding: list[tuple[int, Product, Tensor | None]] = []
         self._group: list[tuple[int, Tensor]] = []
@@ -271,7 +273,6 @@ class GradientSums:
 
     def _take_back(self, index: int, contribution: Tensor) -> None:
         assert self._units is not None
-        self.changed.add(index)
         self._wide.add(index)  # it was not to be seen while something was in them that did not belong there
         if self._device_sums is not None:
             self._device_sums.subtract(self._planes, index, contribution)
@@ -285,7 +286,7 @@ class GradientSums:
             self.check()
         else:
             self._gather()
-        if self._num_added == MOST_SHORT and self._high is not None and self._high.dtype == torch.int8:
+        if self._num_added == grids.MOST_SHORT and self._high is not None and self._high.dtype == torch.int8:
             self.settle()  # what does not fit, 40 bits must take back
             self._high = self._high.to(torch.int32)
 

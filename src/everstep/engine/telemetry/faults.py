@@ -2,9 +2,7 @@
 
 The worker itself sends the signal, at an exact point; nothing is cleaned up, as with any SIGKILL. With
 `how=slow,factor=2,until=30` it lives and takes twice as long for every op of steps 7 to 30: it sleeps for as
-long as the op has taken. With `how=lag,factor=50` its messages to the stage after it come 50 ms late. On a
-GPU also `how=illegal` (a kernel writes to freed memory), `how=oom` and `how=spin` (a kernel never ends). With
-`how=flip,what=weights,bit=30` it lives and one bit of its numbers is flipped; see `FLIPPED`.
+long as the op has taken. With `how=lag,factor=50` its messages to the stage after it come 50 ms late.
 """
 
 from __future__ import annotations
@@ -18,74 +16,37 @@ from everstep.protocol.ops import Worker
 
 WHENS = ("before", "after", "during", "sending", "gathering", "inside")
 LASTING = ("slow", "lag")
-OF_GPU = ("illegal", "oom", "spin")
-FLIPPED = {  # what, and the op in which it is flipped
-    "activation": "W",  # what the forward has kept for the weight gradients
-    "gradient": "W",  # what came back for them
-    "boundary": "F",  # what the stage before has sent
-    "weights": "F",  # the master weights
-    "optimizer": "F",  # the first tensor of its state
-}
 _OP = re.compile(r"[FIW](\d+\.)?\d+|R|U")
 _FACTOR = re.compile(r"\d{1,4}(\.\d{1,6})?")
-_FIELDS = (
-    "stage",
-    "replica",
-    "step",
-    "op",
-    "when",
-    "how",
-    "factor",
-    "until",
-    "shard",
-    "what",
-    "bit",
-    "element",
-)
+_FIELDS = ("stage", "replica", "step", "op", "when", "how", "factor", "until", "shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedFault:
     """`op` None: at the first op of the step. `when`: before or after an op, inside a collective of the
-    worker's shards; in R also while sending, summing (during) or gathering its node's parts; in the last W
-    of a step while sending pieces ahead; in U, with optimizer.shard, while sending weights or as a chunk's
-    state arrives (during).
+    worker's shards; in R also while sending, summing (during) or gathering its node's parts; in U, with
+    optimizer.shard, while sending weights or as a chunk's state arrives (during).
     """
 
     worker: Worker
     step: int
     op: str | None = None
     when: str = "before"
-    how: str = "kill"  # or "raise", "slow", "lag", "illegal", "oom", "spin", "flip"
+    how: str = "kill"  # or "raise", "slow", "lag"
     factor: float = 2.0  # slow: how many times longer; lag: by how many milliseconds
-    until: int | None = None  # slow, lag: its last step; None: to the end; flip: again and again until then
+    until: int | None = None  # slow, lag: its last step; None: to the end
     shard: int = 0  # of the worker
-    what: str = ""  # flip: of what
-    bit: int = 30  # flip: of an element's bits
-    element: int = 0  # flip: of the tensor's
 
     def strikes(self, step: int, op: str, when: str) -> bool:
-        """Is this the moment? A fused backward is hit by the name of either half."""
-        if step != self.step or when != self.when or self.how in (*LASTING, "flip"):
+        """Is this the moment?"""
+        if step != self.step or when != self.when or self.how in LASTING:
             return False
-        return self._is_at(op)
-
-    def flips(self, step: int, op: str) -> bool:
-        """Is a bit flipped in this op?"""
-        last = self.step if self.until is None else self.until
-        if self.how != "flip" or not self.step <= step <= last:
-            return False
-        return (
-            self._is_at(op) if self.op else op[0] == FLIPPED[self.what] or (op[0] == "B" and self.op is None)
-        )
-
-    def _is_at(self, op: str) -> bool:
         wanted = self.op
         if wanted is None:
             return True
         if wanted[0] in "FIW" and "." not in wanted:
             wanted = f"{wanted[0]}{self.worker.replica}.{wanted[1:]}"
-        return op == wanted or (op[0] == "B" and wanted[0] in "IW" and op[1:] == wanted[1:])
+        return op == wanted
 
     def slows(self, step: int) -> bool:
         return self.how == "slow" and self._lasts(step)
@@ -106,8 +67,6 @@ class PlantedFault:
         parts += [f"factor={self.factor:g}"] if self.how in LASTING else []
         parts += [f"until={self.until}"] if self.until is not None else []
         parts += [f"shard={self.shard}"] if self.shard else []
-        if self.how == "flip":
-            parts += [f"what={self.what}", f"bit={self.bit}", f"element={self.element}"]
         return ",".join(parts)
 
 
@@ -126,21 +85,8 @@ def parse_fault(text: str) -> PlantedFault:
         raise UserError(f"--kill {text!r}: op is F3, I2, W5, F1.3 (of replica 1), R or U, not {op!r}.")
     if (when := fields.get("when", "before")) not in WHENS:
         raise UserError(f"--kill {text!r}: when is one of {', '.join(WHENS)}, not {when!r}.")
-    if (how := fields.get("how", "kill")) not in ("kill", "raise", "flip", *LASTING, *OF_GPU):
-        raise UserError(
-            f"--kill {text!r}: how is kill, raise, slow, lag, flip, illegal, oom or spin, not {how!r}."
-        )
-    what = fields.get("what", "")
-    if (how == "flip") != (what in FLIPPED):
-        raise UserError(
-            f"--kill {text!r}: how=flip needs what={', what='.join(FLIPPED)}, for example "
-            "how=flip,what=weights."
-        )
-    if op is not None and what in FLIPPED and op[0] != FLIPPED[what]:
-        raise UserError(f"--kill {text!r}: what={what} is flipped in an op {FLIPPED[what]}, not in {op}.")
-    for name, most in (("bit", 63), ("element", 10**12)):
-        if not (value := fields.get(name, "0")).isdigit() or int(value) > most:
-            raise UserError(f"--kill {text!r}: {name} is a number from 0 to {most}, not {value!r}.")
+    if (how := fields.get("how", "kill")) not in ("kill", "raise", *LASTING):
+        raise UserError(f"--kill {text!r}: how is kill, raise, slow or lag, not {how!r}.")
     if not _FACTOR.fullmatch(factor := fields.get("factor", "2")) or not 1 <= float(factor) <= 1000:
         raise UserError(f"--kill {text!r}: factor is a number from 1 to 1000, not {factor!r}.")
     if (until := fields.get("until")) is not None and not until.isdigit():
@@ -156,9 +102,6 @@ def parse_fault(text: str) -> PlantedFault:
         factor=float(factor),
         until=None if until is None else int(until),
         shard=int(shard),
-        what=what,
-        bit=int(fields.get("bit", "30")),
-        element=int(fields.get("element", "0")),
     )
 
 

@@ -28,8 +28,7 @@ from typing import Any
 from everstep.diagnose import ring
 from everstep.engine.telemetry.beacon import ring_beside
 from everstep.protocol.ops import Worker
-from everstep.protocol.parcels import Parcel, ParcelKind
-from everstep.protocol.shape import Fold
+from everstep.protocol.parcels import Parcel, ParcelKind, recorded_as
 
 KIND = {name: number for number, name in enumerate(ring.KINDS)}
 SEND, RECV, COMPUTE = KIND["send"], KIND["recv"], KIND["compute"]
@@ -118,16 +117,16 @@ class WorkerRecorder:
     """A worker's ops and parcels, in the words of the ring: a rank is `stage * replicas + replica`, a role
     its stage, and a parcel's number is made of its name, so that both its ends give it the same one."""
 
-    def __init__(self, path: Path, me: Worker, *, replicas: int, fold: Fold) -> None:
-        self._me, self._replicas, self._fold = me, replicas, fold
-        self._ring = Recorder(path, rank=self._rank(me.replica, me.stage), world_size=replicas * fold.stages)
+    def __init__(self, path: Path, me: Worker, *, replicas: int, stages: int) -> None:
+        self._me, self._replicas = me, replicas
+        self._ring = Recorder(path, rank=self._rank(me.replica, me.stage), world_size=replicas * stages)
         members = [self._rank(replica, me.stage) for replica in range(replicas)]
         self._stage = self._ring.group(f"stage {me.stage}", members)
 
     @classmethod
-    def beside(cls, beacon: str, me: Worker, *, replicas: int, fold: Fold) -> WorkerRecorder:
+    def beside(cls, beacon: str, me: Worker, *, replicas: int, stages: int) -> WorkerRecorder:
         """In the same place as the worker's beacon: a reader of one finds the other."""
-        return cls(ring_beside(Path(beacon)), me, replicas=replicas, fold=fold)
+        return cls(ring_beside(Path(beacon)), me, replicas=replicas, stages=stages)
 
     def op(self, step: int, started_ns: int, ended_ns: int, own_ns: int) -> None:
         """`own_ns`: without what it stood in line for a core, which is not slowness."""
@@ -140,16 +139,15 @@ class WorkerRecorder:
     def got(self, parcel: Parcel, size: int) -> None:
         sender = parcel.sender if parcel.microbatch is None else parcel.microbatch.home
         is_boundary = parcel.what in (ParcelKind.ACTIVATION, ParcelKind.GRADIENT)
-        stage = self._fold.stage(parcel.maker) if is_boundary else self._me.stage
+        stage = parcel.maker if is_boundary else self._me.stage
         self._ring.happened(RECV, 0, _clock(), self._rank(sender, stage), size, self._number(parcel))
 
     def _rank(self, replica: int, stage: int) -> int:
         return stage * self._replicas + replica
 
     def _number(self, parcel: Parcel) -> int:
-        home, number = parcel.microbatch or (parcel.sender & 0xFF, parcel.owner & 0xFF)
-        what = _WHAT[parcel.what] | parcel.stage // self._fold.stages << 4  # of two parts, two numbers
-        return parcel.step << 24 | what << 16 | home << 8 | number
+        home, number = parcel.microbatch or (parcel.sender, parcel.owner)
+        return recorded_as(parcel.step, _WHAT[parcel.what], home, number)
 
 
 _WHAT = {what: number for number, what in enumerate(ParcelKind)}

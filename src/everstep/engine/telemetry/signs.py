@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Callable, Sequence
 
-import torch
-
 from everstep.core.worker.control import WorkerControl
 from everstep.engine.telemetry.beacon import Beacon
-from everstep.engine.telemetry.faults import OF_GPU, PlantedFault
-from everstep.errors import UserError
-from everstep.net.arena import CudaMemory, cuda_runtime
+from everstep.engine.telemetry.faults import PlantedFault
 
 
 class WorkerSigns:
@@ -24,11 +19,10 @@ class WorkerSigns:
         control: WorkerControl,
         beacon: Beacon | None,
         clock_ns: Callable[[], int],
-        device: torch.device,
         faults: Sequence[PlantedFault],
         shard: int = 0,
     ) -> None:
-        self.control, self.beacon, self._clock_ns, self._device = control, beacon, clock_ns, device
+        self.control, self.beacon, self._clock_ns = control, beacon, clock_ns
         self.shard = shard
         self._op = (0, "")  # what it is in, for faults inside a collective
         self.plant(faults)
@@ -65,47 +59,11 @@ class WorkerSigns:
                 if fault.how == "raise":
                     self.show(busy=True, doing=f"raises at {op}")
                     raise RuntimeError(f"planted fault at step {step} {op}")
-                if fault.how in OF_GPU:
-                    strike_gpu(fault.how, self._device)
-                    return
                 self.show(busy=True, doing=f"dies at {op}")
                 os.kill(os.getpid(), signal.SIGKILL)
-
-    def flips(self, step: int, op: str) -> list[PlantedFault]:
-        """The bits that are flipped in this op: once, unless the fault says until when."""
-        found = [fault for fault in self.faults if fault.flips(step, op)]
-        for fault in found:
-            if fault.until is None:
-                self.faults.remove(fault)
-        return found
 
     def slower(self, step: int) -> list[float]:
         return [fault.factor for fault in self.faults if fault.slows(step)]
 
     def lag_s(self, step: int, stage: int) -> float:
         return sum(fault.lag_s(step, stage) for fault in self.faults)
-
-
-# ------------------------------------------------------------------
-# Faults of a GPU, made on purpose: for tests of what happens when a kernel goes wrong or never ends.
-
-_SPIN_CYCLES = 2_000_000_000 * 600  # about ten minutes
-_BLOCK = 64 << 20
-
-
-def strike_gpu(kind: str, device: torch.device) -> None:
-    """`illegal`: a kernel writes to memory that was freed, which ends the CUDA context. `oom`: more memory
-    than there is. `spin`: a kernel that does not end.
-    """
-    if device.type != "cuda":
-        raise UserError(f'--kill with how={kind} needs a GPU; set device = "cuda".')
-    if kind == "oom":
-        torch.empty(1 << 48, dtype=torch.uint8, device=device)
-    elif kind == "spin":
-        torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
-    else:
-        memory = CudaMemory(device)
-        address, _ = memory.allocate(_BLOCK)
-        there = memory.view(address, _BLOCK, None)
-        cuda_runtime().cudaFree(ctypes.c_void_p(address))
-        there.fill_(1)

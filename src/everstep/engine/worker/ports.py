@@ -11,13 +11,11 @@ from torch import Tensor
 
 from everstep.engine.stage.stage import Stage
 from everstep.engine.state.sharded import StateSlice
-from everstep.net.shared_reads import SharedLoad, Storage
 from everstep.protocol.messages import WorkerReport
 from everstep.protocol.work import SaveCheckpoint, StateDirections, StoreCopy
 
 State = Mapping[str, Tensor]
 Groups = list[dict[str, Any]]  # of an optimizer
-ReadTogether = Callable[[Storage], SharedLoad]  # begins to
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +59,9 @@ class StateStore(Protocol):
         names: list[str],
         directions: StateDirections,
         take: Callable[[State], None],
-        together: ReadTogether | None = None,
     ) -> bool:
         """Give `take` the tensors of these parameters, which are read as it asks for them. False: they cannot
-        be read; what it has taken then is of no use. `together`: peers load the same.
+        be read; what it has taken then is of no use.
         """
         ...
 

@@ -33,7 +33,6 @@ from everstep.engine.state.chunk_sums import ChunkSums
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater
 from everstep.engine.sums.sum_parts import PartsOfOne, owned, peaks_of, virtual_chunks
-from everstep.engine.worker.parts_ahead import ArrivingParts, Message, PartsAhead
 from everstep.net import host_memory
 from everstep.net.envelope import Envelope
 from everstep.protocol.ops import Worker
@@ -41,6 +40,7 @@ from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.routes import Routes
 from everstep.protocol.work import AssembleSum, CombineTied, GatherParts, Send, SumChunk
 
+Message = tuple[Envelope, tuple[Tensor, ...]]
 Borrowed = Callable[[Tensor], bool]  # is any of this tensor's memory queued for sending?
 
 
@@ -99,11 +99,9 @@ class StepTensors:
             new = lambda count: shared.empty((count,), dtype=torch.float32)  # noqa: E731
             self.by_chunk = ChunkSums(updater.ranges, new)
         self._peaks: dict[int, list[int]] = {}  # of the same steps: the next step's limits follow from them
-        self.ahead, self.arriving = PartsAhead(), ArrivingParts()
 
     def let_go(self) -> None:
         """Of the stage, its buffers and its optimizer; `rebuilt` follows."""
-        self.ahead.clear()
         self._buffers.clear()
         del self.stage, self.updater
 
@@ -165,7 +163,7 @@ class StepTensors:
     def _outgoing_part(self, parcel: Parcel, routes: Routes) -> Payload:
         if parcel in self._gathered:
             return self._gathered[parcel]
-        stretches = self.stretches(parcel, routes)
+        stretches = [where for _, where in self._stretches(parcel, routes)]
         return self._as_sent(stretches, self._own(stretches))
 
     def _own(self, stretches: list[slice]) -> PartsOfOne:
@@ -183,8 +181,7 @@ class StepTensors:
     def _arrived(self, parcel: Parcel, routes: Routes, owner: int) -> PartsOfOne:
         """What a PART that is here brings of the chunks of one owner."""
         (tensors, facts), sums = self.payloads[parcel], self.stage.sums
-        owners = routes.of_part(parcel.sender, parcel.owner)
-        stretches = self._stretches(parcel.step, routes, owners)
+        stretches = self._stretches(parcel, routes)
         if self._is_one([where for _, where in stretches]):
             peaks, *told = facts
             return PartsOfOne(
@@ -206,11 +203,7 @@ class StepTensors:
         if command.parcel.what is ParcelKind.REPLAY:
             return self._inputs(command.parcel)
         payload = self.outgoing(command.parcel, routes)
-        envelope = Envelope(command.value, payload.facts)
-        if command.parcel.what is not ParcelKind.PART:
-            return envelope, payload.tensors
-        places = self._places(self.stretches(command.parcel, routes), payload)
-        return self.ahead.rest(command.parcel, envelope, payload.tensors, places)
+        return Envelope(command.value, payload.facts), payload.tensors
 
     def _inputs(self, replay: Parcel) -> Message:
         """What this worker has computed a microbatch from, for one who is to compute it again."""
@@ -231,12 +224,11 @@ class StepTensors:
         gradient = None if said is None else Gradients.arrived(tensors[count:], said | {"hash": ""})
         return given, gradient
 
-    def stretches(self, parcel: Parcel, routes: Routes) -> list[slice]:
-        """Of the stage's sums, what a PART is of."""
-        owners = routes.of_part(parcel.sender, parcel.owner)
-        return [where for _, where in self._stretches(parcel.step, routes, owners)]
+    def _stretches(self, parcel: Parcel, routes: Routes) -> list[tuple[int, slice]]:
+        """Of the stage's sums, what a PART is of, with its owners."""
+        return self._of_owners(parcel.step, routes, routes.of_part(parcel.sender, parcel.owner))
 
-    def _stretches(self, step: int, routes: Routes, owners: tuple[int, ...]) -> list[tuple[int, slice]]:
+    def _of_owners(self, step: int, routes: Routes, owners: tuple[int, ...]) -> list[tuple[int, slice]]:
         """The chunks of these owners, in their order."""
         if self.by_chunk is None:
             return [(owner, self._stretch(routes, owner)) for owner in owners]
@@ -247,13 +239,6 @@ class StepTensors:
             if row[0] in chunks:
                 chunks[row[0]].append(chunk)
         return [(owner, self.updater.ranges[chunk]) for owner, own in chunks.items() for chunk in own]
-
-    def _places(self, stretches: list[slice], part: Payload) -> list[int]:
-        """Of the stretches among the tensors of a PART: each comes before what else there is of it."""
-        if self._is_one(stretches):
-            return [0]
-        counts = [count for count, *_ in part.facts[1]]
-        return [sum(counts[:at]) for at in range(len(counts))]
 
     def received(self, parcel: Parcel, tensors: tuple[Tensor, ...], beside: Any) -> None:
         """A parcel that is wanted. `beside`: facts that the worker state does not know of."""
@@ -283,7 +268,7 @@ class StepTensors:
         self, into: Parcel, routes: Routes, parts: tuple[Parcel, ...]
     ) -> tuple[list[slice], list[PartsOfOne]]:
         """The chunks of an owner, and of this worker and of each sender what it adds to them."""
-        stretches = [where for _, where in self._stretches(into.step, routes, (into.owner,))]
+        stretches = [where for _, where in self._of_owners(into.step, routes, (into.owner,))]
         found = {self.me.replica: self._own(stretches)}
         for parcel in parts:
             found[parcel.sender] = self._arrived(parcel, routes, into.owner)
@@ -301,8 +286,7 @@ class StepTensors:
             return self.by_chunk.add_up(self.stage, task, [one.parts for one in ordered])
         assert isinstance(self.updater, Updater)
         ((mine,), mean, chunks) = stretches, self._sum(task.step), self._owned(task.routes)
-        weight = task.weight * self.stage.scale_at(task.step)
-        self.stage.sums.means(mine, chunks, [one.parts[0] for one in ordered], weight, mean)
+        self.stage.sums.means(mine, chunks, [one.parts[0] for one in ordered], task.weight, mean)
         return self.updater.squares(mean, chunks)
 
     def _owned(self, routes: Routes) -> Sequence[slice]:
@@ -354,11 +338,10 @@ class StepTensors:
     def sum_of(self, step: int) -> Tensor:
         return self._sums[step]
 
-    def updated(self, step: int, *, skipped: bool) -> None:
+    def updated(self, step: int) -> None:
         """The step's update is made: the sums of the next step begin, within limits that follow from it."""
-        self.stage.updated(step, self._of_all_shards(self._peaks[step]), skipped=skipped)
+        self.stage.updated(step, self._of_all_shards(self._peaks[step]))
         self._begin(step + 1)
-        self.arriving.forget_until(step)
         over = (ParcelKind.TIED, ParcelKind.WEIGHTS)
         self.forget([p for p in self.payloads if p.what in over and p.step < step])
 
@@ -380,7 +363,6 @@ class StepTensors:
 
     def discard(self, from_step: int | None, keep: Iterable[Parcel]) -> None:
         """Of this step and later ones; None: of all steps, and every payload that is not in `keep`."""
-        self.ahead.clear()
         if self._buffers.is_borrowed(self.stage.sums.flat):
             self.stage.sums.restart(leave_buffer=True)
         self.stage.discard(from_step)
@@ -405,7 +387,6 @@ class StepTensors:
         return self.updater.sum_of_squares(mean)
 
     def _begin(self, step: int) -> None:
-        self.ahead.clear()
         self._gathered.clear()
         self._placed.clear()
         sums, limits = self.stage.sums, self.stage.limits.at(step)

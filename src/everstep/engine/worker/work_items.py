@@ -25,19 +25,15 @@ from everstep.engine.prepare.fitting import allocated
 from everstep.engine.shards.collectives import summed
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage.stage import Stage
-from everstep.engine.stage.weight_sums import Begins, Finished
 from everstep.engine.state.optimizer import Updater
 from everstep.engine.state.sharded import ShardedUpdater, StateSlice
-from everstep.engine.telemetry import bit_flips
 from everstep.engine.telemetry.op_times import Began, OpTimes
-from everstep.engine.telemetry.recorder import WorkerRecorder
 from everstep.engine.telemetry.signs import WorkerSigns
-from everstep.engine.worker.ports import Ports, ReadTogether, StateParts
+from everstep.engine.worker.ports import Ports, StateParts
 from everstep.engine.worker.step_tensors import StepTensors
 from everstep.engine.worker.voted_ops import Hashes, VotedOps
 from everstep.layout.box import whole
 from everstep.net import host_memory
-from everstep.net.envelope import Envelope
 from everstep.net.links import Address
 from everstep.net.plane import DataPlane
 from everstep.net.sockets import FlowProgress
@@ -45,8 +41,8 @@ from everstep.net.transfers import StateSender
 from everstep.protocol import work
 from everstep.protocol.messages import LOADING, SAVING, TimesReported
 from everstep.protocol.ops import Kind, Microbatch, Op, Worker
-from everstep.protocol.parcels import Parcel, Scores
-from everstep.schedule.profile import ALLOCATED, DROPPED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
+from everstep.protocol.parcels import Scores
+from everstep.schedule.profile import ALLOCATED, HELD_FORWARD, HELD_WEIGHT, PEAK, ROOM
 
 # What changes the state that a joiner is being sent.
 _WRITES = (
@@ -76,7 +72,7 @@ class WorkItems:
         self.control, self.ports, self.plane, self.shard = control, ports, plane, signs.shard
         self.state, self.me, self.rules = control.state, control.sender.worker, control.state.rules
         self.signs, self.times, self.loader = signs, times, loader
-        self._parts, self._last = self.rules.fold.parts_of(self.me.stage), self.rules.fold.parts - 1
+        self._last = self.rules.stages - 1
         self._data_waited_s = 0.0
         self._sent_before: dict[Address, FlowProgress] = {}
         self.sender = StateSender(plane.links)
@@ -93,7 +89,6 @@ class WorkItems:
             holders=self.state.chunks.holders if self.rules.chunks else None,
             is_alone=self.rules.replicas * self.rules.stages == 1,
         )
-        self.ahead = SendingAhead(control, self.tensors, plane, signs, times.recorder, self.address)
         self._use(made)
         self._touched = False  # has the initial state been changed?
 
@@ -141,7 +136,7 @@ class WorkItems:
                 return self._snapshot(task)
             case work.ApplyFeed():
                 self._apply(task.step, self.tensors.fed(task.step, task.feed), task.scale)
-                return self.tensors.updated(task.step, skipped=task.scale is None)
+                return self.tensors.updated(task.step)
             case work.Restore():
                 self.signs.show(busy=True, doing=LOADING)
                 return self._all_have(self._restore(task.state_step))
@@ -187,7 +182,7 @@ class WorkItems:
         self.signs.show(busy=True, doing=str(op))
         self.signs.begin(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "before")
-        number, stage = self.number(microbatch), self.part(op.stage)
+        number, stage = self.number(microbatch), self.stage
         given: Any = None
         if task.input is not None:
             given = together(self.tensors.boundaries[task.input], self.stage.shards, self.stage.device)
@@ -197,9 +192,6 @@ class WorkItems:
                 self.signs.show(busy=True, doing=f"evaluating beside {op}")
                 stage.evaluate(task.step, number, given)
                 self.signs.show(busy=True, doing=str(op))
-        flips = self.signs.flips(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}")
-        if op.kind is Kind.F and flips:
-            given = bit_flips.before_forward(flips, stage, self.updater, given)
         began = self.times.begin()
         output: Boundary | Gradients | None = None
         hash, hashes, at = "", None, (stage, task.step, number)
@@ -207,21 +199,19 @@ class WorkItems:
             output = stage.forward(task.step, number, given)
             if task.hashed:
                 hash = self._voted.forward(*at, given, output)
-        elif op.kind is not Kind.W:
+        elif op.kind is Kind.I:
             output = stage.input_grad(task.step, number, given)
             if task.hashed:
                 hash = self._voted.input_grad(*at, given, output)
-        if op.kind in (Kind.W, Kind.B):
-            if flips:
-                bit_flips.before_weight_grad(flips, stage, task.step, number)
+        if op.kind is Kind.W:
             seen = self._voted.contributes(task.step, number) if task.hashed else None
-            stage.weight_grad(task.step, number, self.ahead.during(task), seen)
+            stage.weight_grad(task.step, number, seen)
             hashes = self._voted.finish(task.step, number) if task.hashed else None
         if task.output is not None:
             assert output is not None
             output = replace(output, hash=hash)
             self.tensors.boundaries[task.output] = sliced(output, self.stage.shards).moved(self.plane.kept)
-        if stage.trains(task.step, number):  # else its time is none that an op takes
+        if stage.trains(task.step):  # else its time is none that an op takes
             self._time(op.kind, began, str(op))
         self.signs.maybe_die(task.step, f"{op.kind}{microbatch.home}.{microbatch.number}", "after")
         return hashes
@@ -243,17 +233,13 @@ class WorkItems:
         self.signs.show(busy=True, doing=f"checking the state before step {step}")
         return state_hashes(self.stage, {} if self.sharded is not None else self.updater.state())
 
-    def part(self, number: int) -> Stage:
-        """The layers of one part of the model: all that this worker has, or some of them."""
-        return self.stage.parts[self._parts.index(number)]
-
     def _load_data(self, step: int, number: int, op: Op) -> None:
         """Data first, and under its own name: a slow loader is not a slow op."""
         if self.loader is not None:
             self.loader.shows = lambda: self.signs.show(busy=True, doing=f"loading data for {op}")
             coming = islice(self._coming(step), self.loader.ahead + 1)
             self.loader.expect([(at, self.number(microbatch)) for at, microbatch in coming])
-        self.part(op.stage).load(step, number)
+        self.stage.load(step, number)
         self.signs.show(busy=True, doing=str(op))
 
     def _coming(self, step: int) -> Iterator[tuple[int, Microbatch]]:
@@ -268,27 +254,24 @@ class WorkItems:
                     yield step + 1, op.microbatch
 
     def _losses(self, step: int) -> list[tuple[Microbatch, float]]:
-        if self._last not in self._parts:
+        if self.me.stage != self._last:
             return []
         done = [
-            op.microbatch
-            for op in self.state.now.done
-            if op.kind is Kind.F and op.microbatch is not None and op.stage == self._last
+            op.microbatch for op in self.state.now.done if op.kind is Kind.F and op.microbatch is not None
         ]
-        losses = [self.part(self._last).loss(step, self.number(microbatch)) for microbatch in done]
+        losses = [self.stage.loss(step, self.number(microbatch)) for microbatch in done]
         found = torch.stack(losses).tolist() if losses else []  # the host waits once, not for each
         return list(zip(done, found, strict=True))
 
     def _scores(self, step: int) -> Scores:
-        if self._last not in self._parts or not self.stage.evaluates(step):
+        if self.me.stage != self._last or not self.stage.evaluates(step):
             return ()
-        last, done = self.part(self._last), self.state.now.accumulated()
-        here = [microbatch for microbatch, part in done if part == self._last]
-        return tuple((microbatch, last.scores(step, self.number(microbatch))) for microbatch in here)
+        done = self.state.now.accumulated()
+        return tuple((m, self.stage.scores(step, self.number(m))) for m in done)
 
     def _weights(self, step: int) -> dict[Microbatch, float]:
         done = self.state.now.accumulated()
-        return {m: self.part(part).weight(step, self.number(m)) for m, part in done}
+        return {m: self.stage.weight(step, self.number(m)) for m in done}
 
     def _sum_chunk(self, task: work.SumChunk) -> tuple[float, ...]:
         began = self.times.begin()
@@ -314,7 +297,7 @@ class WorkItems:
             self.updater.preview(task.step, self.tensors.sum_of(task.step))
         else:
             self._apply(task.step, self.tensors.sum_of(task.step), task.scale)
-        self.tensors.updated(task.step, skipped=task.scale is None)
+        self.tensors.updated(task.step)
         self._time(Kind.U, began)
         if self.loader is not None:
             waited_s, self._data_waited_s = self.loader.waited_s - self._data_waited_s, self.loader.waited_s
@@ -322,8 +305,6 @@ class WorkItems:
         self.times.stopwatch.updated(eagerly=task.keep)
         if (measured := self.times.stopwatch.step(task.step)) is not None:
             measured["times"] |= self._memory()
-            if (dropped := self.stage.dropped.since_last()) is not None:
-                measured["times"][DROPPED] = dropped
             name, worker, incarnation = self.control.sender
             carriers = self._carriers()
             sent = self._sent()
@@ -388,14 +369,8 @@ class WorkItems:
                 self._touched = True
             return True
         names, directions = list(self.stage.slots), self.control.directions
-        load, together = partial(self._load, state_step, owned=True), self._read_together(state_step)
-        return self.ports.states.load(state_step, names, directions, load, together)
-
-    def _read_together(self, state_step: int) -> ReadTogether | None:
-        """With the replicas of its stage that load the same; None: it is the only one."""
-        book, peers = self.control.book, self.state.mail.other_peers(state_step + 1)
-        at = {worker.replica: self.address(book[worker]) for worker in peers if worker in book}
-        return partial(self.plane.reads.begin, state_step, self.me.replica, at) if at else None
+        load = partial(self._load, state_step, owned=True)
+        return self.ports.states.load(state_step, names, directions, load)
 
     def _all_have(self, mine: bool) -> bool:
         """A state that one shard could not load is gone for all."""
@@ -456,61 +431,6 @@ class WorkItems:
         return Address(host, port + self.shard)
 
 
-class SendingAhead:
-    """When a worker sends pieces of its parts ahead (`parts_ahead`), and to whom."""
-
-    def __init__(
-        self,
-        control: WorkerControl,
-        tensors: StepTensors,
-        plane: DataPlane,
-        signs: WorkerSigns,
-        recorder: WorkerRecorder | None,
-        address: Callable[[tuple[str, int]], Address],
-    ) -> None:
-        self._control, self._tensors, self._plane = control, tensors, plane
-        self._signs, self._recorder, self._address = signs, recorder, address
-
-    def during(self, task: work.Compute) -> Begins | None:
-        """For a W that is about to run. Only after the last one of a step its sums are final."""
-        ahead, state = self._tensors.ahead, self._control.state
-        ahead.clear()
-        is_last = len(state.now.todo) > 1 and state.now.todo[-2].kind is Kind.R
-        if task.ghost or not is_last:
-            return None
-        routes = state.mail.routes(task.step)
-        parts = [
-            (parcel, self._tensors.stretches(parcel, routes))
-            for parcel in state.reduction.parts_to_come(state.now)
-            if (to := self._to(parcel)) is not None and self._plane.sends_beside(to)
-        ]
-        if not parts:
-            return None
-
-        def post(parcel: Parcel, envelope: Envelope, tensor: Tensor) -> None:
-            to = self._to(parcel)
-            assert to is not None
-            self._plane.post(to, parcel, envelope, (tensor,))
-            if self._recorder is not None:
-                self._recorder.sent(parcel, parcel.owner, parcel.stage, tensor.nbytes)
-            self._signs.maybe_die(task.step, str(task.op)[len(str(parcel.stage)) :], "sending")
-
-        def begins(slots: set[int]) -> Finished:
-            return ahead.begin(self._tensors.stage.sums, parts, slots, post)
-
-        return begins
-
-    def link_broke(self, address: tuple[str, int]) -> None:
-        """What was under way there is lost, and the whole part will be sent again."""
-        book = self._control.book
-        gone = {worker for worker, at in book.items() if at == address}
-        self._tensors.ahead.lost(lambda parcel: Worker(parcel.owner, parcel.stage) in gone)
-
-    def _to(self, parcel: Parcel) -> Address | None:
-        at = self._control.book.get(Worker(parcel.owner, parcel.stage))
-        return None if at is None else self._address(at)
-
-
 class ShardedSteps:
     """What is done with sharded states, in the place of one optimizer for the whole stage."""
 
@@ -538,7 +458,7 @@ class ShardedSteps:
     def apply_feed(self, task: work.ApplyFeed) -> None:
         """The working weights after a step that this joiner took no part in."""
         self.updater.stage.working.copy_(self.tensors.fed(task.step, task.feed))
-        self.tensors.updated(task.step, skipped=task.scale is None)
+        self.tensors.updated(task.step)
 
     def begin(self) -> None:
         """The initial state."""

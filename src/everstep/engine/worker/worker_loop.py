@@ -160,8 +160,6 @@ class WorkerLoop:
         if isinstance(event, NotifyWorker) and isinstance(event.words, InterruptWorkers):
             self.plane.waits = False  # for lanes: from now on tcp bridges the time
             self.plane.drain()  # a ledger tells what is done, not what is launched
-        elif isinstance(event, LinkBroke):
-            self.work.ahead.link_broke(event.address)
         self._carry_out(self.control.handle(event, now))
         self._carry_out(self.control.take_actions())
 
@@ -194,15 +192,11 @@ class WorkerLoop:
 
     def opened(self, frame: frames.Incoming) -> Contents | None:
         try:
-            envelope, tensors = frame.envelope, self.plane.opened(frame)
-            if frame.parcel is not None and frame.parcel.what is ParcelKind.PART:
-                if (found := self.tensors.arriving.take(frame.parcel, envelope, tensors)) is None:
-                    return None  # others of its pieces are on their way
-                envelope, tensors = found
+            tensors = self.plane.opened(frame)
         except PeerError as error:  # its owner died before it was opened, or it is broken: it did not come
             warn(f"{frame.parcel} was lost: {error}")
             return None
-        return Contents(envelope.value, tensors, envelope.beside)
+        return Contents(frame.envelope.value, tensors, frame.envelope.beside)
 
     def accept(self, parcel: Parcel, contents: Contents) -> bool:
         """A parcel is here, on every shard. False: it is of no use."""
@@ -250,8 +244,8 @@ class WorkerLoop:
                 case work.ReleaseGradients():
                     pass  # the next step's sums begin with the update
                 case work.DropStashes():
-                    for microbatch, part in command.places:
-                        self.work.part(part).drop(command.step, self.work.number(microbatch))
+                    for microbatch, _ in command.places:
+                        self.work.stage.drop(command.step, self.work.number(microbatch))
                 case work.ReleaseChunks():
                     self.work.updater.release(command.chunks)
                 case work.ReleaseSum():
@@ -299,13 +293,11 @@ class WorkerLoop:
         """Workers that this one exchanges tensors with, or if these are few may after a death: its stage and
         those beside.
         """
-        book, fold, mail = self.control.book, self.state.rules.fold, self.state.mail
-        near = {part + step for part in fold.parts_of(self.me.stage) for step in (-1, 0, 1)}
-        stages = {fold.stage(part) for part in near if 0 <= part < fold.parts}
-        found = {worker: self.work.address(at) for worker, at in book.items() if worker.stage in stages}
+        book, mail, here = self.control.book, self.state.mail, self.me.stage
+        found = {w: self.work.address(at) for w, at in book.items() if abs(w.stage - here) <= 1}
         if len(found) > MOST_LANES_AHEAD:
             partners = mail.routes(mail.order.step).partners
-            found = {w: at for w, at in found.items() if w.stage != self.me.stage or w.replica in partners}
+            found = {w: at for w, at in found.items() if w.stage != here or w.replica in partners}
         return set(found.values())
 
     def show_saving(self) -> None:

@@ -92,6 +92,7 @@ class LocalLaunch:
     watch: Callable[[Job], AbstractContextManager[Watcher]] = lambda job: own_watch(job)
     page: Callable[[bool], AbstractContextManager[RunPage | None]] = lambda wanted: own_page(wanted)
     grace_s: float | None = None
+    is_own: bool = False  # of a plain `python train.py`: nothing else says how it ended
     result: Result | None = None
 
 
@@ -138,9 +139,11 @@ def train(
     callbacks   functions of a step, or objects with on_step, on_eval, on_checkpoint, on_incident
     page        serve a page that shows the run, and print its address
     settings    `epochs` instead of `steps` (100 if neither is given), where the data has rows; other keys of
-                a job: precision, accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint;
-                and of its optimizer: clip, ema, stagger
+                a job: precision, accumulate, recompute, seed, device, threads, load_ahead, log, checkpoint
+                (a folder, or {"folder": ..., "interval": 100, "keep": 3}); and of its optimizer: clip, ema,
+                stagger
     """
+    context.refuse_in_import("everstep.train")
     if positional or model is None or data is None:
         raise UserError(
             "everstep.train takes named arguments, and needs model and data: "
@@ -161,8 +164,6 @@ def train(
     callbacks = callbacks_module.checked(callbacks)
     if steps is not None and "epochs" in settings:
         raise UserError("steps and epochs are both given; give one of them.")
-    if "epochs" in settings and settings.get("ramp"):
-        raise UserError("epochs and ramp are both given, and steps of a ramp have less data; give steps.")
     count = USUAL_STEPS if steps is None else steps
     shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches, "steps": count}
     shape = shape_of_call(shape, call.overrides)
@@ -207,6 +208,8 @@ def train(
                 grace_s=GRACE_S if call.grace_s is None else call.grace_s,
             )
     call.result = result_of(outcome, job)
+    if call.is_own:
+        say(summary_line(call.result.document))
     if outcome.failure is not None:
         raise EverstepError(outcome.failure)
     return call.result
@@ -342,7 +345,7 @@ def _this_launch() -> LocalLaunch:
                 "everstep.train was called outside a script, and workers need one to run; put "
                 "the call in a file, and run it with everstep run FILE."
             )
-        launch = LocalLaunch(script=[path, *sys.argv[1:]])
+        launch = LocalLaunch(script=[path, *sys.argv[1:]], is_own=True)
     if launch.result is not None:
         raise UserError("everstep.train was called a second time; a script trains once.")
     return launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from everstep.engine.datasets.stream import Stream
 from everstep.engine.layers.model import Factory, Loss, Model
 from everstep.errors import UserError
-from everstep.job.job import Job, OptimizerSpec
+from everstep.job.job import CheckpointSpec, Job, NetSpec, OptimizerSpec, VerifySpec
 from everstep.job.presets import closest_key
 
 Layers = Model | Mapping[str, Factory] | Sequence[Factory]
@@ -38,8 +39,7 @@ _USUAL_NAMES = {  # of other trainers
     "num_workers": "load_ahead",
     "output_dir": "checkpoint",
     "bf16": 'precision="bf16"',
-    "fp8": 'precision="fp8"',
-    "fp16": 'precision="fp16"',
+    "fp16": 'precision="bf16"',
     "dtype": 'precision="bf16"',
     "torch_dtype": 'precision="bf16"',
     "gpus": 'replicas and stages, with device="cuda"',
@@ -50,8 +50,10 @@ _USUAL_NAMES = {  # of other trainers
     "tied": "tied, an argument of the model: everstep.Model(layers={...}, tied=...)",
     "log_every": "everstep run --every N, or a callback",
     "logging_steps": "everstep run --every N, or a callback",
-    "save_every": 'checkpoint={"folder": "checkpoints", "interval": 100}',
-    "save_steps": 'checkpoint={"folder": "checkpoints", "interval": 100}',
+    **dict.fromkeys(
+        ("save_every", "save_steps", "save_interval", "checkpoint_every", "checkpoint_steps"),
+        'checkpoint={"folder": "checkpoints", "interval": 100}',
+    ),
     "eval_steps": "eval_every",
     "collate_fn": "collate, an argument of the data: everstep.rows(dataset, collate=...)",
     "shuffle": "shuffle, an argument of the data: everstep.rows(dataset, shuffle=...)",
@@ -185,8 +187,19 @@ def refuse_unknown(
     for key in settings:
         if key not in known:
             usual = _USUAL_NAMES.get(key)
-            hint = f"here it is called {usual}." if usual else closest_key(key, offered)
+            hint = f"here it is called {usual}." if usual else _in_a_table(key) or closest_key(key, offered)
             raise UserError(f"{key} is not an argument of {call}; {hint}")
+
+
+def _in_a_table(key: str) -> str:
+    """`checkpoint_interval` is the key `interval` of the table `checkpoint`. Empty: it is near none."""
+    tables = {"checkpoint": CheckpointSpec, "verify": VerifySpec, "net": NetSpec}
+    known = {f"{table}_{f.name}": (table, f.name) for table, spec in tables.items() for f in fields(spec)}
+    if not (near := get_close_matches(key, list(known), n=1, cutoff=0.85)):
+        return ""
+    table, name = known[near[0]]
+    folder = '"folder": "checkpoints", ' if table == "checkpoint" and name != "folder" else ""
+    return f'write it as a key of {table}: {table}={{{folder}"{name}": ...}}.'
 
 
 def job_of_call(shape: Mapping[str, int], settings: Mapping[str, Any], card: Mapping[str, Any]) -> Job:

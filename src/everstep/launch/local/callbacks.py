@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from everstep.drive.step_rows import StepRow
@@ -22,6 +23,7 @@ from everstep.launch.local.report import incident_document
 from everstep.launch.local.run import LocalTask, Watcher
 from everstep.log import warn
 from everstep.protocol.incidents import Incident
+from everstep.store.folder import root_of
 
 METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_incident", "on_end")
 
@@ -91,7 +93,8 @@ class CallbackWatcher:
                     self._tell("on_eval", step, values)
             case "checkpoint", step:
                 assert self._job.checkpoint is not None
-                self._tell("on_checkpoint", step, str(self._job.path(self._job.checkpoint.folder)))
+                root = root_of(Path(self._job.base), self._job.checkpoint.folder)
+                self._tell("on_checkpoint", step, f"{root}/step-{step:08d}")
             case "incident", Incident() if self._task is not None:
                 self._tell("on_incident", incident_document(what, self._task.outcome, 0.0))
         self._watch(kind, what)

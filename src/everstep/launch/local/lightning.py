@@ -17,24 +17,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from everstep.convert.export import load
 from everstep.engine.datasets.rows import Rows, rows, seeded
 from everstep.engine.datasets.stream import Stream, stream
 from everstep.engine.layers.model import evaluating, refuse_statistics, refusing_changed_buffers
 from everstep.engine.lightning import hooks
-from everstep.engine.lightning.cut import WHOLE, ModuleParts, parts_of
-from everstep.engine.lightning.model import (
-    CARD,
-    LightningProgram,
-    give_up_values,
-    parts_from,
-    write_values,
-)
+from everstep.engine.lightning.model import CARD, WHOLE, LightningProgram, give_up_values, write_values
 from everstep.engine.prepare import context
 from everstep.errors import UserError
 from everstep.launch.local import api
 from everstep.launch.local.arguments import refuse_unknown, shape_of_call
 from everstep.launch.local.data_needs import steps_of
+from everstep.launch.local.export import load
 from everstep.log import say, warn
 from everstep.store.folder import complete_steps
 
@@ -46,6 +39,7 @@ _SAID_ELSEWHERE = {  # arguments of `everstep.train` that the module or the call
     "optimizer": "configure_optimizers",
     "schedule": "configure_optimizers",
     "metrics": "self.log in validation_step",
+    "stages": "1: a module is trained whole, by replicas",
 }
 
 
@@ -55,37 +49,29 @@ def fit(
     val_dataloaders: Any = None,
     datamodule: Any = None,
     *,
-    layers: str | None = None,
     replicas: int = 1,
-    stages: int = 1,
     microbatches: int = 1,
     steps: int | None = None,
     epochs: float | None = None,
     checkpoint: Any = None,
     **settings: Any,
 ) -> api.Result:
-    """Train a LightningModule on `replicas` x `stages` workers; afterwards it has the trained weights.
+    """Train a LightningModule on `replicas` workers; afterwards it has the trained weights.
 
     module               any with automatic optimization and one optimizer
     train_dataloaders    as for `Trainer.fit`: else those of `datamodule`, else those of the module. A batch
                          of the loader is a microbatch
     microbatches         batches per replica and step, as `accumulate_grad_batches`
-    layers               for more than one stage: the name of the module's row of layers, such as "blocks";
-                         stages are cut between them
     steps, epochs        how long; one of them
     settings             as for `everstep.train`: clip, precision, ema, seed, device, eval_every (after every
-                         epoch if not given), eval_batches, callbacks, recompute, page
+                         epoch if not given), eval_batches, callbacks, page
     """
+    context.refuse_in_import("everstep.fit")
     for name in settings:
         if name in _SAID_ELSEWHERE:
             raise UserError(f"{name} is not an argument of everstep.fit; here it is {_SAID_ELSEWHERE[name]}.")
     refuse_unknown(settings, list(inspect.signature(api.train).parameters), "everstep.fit")
     unused = hooks.check(module)
-    if stages > 1 and layers is None:
-        raise UserError(
-            f"stages is {stages}, and the module must be cut; name its row of layers: "
-            'everstep.fit(module, layers="blocks", ...).'
-        )
     here = context.current_worker()
     owner = datamodule if datamodule is not None else module
     if here is None and hasattr(owner, "prepare_data"):
@@ -100,13 +86,18 @@ def fit(
         raise UserError("everstep.fit found no training data; give train_dataloaders or a datamodule.")
     if here is not None:
         card = here.job.model.card[CARD]
-        program = LightningProgram(module, Path(card["start"]), parts_from(card), here.job.steps)
+        program = LightningProgram(module, Path(card["start"]), here.job.steps)
         give_up_values(module)
         shape = {"replicas": 1, "microbatches": here.job.microbatches_in_step}
         names = tuple(here.job.evaluation.metrics) if here.job.evaluation else ()
         _train(program, data, tested, names, _steps_in_epoch(data, shape), {})
-    shape = {"replicas": replicas, "stages": stages, "microbatches": microbatches}
+    shape = {"replicas": replicas, "stages": 1, "microbatches": microbatches}
     shape = shape_of_call(shape, api.overrides())
+    if shape["stages"] > 1:
+        raise UserError(
+            f"stages is {shape['stages']}, and a LightningModule is trained whole, by replicas; leave stages "
+            "out, or give its layers to everstep.train."
+        )
     if (steps is None) == (epochs is None):
         raise UserError(
             "everstep.fit needs steps or epochs, one of them: everstep.fit(module, epochs=3, ...)."
@@ -123,8 +114,8 @@ def fit(
         start = Path(folder) / "start.safetensors"
         write_values(module, start)
         with _tried(module):
-            program = LightningProgram(module, start, _cut(module, data, layers, count), count)
-            program.check_cut(module, _first(data))
+            program = LightningProgram(module, start, count)
+            hooks.StepCalls(module, count).train(_first(data))
             names = _metrics(module, tested, count)
         kept = checkpoint or {"folder": str(Path(folder) / "checkpoints"), "interval": count}
         more = {**settings, **shape, "steps": count, "checkpoint": kept}
@@ -186,14 +177,6 @@ def _tried(module: Any) -> Iterator[None]:
                 part.__dict__.pop(name, None)
             if "_trainer" in part.__dict__:
                 part.__dict__["_trainer"] = None
-
-
-def _cut(module: Any, data: Any, layers: str | None, steps: int) -> ModuleParts | None:
-    calls, batch = hooks.StepCalls(module, steps), _first(data)
-    if layers is not None:
-        return parts_of(module, layers, lambda: calls.train(batch))
-    calls.train(batch)
-    return None
 
 
 def _metrics(module: Any, tested: Any, steps: int) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Callbacks that are ready: early stopping, CSV and JSONL files, Weights & Biases, MLflow.
+"""Callbacks that are ready: early stopping, CSV and JSONL files, TensorBoard, Weights & Biases, MLflow.
 
-All of them log a step once, whatever fails: see `callbacks`. wandb and mlflow are imported when first used.
+All of them log a step once, whatever fails: see `callbacks`. Other packages are imported when first used.
 """
 
 from __future__ import annotations
@@ -99,6 +99,42 @@ class JsonlLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class TensorBoardLog:
+    """TensorBoard, by torch's own writer; a later start appends."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._writer: Any = None
+
+    def on_start(self, run: Mapping[str, Any]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise UserError("TensorBoardLog needs tensorboard; pip install tensorboard.") from None
+        try:
+            self._writer = SummaryWriter(self.folder)
+        except OSError as error:
+            raise UserError(f"TensorBoardLog cannot write to {self.folder}: {error.strerror}.") from None
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(f"train/{name}", value, row["step"])
+        self._writer.flush()
+
+    def on_eval(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"eval/{name}", value, step)
+        self._writer.flush()
+
+    def on_incident(self, incident: Mapping[str, Any]) -> None:
+        self._writer.add_text("incidents", f"{incident['what']}: {incident['label']}", incident["step"])
+        self._writer.flush()
+
+    def on_end(self, result: Any) -> None:
+        self._writer.close()
 
 
 class WandbLog:

@@ -68,7 +68,7 @@ def _is_tokens(tensor: Tensor) -> bool:
 
 
 def peak_of(job: Job) -> float | None:
-    if not job.device.startswith("cuda") or job.precision in ("fp32", "fp8") or not torch.cuda.is_available():
+    if not job.device.startswith("cuda") or job.precision == "fp32" or not torch.cuda.is_available():
         return None
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return peak_named(names[: job.replicas * job.stages * job.shards])

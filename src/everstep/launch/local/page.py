@@ -18,10 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.cluster.snapshot import freeze
@@ -78,6 +80,7 @@ class RunPage:
             self._listener.close()
             raise UserError(f"--web {port} cannot be used: {error.strerror}.") from None
         self._listener.listen(64)
+        self._kept: Path | None = None
         self._follower: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._unsent, self._unread = bytearray(), bytearray()
@@ -89,8 +92,22 @@ class RunPage:
         self._slowed: set[tuple[Worker, int]] = set()  # with the incarnation: a new life is fast again
 
     @property
+    def place(self) -> str:
+        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/"
+
+    @property
     def address(self) -> str:
-        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}/#token={self.token}"
+        """With the token: for a terminal, and not for a log, where it would be there for all who read it."""
+        return f"{self.place}#token={self.token}"
+
+    def kept_address(self) -> Path:
+        """A file that holds it, which only this user can read, until the run is over."""
+        if self._kept is None:
+            number, name = tempfile.mkstemp(prefix="everstep-page-", text=True)
+            with open(number, "w") as writing:
+                writing.write(self.address + "\n")
+            self._kept = Path(name)
+        return self._kept
 
     @property
     def watched(self) -> bool:
@@ -141,6 +158,8 @@ class RunPage:
 
     def close(self) -> None:
         """No run will follow. What was said is still read: the follower ends by itself."""
+        if self._kept is not None:
+            self._kept.unlink(missing_ok=True)
         self._listener.close()
         self._hang_up()
         if self._follower is not None:
@@ -265,8 +284,6 @@ class RunPage:
             match asked["what"]:
                 case "readings":
                     return self._task.readings_document()
-                case "gantt":
-                    return self._task.gantt_document()
                 case "log":
                     return self._task.workers.logs.read(
                         asked["task"],

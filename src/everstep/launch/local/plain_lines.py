@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from everstep.errors import printable
 from everstep.job.job import Job
 from everstep.launch.local.pace import Pace
 from everstep.launch.local.report import evaluation_line, incident_line, resume_line, step_line
@@ -63,8 +64,11 @@ class PlainLines:
                 self.say(incident_line(incident), kind=kind, incident=incident.number, step=incident.step)
             case "evaluation", (step, values):
                 self.say(evaluation_line(step, values), kind=kind, step=step, values=values)
-            case "page", address:
-                self.say(f"page: {address}")
+            case "page", page:
+                is_seen = sys.stderr.isatty()
+                self.say(
+                    f"page: {page.address if is_seen else f'{page.place} (link: {page.kept_address()})'}"
+                )
             case "warning", sentence:
                 self.say(sentence, level=logging.WARNING)
             case "raised", (worker, error, traceback):
@@ -134,7 +138,7 @@ class LiveLine:
         return f"{bar:░<20} {row.step}/{steps}  {'  '.join(self.pace.words())}"
 
     def _say(self, line: str, **facts: Any) -> None:
-        self._write(f"{_CLEAR}{line}\n")
+        self._write(f"{_CLEAR}{printable(line)}\n")
 
     def _write(self, text: str) -> None:
         try:

@@ -79,7 +79,6 @@ def document(outcome: Outcome, *, steps: int, healthy_s: float | None = None) ->
         "saved": not outcome.unsaved,
         "losses": {str(step): loss for step, loss in losses.items()},
         "skipped": sum(not math.isfinite(row.grad_norm) for row in outcome.by_step().values()),
-        "dropped": outcome.steps.dropped_share(),
         "evaluations": {str(step): values for step, values in sorted(outcome.evaluations.items())},
         "microbatches": {"issued": outcome.issued, "committed": outcome.committed},
         "healthy_step_ms": round(healthy * 1e3, 3),
@@ -175,10 +174,8 @@ def summary_line(run: Mapping[str, Any]) -> str:
     skipped = {0: "", 1: ", 1 step skipped (its gradient was not finite)"}.get(
         run.get("skipped", 0), f", {run.get('skipped')} steps skipped (their gradients were not finite)"
     )
-    share = run.get("dropped")
-    dropped = "" if share is None else f", {share:.1%} of the experts that tokens chose were full"
     return (
-        f"{step} of {run['steps']} steps, loss {loss:.6f}{skipped}{dropped}, {incidents}{healed}; "
+        f"{step} of {run['steps']} steps, loss {loss:.6f}{skipped}, {incidents}{healed}; "
         f"microbatches: {batches['issued']} issued, {batches['committed']} committed once"
         f"{stopped}{'; ' * bool(unsaved)}{unsaved}"
     )

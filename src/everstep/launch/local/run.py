@@ -8,7 +8,6 @@ workers, and the next run goes on from the newest checkpoint.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
 import time
@@ -33,7 +32,6 @@ from everstep.job.job import Job
 from everstep.launch.local.data_needs import DataWaits
 from everstep.launch.local.outcome import Outcome, StepLog
 from everstep.node.fork_server import ForkServer
-from everstep.node.recent_ops import last_steps
 from everstep.node.worker_processes import NodeSettings, WorkerProcess, WorkerProcesses
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
@@ -41,7 +39,6 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import EpochFacts
 from everstep.schedule.task_scheduler import TaskScheduler
-from everstep.server import step_timeline
 from everstep.store.owned_folders import one_run_at_a_time, temporary_folder
 from everstep.store.places import root_of
 
@@ -117,7 +114,7 @@ class LocalTask:
             self.workers = WorkerProcesses(
                 NodeSettings(folder=folder, memory=memory, slots=self._slots, detect=self._node.detect),
                 loop=self._loop,
-                machine=NodeProcesses(DetectorLimits(), AgentLimits(cores=len(os.sched_getaffinity(0)))),
+                machine=NodeProcesses(DetectorLimits(), AgentLimits()),
                 report=self._reported,
                 fork_server=lambda needs: self.fork_server,
             )
@@ -126,7 +123,7 @@ class LocalTask:
             self.workers.open()
             if self._page is not None:
                 self._page.attach(self, self._loop)
-                self.watch("page", self._page.address)  # not before: a browser would wait for an answer
+                self.watch("page", self._page)  # not before: a browser would wait for an answer
             if self.job.log is not None:
                 self._log = StepLog(self.job.path(self.job.log))
             try:
@@ -207,13 +204,6 @@ class LocalTask:
         """The same, as an agent reports it."""
         return self.workers.readings_document(self.name)
 
-    def gantt_document(self) -> dict[str, Any]:
-        """The last step, as planned and as run."""
-        measured = {str(worker): last_steps(p.beacon.path) for worker, p in self.processes.items()}
-        return step_timeline.document(
-            self.scheduler, {worker: steps for worker, steps in measured.items() if steps}
-        )
-
     def _begin(self) -> None:
         self._driver.hear(msg.NodeJoined(node=NODE, boot=NODE, slots=self._slots, host="127.0.0.1"))
         self._driver.hear(
@@ -229,7 +219,7 @@ class LocalTask:
                 closes=self.job.evaluation is not None,
                 on_nan=self.job.verify.nan,
                 on_spike=self.job.verify.spike,
-                votes_on_all=self.job.vote_period[0] == 1,
+                votes_on_all=self.job.vote_period == 1,
                 needs=self.job.needs(),
             )
         )
@@ -320,7 +310,6 @@ class LocalTask:
         match report:
             case msg.TimesReported():
                 self._look_at_data(report)
-                self.outcome.steps.learn(report)
                 self.watch("times", report)
                 for found in self._thinking.learn(self.coordinator, report):
                     self._driver.hear(found)

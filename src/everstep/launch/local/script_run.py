@@ -207,7 +207,7 @@ class ScriptRun:
             case msg.LocateRanks() as order:
                 self._note(f"{order.because}.")
                 self._inbox.put(order)
-            case msg.CopySnapshot() | msg.DrainSnapshot() as order:
+            case msg.CopySnapshot() | msg.DrainSnapshot() | msg.OrderRanks() as order:
                 self._inbox.put(order)
             case msg.CloseTask(gently=gently):
                 self._inbox.put(msg.EndWorker(gently=gently))

@@ -11,7 +11,7 @@ import { INCIDENT_COLUMNS, TASK_COLUMNS, element, fillTable, forgetColours, head
 const KEPT_NEWS = 400;
 const byName = new Intl.Collator("en", { numeric: true }); // node-2 before node-10
 const store = {
-  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], heard: 0, waf: [], ahead: 0, shown: [],
+  nodes: new Map(), tasks: new Map(), incidents: { open: [], total: 0 }, news: [], heard: 0, ahead: 0, shown: [],
   may: new Set(), // allowed actions: the page of a run has no nodes to drain, a demo has workers to kill
   touched: new Set(), renewed: true, // nodes that changed since they were painted; all of them
   now() { return Date.now() / 1000 + this.ahead; }, // the coordinator's clock
@@ -36,7 +36,6 @@ function hear(row) {
     store.tasks.clear();
     store.news = [];
     store.heard = 0;
-    store.waf = [];
     store.may = new Set(row.may);
     views.cluster.forget();
     views.task.reload();
@@ -54,7 +53,6 @@ function hear(row) {
   for (const [task, rows] of Object.entries(row.steps ?? {})) if (task === views.task.name) views.task.steps(rows);
   store.news.push(...(row.news ?? []));
   store.heard += (row.news ?? []).length;
-  store.waf.push(...(row.waf ?? []));
   if (store.news.length > KEPT_NEWS) store.news.splice(0, store.news.length - KEPT_NEWS);
   if (row.kind === "changes" && !document.hidden) store.shown.push(...(row.news ?? []).map((news) => news.at));
   store.incidents = row.incidents;
@@ -190,7 +188,7 @@ function say(sentence) {
 // ------------------------------------------------------------------ which view
 
 function route() {
-  const [, view = "", name = ""] = location.hash.replace(/^#/, "").split("/");
+  const [, view = "", name = ""] = location.hash.replace(/^#\/?/, "/").split("/");
   views.task.close();
   views.incident.close();
   open = { "": "cluster", tasks: "tasks", task: "task", incidents: "incidents", incident: "incident" }[view] ?? "cluster";

@@ -1,12 +1,10 @@
 // Nodes and slots as one canvas: one tile per node, its state as a letter and a colour, its slots by task.
 // A canvas, because a thousand nodes of eight slots would be nine thousand elements.
 
-import { drawPast } from "./chart.js";
 import { call } from "./link.js";
 import { MOST_SEVERE_FIRST, NODE_STATES, clock, colour, count, decision, duration, element, figures, short, sized, stateBadge, taskColour, taskLetter, write } from "./words.js";
 
 const NEWS_SHOWN = 40;
-const FORESEE_MS = 10000;
 const EXPLAIN_MS = 2000; // an answer of the planner is shown soon after the event that it is about
 const UNWELL_SHOWN = 16;
 const GAP = 4;
@@ -22,7 +20,6 @@ export class ClusterView {
     this.chosen = null;
     this.tiles = { columns: 1, width: 1, height: 1 };
     this.map = { spots: [], labels: [], tall: 0 }; // where each node is drawn, in the order of the store
-    this.foresaw = 0;
     this.asked = 0;
     this.lines = []; // decisions, newest first
     this.canvas.addEventListener("click", (event) => this.click(event));
@@ -88,8 +85,6 @@ export class ClusterView {
     this.grid();
     this.details();
     this.unwell();
-    this.waf();
-    this.foresee();
     this.explain();
     this.news();
   }
@@ -117,31 +112,6 @@ export class ClusterView {
     const look = `headline ${open || stuck.some((task) => task.state === "failed") ? "bad" : said.length ? "warn" : ""}`.trim();
     if (place.className !== look) place.className = look;
     place.hidden = number === 0;
-  }
-
-  waf() {
-    const canvas = document.getElementById("waf"), rows = this.store.waf, last = rows.at(-1);
-    canvas.parentElement.hidden = !last;
-    if (!last) return;
-    const drawn = [rows.length, last[0], this.space, Math.floor(this.store.now() / 2), colour("--card")].join();
-    if (drawn === this.drawnWaf) return;
-    this.drawnWaf = drawn;
-    write(document.getElementById("waf-now"), `now ${last[1].toFixed(2)} workers; ┄ ${last[2].toFixed(2)} at full capacity`);
-    drawPast(canvas, rows, this.store.now());
-  }
-
-  // What the planner would do; asked only while the page is visible.
-  async foresee() {
-    if (Date.now() - this.foresaw < FORESEE_MS || document.hidden || document.body.dataset.known === undefined) return;
-    this.foresaw = Date.now();
-    const rows = await call("GET", "/v1/outlook").catch(() => []);
-    document.getElementById("outlook-part").hidden = rows.length === 0;
-    document.getElementById("outlook").replaceChildren(...rows.map((row) => {
-      const moved = row.then.filter(({ before, after }) => before !== after);
-      const keeps = () => row.then.map(({ task, after }) => `${task} keeps ${count(after, "worker")}`).join(", ") || "no task is affected";
-      const then = moved.length ? moved.map(({ task, before, after }) => `${task} ${before} → ${after} workers`).join(", ") : keeps();
-      return element("li", {}, `If ${row.if}: `, element("b", {}, then), element("p", {}, row.because));
-    }));
   }
 
   // What the planner weighed at its last decision.

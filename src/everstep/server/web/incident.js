@@ -1,6 +1,5 @@
 // Incidents: the list, and the timeline of one from evidence to the resumed step.
 
-import { drawFinding } from "./finding.js";
 import { call } from "./link.js";
 import { MOMENTS, clock, colour, duration, element, figures, happened, openRow, sized, tone } from "./words.js";
 
@@ -78,15 +77,9 @@ export class IncidentView {
         because ? element("p", {}, because) : null, outcome ? element("p", {}, `outcome: ${outcome}`) : null)));
   }
 
-  // Suspects, and what was ruled out; a picture where there is a diagnosis.
   finding(one) {
-    const { suspects, ruled_out, waits, paces } = one.finding;
-    const place = document.getElementById("finding"), drawn = Boolean(waits.length || Object.keys(paces).length);
-    place.hidden = !suspects.length && !ruled_out.length;
-    if (place.hidden) return;
-    place.querySelector("figure").hidden = !drawn;
-    place.classList.toggle("alone", !drawn);
-    if (drawn) drawFinding(document.getElementById("finding-picture"), one.finding, one.workers, document.getElementById("finding-title"), document.getElementById("finding-words"));
+    const { suspects, ruled_out } = one.finding;
+    document.getElementById("finding").hidden = !suspects.length && !ruled_out.length;
     const said = JSON.stringify([suspects, ruled_out]);
     if (said === this.named) return;
     this.named = said;

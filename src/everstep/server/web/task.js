@@ -1,13 +1,11 @@
 // One task: its workers by replica and stage, its loss, its step time.
 
 import { drawChart } from "./chart.js";
-import { drawGantt } from "./gantt.js";
 import { call } from "./link.js";
 import { OPS, PLACES, awaited, colour, duration, element, figures, happened, loss, percent, short, tone, write } from "./words.js";
 
 const KEPT_ROWS = 2000;
 const ASK_MS = 500;
-const GANTT_MS = 2000;
 const OVER = ["finished", "failed", "cancelled"];
 const FAULTS = { kill: "Kill worker (SIGKILL)", stop: "Stop worker (SIGSTOP)", slow: "Slow worker down" };
 const OP = /^(\d+)([FIWBRU])(?:(\d+)\.(\d+))?$/;
@@ -31,9 +29,6 @@ export class TaskView {
   async open(name) {
     this.name = name;
     this.rows = [];
-    this.asked = 0;
-    this.ran = null; // the last step, as planned and as run
-    document.getElementById("gantt-part").hidden = true;
     this.places = null;
     document.getElementById("task-name").textContent = name;
     await this.reload();
@@ -41,25 +36,6 @@ export class TaskView {
   }
 
   close() { this.name = null; clearTimeout(this.timer); }
-
-  async step(path) {
-    const name = this.name;
-    this.asked = Date.now();
-    const row = await call("GET", `${path}/gantt`).catch(() => null);
-    const part = document.getElementById("gantt-part");
-    if (name !== this.name || !row) return;
-    part.hidden = !row.planned.length && !row.measured.length;
-    this.ran = part.hidden ? null : row;
-    this.drawnStep = "";
-    this.drawStep();
-  }
-
-  drawStep() {
-    const canvas = document.getElementById("gantt"), drawn = `${canvas.parentElement.clientWidth} ${colour("--card")}`;
-    if (!this.ran || drawn === this.drawnStep) return;
-    this.drawnStep = drawn;
-    drawGantt(canvas, document.getElementById("gantt-words"), this.ran);
-  }
 
   async reload() {
     if (this.name === null) return;
@@ -90,7 +66,6 @@ export class TaskView {
       const [detail, readings] = await Promise.all([call("GET", `${path}?rows=0`), call("GET", `${path}/readings`)]).catch(() => [null, null]);
       if (name !== this.name) return;
       if (detail) { this.detail = detail; this.readings = readings.workers; this.grid(); }
-      if (Date.now() - this.asked >= GANTT_MS) await this.step(path);
     }
     const many = (this.detail?.places ?? 0) > 128 ? 4 : 1;
     this.timer = setTimeout(() => this.ask(), ASK_MS * many);
@@ -119,7 +94,6 @@ export class TaskView {
       [`${committed} / ${issued}`, "microbatches committed", committed === issued ? "" : "warn"],
       [task.saved.protected ? `step ${task.saved.protected}` : "–", task.saved.protected ? "protected up to" : `nothing saved${over ? "" : " yet"}`, task.saved.failing ? "warn" : ""],
       [percent(task.goodput), "goodput"], [task.owner, "owner"],
-      ...(task.dropped == null ? [] : [[percent(task.dropped), "of chosen experts were full"]]),
       ...Object.entries(task.evaluation?.values ?? {}).map(([name, value]) =>
         [short(value, 6), `${name}, evaluated after step ${task.evaluation.step}`]),
     ]);
@@ -127,7 +101,6 @@ export class TaskView {
     unsaved.hidden = !task.saved.failing;
     write(unsaved, `Saving fails: ${task.saved.failing}. Training continues; the task is protected up to step ${task.saved.protected}.`);
     this.charts();
-    this.drawStep();
     const known = task.loss != null && this.compare?.[task.step] != null;
     const apart = known ? `, without failures ${loss(this.compare[task.step], 6)}` : "";
     write(document.getElementById("loss-now"), task.loss == null ? "" : `${loss(task.loss, 6)} at step ${task.step}${apart}`);

@@ -5,7 +5,6 @@ import { duration, element, fillTable, headings } from "./words.js";
 
 const ASK_MS = 2000;
 const QUEUE = [["", true], ["task", false], ["owner", false], ["priority", true], ["slots needed", true], ["expected start", false], ["reason", false]];
-const OWNERS = [["owner", false], ["workers", true], ["quota", true], ["tasks", true], ["quota", true]];
 
 export class TasksView {
   constructor(store, table) {
@@ -13,7 +12,6 @@ export class TasksView {
     this.table = table;
     this.asked = 0;
     headings(document.getElementById("queue"), QUEUE);
-    headings(document.getElementById("owners"), OWNERS);
   }
 
   paint() {
@@ -25,7 +23,7 @@ export class TasksView {
   async ask() {
     if (Date.now() - this.asked < ASK_MS || document.hidden || document.body.dataset.known === undefined) return;
     this.asked = Date.now();
-    const [waiting, owners] = await Promise.all([call("GET", "/v1/queue"), call("GET", "/v1/owners")]).catch(() => [{ queue: [] }, []]);
+    const waiting = await call("GET", "/v1/queue").catch(() => ({ queue: [] }));
     document.getElementById("queue-part").hidden = waiting.queue.length === 0;
     document.getElementById("queue-free").textContent = `${waiting.free} of ${waiting.slots} slots free`;
     fillTable(document.querySelector("#queue tbody"), waiting.queue, (row) => row.task, (row) => [
@@ -36,14 +34,6 @@ export class TasksView {
       [row.needs_slots, null, { class: "num" }],
       [`${row.starts_in_s == null ? "not known" : row.starts_in_s ? `in ${duration(row.starts_in_s)}` : "now"}: ${row.starts}`],
       [row.because],
-    ]);
-    document.getElementById("owners-part").hidden = owners.length === 0;
-    fillTable(document.querySelector("#owners tbody"), owners, (row) => row.owner, (row) => [
-      [row.owner],
-      [row.workers, null, { class: "num" }],
-      [row.most_workers ?? "–", null, { class: "num" }],
-      [row.tasks, null, { class: "num" }],
-      [row.most_tasks ?? "–", null, { class: "num" }],
     ]);
   }
 }

@@ -1,0 +1,96 @@
+"""A script whose ranks are killed at random moments gives the numbers of a run without failures, bit for bit.
+
+    python bench/held_scripts.py --runs 10 --ranks 3 --lives 6 -- --steps 60
+
+Each run kills every process of the script after a random time (`--lives` seconds on average), also
+replacements. Printed: kills, lines that are the same, restarts (a death that was not held, with its reason),
+how long ranks were held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "launch" / "held_script.py"
+HELD = re.compile(r"held (\d+\.\d+) s: parked (\d+\.\d+) s, replaced (\d+\.\d+) s")
+
+
+def run(
+    script: Sequence[str], ranks: int, lives_s: float | None, options: Sequence[str]
+) -> tuple[dict, dict]:
+    own = {} if lives_s is None else {"HELD_LIVES_S": str(lives_s)}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "everstep.cli.main",
+                "run",
+                "--nproc",
+                str(ranks),
+                "--json",
+                *options,
+                *script,
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own},
+            capture_output=True,
+            text=True,
+        )
+    if not done.stdout:
+        sys.exit(done.stderr[-3000:])
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in done.stderr.splitlines():
+        if match := re.match(r"\[(\d+)\] (step \d+ \w+|final)(.*)", line):
+            found.setdefault((match[1], match[2]), set()).add(match[3])
+    return found, json.loads(done.stdout)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--lives", type=float, default=6.0)
+    parser.add_argument("script", nargs="*", default=["--steps", "60"])
+    given = parser.parse_args()
+    script = [str(SCRIPT), *given.script]
+    plain, told = run(script, given.ranks, None, ["--no-hold", "--copy-every", "100000"])
+    print(f"without failures: {len(plain)} lines, {told['seconds']:.1f} s", flush=True)
+    held_s: list[float] = []
+    kills = same_runs = 0
+    for number in range(given.runs):
+        found, told = run(script, given.ranks, given.lives, ["--max-restarts", "100", "--copy-every", "5"])
+        reasons: list[Any] = []
+        for incident in told["incidents"]:
+            for text in incident["evidence"]:
+                if match := HELD.search(text):
+                    held_s.append(float(match[1]))
+                elif "not held" in text:
+                    reasons.append(text)
+        same = sum(found.get(key) == value for key, value in plain.items())
+        kills += len(told["incidents"])
+        same_runs += same == len(plain) and found.keys() <= plain.keys()
+        what = f"{len(told['incidents'])} incidents, {told['restarts']} restarts, code {told['exit_code']}"
+        print(
+            f"run {number}: {same} of {len(plain)} lines the same; {what}", *reasons, sep="\n  ", flush=True
+        )
+    shown = f"p50 {percentile(held_s, 0.5):.2f} s, p95 {percentile(held_s, 0.95):.2f} s of {len(held_s)}"
+    print(f"{same_runs} of {given.runs} runs the same, {kills} incidents; held {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Ranks of a real script die at every moment of a step; all numbers are those of a run without failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "launch" / "held_script.py"
+PLAIN = ("--no-hold", "--copy-every", "1000")
+Numbers = dict[tuple[str, str], set[str]]
+
+
+def run(
+    folder: Path, ranks: int, *script: str, kill: str = "", options: tuple[str, ...] = ()
+) -> tuple[Numbers, dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HELD_KILL": kill, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "everstep.cli.main", "run", "--nproc", str(ranks), "--json", *options]
+    done = subprocess.run(
+        [*command, str(SCRIPT), "--out", str(folder / "its.pt"), *script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    document = json.loads(done.stdout)
+    assert document["exit_code"] == 0, done.stderr[-3000:]
+    return numbers(done.stderr), document
+
+
+def numbers(output: str) -> Numbers:
+    """What each rank printed, by step; said twice it is to be the same."""
+    found: Numbers = {}
+    for line in output.splitlines():
+        if match := re.match(r"\[(\d+)\] (step \d+ \w+|final)(.*)", line):
+            found.setdefault((match[1], match[2]), set()).add(match[3])
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    found, _ = run(tmp_path_factory.mktemp("plain"), 3, options=PLAIN)
+    assert len(found) > 40
+    return found
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "0,3,forward;1,5,bucket,1",  # the second replacement asks the first; it begins after an evaluation
+        "1,6,opt",
+        pytest.param("1,6,bucket,1", marks=pytest.mark.slow),
+        pytest.param("0,6,forward", marks=pytest.mark.slow),
+        pytest.param("1,6,in-bucket,0", marks=pytest.mark.slow),
+        pytest.param("0,6,after-bucket,1", marks=pytest.mark.slow),
+        pytest.param("2,6,clip", marks=pytest.mark.slow),
+        pytest.param("0,6,after-opt", marks=pytest.mark.slow),
+        pytest.param("1,6,between", marks=pytest.mark.slow),
+        pytest.param("1,4,eval", marks=pytest.mark.slow),
+        pytest.param("2,6,other", marks=pytest.mark.slow),
+        pytest.param("0,7,save", marks=pytest.mark.slow),
+        pytest.param("0,0,bucket", marks=pytest.mark.slow),
+        pytest.param("1,1,forward", marks=pytest.mark.slow),
+        pytest.param("0,6,opt;1,6,opt", marks=pytest.mark.slow),
+        pytest.param("1,6,forward;2,8,opt", marks=pytest.mark.slow),
+        pytest.param("1,6,forward,0,stop", marks=pytest.mark.slow),
+        pytest.param("1,6,bucket,0,raise", marks=pytest.mark.slow),
+        pytest.param("1,6,clip,0,exit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_at_any_moment_changes_no_number(plain: Numbers, kill: str, tmp_path: Path) -> None:
+    found, document = run(tmp_path, 3, kill=kill)
+    assert found == plain
+    assert document["restarts"] == 0
+    assert {incident["remedy"][:7] for incident in document["incidents"]} == {"replace"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["unused", "static", "view"])
+def test_ddp_with_its_options(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    expected, _ = run(tmp_path / "plain", 2, "--mode", mode, options=PLAIN)
+    found, document = run(tmp_path, 2, "--mode", mode, kill="1,6,bucket,0")
+    assert (found, document["restarts"]) == (expected, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["3,6,bucket,0", "0,6,opt"])
+def test_a_shard_group_of_fsdp2_is_replaced_whole(kill: str, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    expected, _ = run(tmp_path / "plain", 4, "--hsdp", "2", options=PLAIN)
+    found, document = run(tmp_path, 4, "--hsdp", "2", kill=kill)
+    assert (found, document["restarts"]) == (expected, 0)
+
+
+@pytest.mark.slow
+def test_plain_fsdp_has_no_replica_and_all_ranks_restart(tmp_path: Path) -> None:
+    _, document = run(tmp_path, 2, "--hsdp", "2", kill="1,6,forward", options=("--copy-every", "1"))
+    assert document["restarts"] == 1
+    assert "sharded over all ranks" in "".join(document["incidents"][0]["evidence"])
