@@ -119,6 +119,20 @@ def test_a_disk_that_refuses_it_beyond_the_limit_is_named(disk: Disk) -> None:
     assert "No space left" in failed.because
 
 
+def test_the_last_answer_of_a_disk_is_named_if_the_limit_ends_before_the_next_try(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit counts from the save, the tries from the first write: which one ended first was a race."""
+    disk.error = OSError(28, "No space left on device")
+    monkeypatch.setattr(state_keeper, "LOOK_S", 3.0)  # between two tries; the limit is 0.6 s
+    disk.save(9, last=True)
+    disk.until(lambda: bool(disk.of(9)))
+    (failed,) = disk.of(9)
+    assert "No space left" in failed.because
+    disk.states.finish()
+    assert len(disk.of(9)) == 1
+
+
 def test_storage_that_hangs_beyond_the_limit_is_named_once(disk: Disk) -> None:
     disk.answers.clear()
     disk.save(8)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +57,15 @@ Say = Callable[[WorkerReport], None]
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class _Save:
+    """A state on its way to disk."""
+
+    step: int
+    attempt: int
+    refused: str = ""  # what the storage answered last
+
+
 class StateKeeper:
     """Of one worker, or of one of its shards. `say` reaches the agent."""
 
@@ -84,8 +94,7 @@ class StateKeeper:
         # A copy that nobody asked for waits for no other one.
         self._to_memory = AsyncSaver(stall_s=0.0 if self._by_default else STALL_S, bubbles=self._bubbles)
         self._slots, self._has_room = slots, dict[int, bool]()  # by bytes of a copy
-        # Saves to disk without an answer yet: (step, attempt) by the number of the save.
-        self._under_way: dict[int, tuple[int, int]] = {}
+        self._under_way: dict[int, _Save] = {}  # saves to disk without an answer yet, by their number
         self._saves = itertools.count()
 
     # -------------------------------------------------------------- out
@@ -100,11 +109,11 @@ class StateKeeper:
             self._under_way.pop(save, None)
 
         step, attempt, save = task.state_step, task.attempt, next(self._saves)
-        self._under_way[save] = step, attempt
+        self._under_way[save] = _Save(step, attempt)
         saved = self._to_disk.save(step, _values(ours), hold=False, write=write, last=task.last)
         if saved is None:
             del self._under_way[save]
-            oldest = min(self._under_way.values())[0]
+            oldest = min(known.step for known in self._under_way.values())
             self._not_saved(step, attempt, f"{STORAGE_IS_SILENT}; step {oldest} is still being written")
         elif task.last:
             watch = threading.Thread(
@@ -124,10 +133,13 @@ class StateKeeper:
         self._give_up(save)
 
     def _give_up(self, save: int) -> None:
-        """Nobody waits for this write any longer."""
+        """Nobody waits for this write any longer. Its reason is the storage's last answer, if there is one:
+        the limit may end between two tries.
+        """
         known = self._under_way.pop(save, None)
         if known is not None:
-            self._not_saved(*known, f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s")
+            because = known.refused or f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s"
+            self._not_saved(known.step, known.attempt, because)
 
     def takes(self, task: StoreCopy, directions: StateDirections) -> bool:
         """Is there a copy to make? When a shape ends and where the job asks for it; by default where another
@@ -223,7 +235,7 @@ class StateKeeper:
         share = share[0] * self._cut.count + self._cut.index, share[1] * self._cut.count
         # By its incarnation: a process that was given up may still write, and not over another's file.
         name = f"stage-{self._me.stage}-{share[0] + 1}-of-{share[1]}-i{self._incarnation}"
-        began, refused = time.monotonic(), ""
+        began = time.monotonic()
         while True:
             try:
                 part = folder.write_slices(self._root, step, name, slices, progress=self._progressed)
@@ -237,14 +249,16 @@ class StateKeeper:
                 if isinstance(error, FileNotFoundError) and tried_s > STALL_S:
                     # Given up meanwhile, and its folder with it.
                     because = f"{STORAGE_IS_SILENT}: nothing was written for {tried_s:.0f} s"
-                if save not in self._under_way:  # given up, and said so
+                known = self._under_way.get(save)
+                if known is None:  # given up, and said so
                     return
                 if not task.last or tried_s > LAST_STALL_S:
-                    self._not_saved(step, attempt, because)
+                    if self._under_way.pop(save, None) is not None:  # who takes it away says so, once
+                        self._not_saved(step, attempt, because)
                     return
-                if because != refused:
+                if because != known.refused:
                     warn(f"the state of step {step} is not saved yet: {because}; it is tried again")
-                refused = because
+                known.refused = because
                 time.sleep(LOOK_S)
         self._say(self._written(step, attempt, label, share=share))
 
