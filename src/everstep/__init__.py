@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep import exact
     from everstep.engine.datasets.blend import blend
     from everstep.engine.datasets.rows import rows
     from everstep.engine.datasets.stream import stream
@@ -34,6 +35,7 @@ __all__ = [
     "WandbLog",
     "__version__",
     "blend",
+    "exact",
     "export",
     "fit",
     "hf",
@@ -83,8 +85,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Loaded when first used: torch takes seconds, and `everstep --help` needs none of it."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'everstep' has no attribute {name!r}")
     from importlib import import_module
 
+    if name not in _HOMES:  # a module of its own
+        return import_module(f"everstep.{name}")
     return getattr(import_module(_HOMES[name]), name)

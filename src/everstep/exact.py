@@ -1,0 +1,129 @@
+"""Exact sums of gradients over a process group: the same bits for any ring, order of ranks, or machines.
+
+Floating point sums depend on their order, and in which order a backend adds is its own affair: of the ring,
+the algorithm and the number of nodes. Integers do not care. So a tensor is cut into blocks, the largest
+exponent of each block is agreed on by all ranks, every element becomes an integer on its block's grid, the
+backend adds integers, and the sum becomes a number again. It is rounded twice: to the grid and at the end.
+
+    tensor ──► largest exponent per block ──► all-reduce MAX ──► integers ──► all-reduce SUM ──► tensor
+                 1/256 of the bytes                               as many bytes as fp32
+
+An integer has 31 bits, of which the number of ranks takes some: with 8 ranks an element keeps 27 bits below
+the largest of its block, more than the 24 of an fp32 beside it. What is smaller than that is rounded off.
+
+Rejected: 64-bit integers, which double what is sent; grids from the step before, of which one rank may find
+in mid-step that its gradients do not fit.
+
+    everstep.exact.attach(ddp_model)      # once, after DistributedDataParallel(...)
+    everstep.exact.all_reduce(tensor)     # in place of torch.distributed.all_reduce
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everstep.errors import UserError
+
+BLOCK = 256  # elements with one grid
+_BITS = 30  # of the sum, its sign apart
+_LOWEST = -96  # exponent of a block; what is all below 2**-96 is rounded as if one element were that large
+_HIGHEST = 128  # of fp32
+_NOT_FINITE = 1 << 20  # above all exponents: a block with NaN or an infinity is NaN everywhere
+
+
+def attach(model: Any) -> None:
+    """Let a `DistributedDataParallel` model sum its gradients exactly. Call it once, before the first
+    backward; a model takes one communication hook, so it can have no other.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        kind = type(model).__name__
+        raise UserError(f"everstep.exact.attach takes a DistributedDataParallel model; this is a {kind}.")
+    model.register_comm_hook(_Streams(model.process_group), _reduce_bucket)
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.distributed.all_reduce` of floating point numbers, in place, with exact sums: SUM or AVG."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or not tensor.is_floating_point():
+        raise UserError("everstep.exact.all_reduce takes SUM or AVG of floating point numbers.")
+    size = dist.get_world_size(group)
+    units, numbers = _to_integers(tensor, group, size)
+    dist.all_reduce(numbers, group=group)
+    _write(tensor, numbers, units, size if op == dist.ReduceOp.AVG else 1)
+
+
+class _Streams:
+    """Of a model's hook: its group, and on a GPU a stream, so that backward waits for no peer."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+        self._stream: torch.cuda.Stream | None = None
+
+    def beside(self, tensor: Tensor) -> Any:
+        if not tensor.is_cuda:
+            return torch.no_grad()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(self._stream)
+        return torch.cuda.stream(self._stream)
+
+
+def _reduce_bucket(
+    streams: _Streams,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the mean over all ranks. DDP reads its annotations: they are no strings."""
+    flat: Tensor = bucket.buffer()
+    with streams.beside(flat), torch.no_grad():
+        units, numbers = _to_integers(flat, streams.group, streams.size)
+        work = dist.all_reduce(numbers, group=streams.group, async_op=True)
+
+    def mean(_: Any) -> Tensor:
+        if flat.is_cuda:  # a stream of the future's own, after the sum
+            for each in (units, numbers):
+                each.record_stream(torch.cuda.current_stream(flat.device))
+        with torch.no_grad():
+            _write(flat, numbers, units, streams.size)
+        return flat
+
+    found: torch.futures.Future[Tensor] = work.get_future().then(mean)
+    return found
+
+
+def _to_integers(tensor: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
+    """A grid's unit per block, the same on all ranks (NaN: the block is), and this rank's integers."""
+    blocks = _in_blocks(tensor)
+    exponents = _exponents(blocks)
+    dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
+    depth = _BITS - (ranks - 1).bit_length()
+    is_finite, exponents = exponents < _NOT_FINITE, exponents.clamp_(max=_HIGHEST)
+    units = _power_of_two(exponents - depth).masked_fill_(~is_finite, float("nan"))
+    return units, (blocks * _power_of_two(depth - exponents)[:, None]).round_().to(torch.int32)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """To the bit, which a device's `pow` does not promise."""
+    return (exponents + 127 << 23).view(torch.float32)
+
+
+def _exponents(blocks: Tensor) -> Tensor:
+    """Of each block the least e with |x| < 2**e for every element; a power of two is one more."""
+    largest = torch.linalg.vector_norm(blocks, float("inf"), dim=1)
+    exponents = torch.frexp(largest).exponent.clamp_(min=_LOWEST)
+    return exponents.masked_fill_(~largest.isfinite(), _NOT_FINITE)
+
+
+def _in_blocks(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1).float()
+    if rest := -flat.numel() % BLOCK:
+        flat = torch.nn.functional.pad(flat, (0, rest))
+    return flat.view(-1, BLOCK)
+
+
+def _write(tensor: Tensor, numbers: Tensor, units: Tensor, divisor: int) -> None:
+    sums = numbers.float().mul_(units[:, None])
+    if divisor > 1:
+        sums.div_(divisor)
+    tensor.copy_(sums.view(-1)[: tensor.numel()].view(tensor.shape))
