@@ -3,6 +3,7 @@
     EverstepError
     ├── UserError       the input is wrong; the message is one sentence that names the field and the fix
     ├── PeerError       the other side of a connection broke the contract
+    ├── DeviceError     a device of this process does not do what it was told; a new process may be served
     └── InternalError   our bug: stop and tell the story
 
 A fault of training (a death, a hang, a lost link) is not an exception: it is a value, an event.
@@ -28,6 +29,10 @@ class UserError(EverstepError):
 
 class PeerError(EverstepError):
     """A message or a stream from another process is not what the protocol allows."""
+
+
+class DeviceError(EverstepError):
+    """A device does not do what it was told. The process that uses it must end."""
 
 
 class InternalError(EverstepError):

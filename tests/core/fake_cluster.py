@@ -150,10 +150,20 @@ class FakeCluster:
     def exits(self, worker: Worker, reason: str, name: str = "t", **more: Any) -> None:
         self.crew.ends(name, worker, reason, **more)
 
-    def raises(self, worker: Worker, error: str, name: str = "t") -> None:
+    def raises(
+        self,
+        worker: Worker,
+        error: str,
+        name: str = "t",
+        raised_for: ev.RaisedFor = ev.RaisedFor.UNKNOWN,
+    ) -> None:
         actor = self.crew.actors[name, worker]
         raised = ev.WorkerRaised(
-            worker=worker, incarnation=actor.incarnation, error=error, where=f"step {actor.step} F"
+            worker=worker,
+            incarnation=actor.incarnation,
+            error=error,
+            where=f"step {actor.step} F",
+            raised_for=raised_for,
         )
         self.crew.says(name, worker, raised)
         self.exits(worker, f"raised {error}", name)

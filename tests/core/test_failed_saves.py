@@ -12,6 +12,8 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import Task, TaskState
 from everstep.core.faults.detector import DetectorLimits, Glance, ProgressWatch
+from everstep.core.worker.control import raised_for
+from everstep.errors import DeviceError, UserError
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -64,6 +66,36 @@ def orders(cluster: FakeCluster, kind: type) -> list[msg.Order]:
 def incident(cluster: FakeCluster) -> Incident:
     (found,) = cluster.coordinator.log.incidents
     return found
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (msg.Unsaved.STORAGE_IS_SILENT, "remote storage error"),
+        (msg.Unsaved.NO_MEMORY, "host out of memory"),
+    ],
+)
+def test_why_a_state_is_not_saved_is_a_value_and_no_sentence_of_ours_is_read(
+    reason: msg.Unsaved, kind: str
+) -> None:
+    cluster = trains()
+    failed = msg.SaveFailed(task="t", step=1, attempt=1, because="worded in another way", reason=reason)
+    cluster.report("t", W01, failed)
+    verdict = incident(cluster).verdict
+    assert verdict is not None
+    assert (verdict.kind, verdict.because) == (kind, "worded in another way")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(UserError("a"), "exception in user code"), (DeviceError("a"), "cuda error"), (KeyError("a"), None)],
+)
+def test_what_everstep_itself_raised_is_judged_by_its_class(error: Exception, kind: str | None) -> None:
+    cluster = trains()
+    cluster.raises(W01, "worded in another way", raised_for=raised_for(error))
+    verdict = incident(cluster).verdict
+    assert verdict is not None
+    assert verdict.kind == (kind or "exception in user code")
 
 
 def test_a_failed_save_is_one_incident_and_what_was_written_is_removed() -> None:

@@ -305,9 +305,16 @@ def test_a_snapshot_in_any_phase_is_the_same_machine() -> None:
 
 
 def raised(
-    worker: Worker, error: str, *, incarnation: int = 1, where: str = "step 3 1F0.0"
+    worker: Worker,
+    error: str,
+    *,
+    incarnation: int = 1,
+    where: str = "step 3 1F0.0",
+    raised_for: ev.RaisedFor = ev.RaisedFor.UNKNOWN,
 ) -> ev.WorkerRaised:
-    return ev.WorkerRaised(worker=worker, incarnation=incarnation, error=error, where=where)
+    return ev.WorkerRaised(
+        worker=worker, incarnation=incarnation, error=error, where=where, raised_for=raised_for
+    )
 
 
 def test_the_same_exception_at_the_same_op_from_two_replicas_fails_the_task() -> None:
@@ -340,13 +347,13 @@ def test_replicas_that_raise_together_in_a_reduce_or_an_update_do_not_fail_the_t
 
 
 def test_memory_and_sentences_about_a_model_are_not_called_faults_of_the_input() -> None:
-    for error, cause in (
-        (OUT_OF_MEMORY, ", so the step needs more memory than there is"),
-        ("UserError: layer 'b' changes its buffer 'load' in its forward.", ""),
+    for error, raised_for, cause in (
+        (OUT_OF_MEMORY, ev.RaisedFor.UNKNOWN, ", so the step needs more memory than there is"),
+        ("layer 'b' changes its buffer 'load' in its forward.", ev.RaisedFor.INPUT, ""),
     ):
         task = Task()
-        assert task.happens(raised(W01, error)) == []
-        (failed,) = task.happens(raised(W11, error))
+        assert task.happens(raised(W01, error, raised_for=raised_for)) == []
+        (failed,) = task.happens(raised(W11, error, raised_for=raised_for))
         assert isinstance(failed, act.FailTask)
         assert (
             failed.because == f"workers 0:1 and 1:1 raised the same exception at step 3 1F0.0{cause}: {error}"

@@ -328,8 +328,6 @@ EXCEPTIONS = [
     ("OSError: [Errno 122] Disk quota exceeded", E.DISK_FULL),
     ("OSError: [Errno 5] Input/output error", E.STORAGE),
     ("OSError: [Errno 116] Stale file handle: 'train.bin'", E.REMOTE_STORAGE),
-    ("8.10 GB is more than half of the memory that is free, 9.00 GB; free some", E.HOST_OUT_OF_MEMORY),
-    ("the checkpoint storage does not answer; step 20 is still being written", E.REMOTE_STORAGE),
     ("RuntimeError: DataLoader worker (pid(s) 18294) exited unexpectedly", E.DATA),
     ("RuntimeError: DataLoader worker (pid 18294) is killed by signal: Killed. ", E.DATA),
     (

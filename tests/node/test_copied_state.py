@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.core.faults.kinds import ErrorKind
-from everstep.core.faults.severity import judge
 from everstep.engine.worker.work_items import whole_tensors
 from everstep.job.job import Job, ModelSpec
 from everstep.layout.box import whole
-from everstep.protocol.messages import MemoryAddress, PartWritten, SaveFailed, Sender, StateFetched
+from everstep.protocol.messages import MemoryAddress, PartWritten, SaveFailed, Sender, StateFetched, Unsaved
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import StateDirections, StoreCopy
 from everstep.store import memory
@@ -229,5 +227,5 @@ def test_a_copy_that_the_job_asks_for_leaves_half_of_the_memory_to_others_and_is
         "free some, or set memory_interval = 0",
         told.because,
     )
-    assert judge("exception", told.because).kind is ErrorKind.HOST_OUT_OF_MEMORY
+    assert told.reason is Unsaved.NO_MEMORY
     assert copied(tmp_path, holders, "a", interval=5, stages=2, leaving=True) == {"a"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.core.worker.control import raised
+from everstep.core.worker.control import raised, raised_for
 from everstep.errors import UserError
 from everstep.job.worker_spec import WorkerSpec
 from everstep.log import warn
@@ -51,7 +51,15 @@ def main(given: Mapping[str, Any]) -> int:
         return code
     except BaseException as error:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        line.say(raised(spec.sender, text, where="keeping ranks", traceback=traceback.format_exc(limit=50)))
+        line.say(
+            raised(
+                spec.sender,
+                text,
+                where="keeping ranks",
+                traceback=traceback.format_exc(limit=50),
+                raised_for=raised_for(error),
+            )
+        )
         warn(traceback.format_exc())
         line.finish()
         return 1

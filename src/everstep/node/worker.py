@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from everstep import log
-from everstep.core.worker.control import WorkerControl, raised
+from everstep.core.worker.control import WorkerControl, raised, raised_for
 from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader, stand_by
@@ -77,7 +77,8 @@ def main(given: Mapping[str, Any]) -> int:
         job = _surrounded(Job.from_dict(spec.job))
     except UserError as error:  # the job was submitted to another version, or its folder is not here
         line = call_agent(spec)
-        line.say(raised(spec.sender, f"UserError: {error}", where="starting", traceback=""))
+        said = raised(spec.sender, named(error), where="starting", traceback="", raised_for=raised_for(error))
+        line.say(said)
         line.finish()
         return 1
     folder = None if spec.beacon_path is None else spec.beacon_path.parent
@@ -101,7 +102,13 @@ def main(given: Mapping[str, Any]) -> int:
         if group is not None and group.first_dead(ECHO_S) is not None:
             group.wait()  # a collective failed because a shard has ended: its watcher says so, and ends all
         line.say(
-            raised(spec.sender, named(error), where=line.where(), traceback=traceback.format_exc(limit=50))
+            raised(
+                spec.sender,
+                named(error),
+                where=line.where(),
+                traceback=traceback.format_exc(limit=50),
+                raised_for=raised_for(error),
+            )
         )
         warn(traceback.format_exc())
         line.finish()
@@ -143,7 +150,11 @@ def _follow(spec: WorkerSpec, job: Job, group: ShardGroup) -> int:
     except BaseException as error:
         text = clipped(named(error))
         group.tell(
-            sh.ShardRaised(error=text, traceback=clipped(traceback.format_exc(limit=50), MOST_TRACEBACK))
+            sh.ShardRaised(
+                error=text,
+                traceback=clipped(traceback.format_exc(limit=50), MOST_TRACEBACK),
+                raised_for=raised_for(error),
+            )
         )
         warn(traceback.format_exc())
         return 1
@@ -355,7 +366,15 @@ def _heard(
     dead = group.first_dead(ECHO_S, but=shard)
     if dead is not None:
         return  # what was raised is the echo of another shard's end, of which its watcher tells
-    line.say(raised(me, f"shard {shard}: {message.error}", where=line.where(), traceback=message.traceback))
+    line.say(
+        raised(
+            me,
+            f"shard {shard}: {message.error}",
+            where=line.where(),
+            traceback=message.traceback,
+            raised_for=message.raised_for,
+        )
+    )
     log.flush()
     os._exit(1)
 

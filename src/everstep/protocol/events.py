@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from everstep.protocol.ops import Microbatch, OpLists, Worker
 from everstep.protocol.parcels import Scores
@@ -58,6 +59,14 @@ class WorkersExited(Event):
     exits: tuple[WorkerExited, ...]
 
 
+class RaisedFor(StrEnum):
+    """Why a worker raised, where Everstep itself did and knows. Else its text is read (`core.faults`)."""
+
+    UNKNOWN = "unknown"
+    INPUT = "input"  # a UserError, which says itself what is wrong
+    DEVICE = "device"  # a DeviceError
+
+
 @message(by=WORKER, says="worker {worker} of {task} raised {error}")
 class WorkerRaised(Event):
     """A worker reports an exception of its own; its exit follows."""
@@ -67,6 +76,7 @@ class WorkerRaised(Event):
     error: str
     where: str  # the op it was in, as text: "step 7 1F0.3"
     traceback: str = ""
+    raised_for: RaisedFor = RaisedFor.UNKNOWN
 
 
 @message(by=WORKER, fences=(EPOCH,), says="worker {worker} of {task} reports its ledger, epoch {epoch}")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -220,6 +221,14 @@ class PartWritten(TaskReport, WorkerReport):
     share: tuple[int, int] = (0, 1)  # which of how many parts of the stage this is
 
 
+class Unsaved(StrEnum):
+    """Why a state was not saved, where Everstep itself found it out. Else the error's text is read."""
+
+    UNKNOWN = "unknown"
+    STORAGE_IS_SILENT = "storage is silent"  # no byte was written for a time
+    NO_MEMORY = "no memory"  # a copy takes more than a node may give
+
+
 @message(
     by=(WORKER, AGENT),
     fences=(ATTEMPT, COMMIT),
@@ -233,6 +242,7 @@ class SaveFailed(TaskReport, WorkerReport):
     attempt: int  # at this step
     because: str
     memory_of: str | None = None  # the node whose memory was to keep it; None: on disk
+    reason: Unsaved = Unsaved.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ while the others wait for it in a collective.
 
 from __future__ import annotations
 
+from everstep.protocol.events import RaisedFor
 from everstep.protocol.messages import (
     PartWritten,
     SaveFailed,
@@ -103,3 +104,4 @@ class ShardRaised(FromShard):
 
     error: str
     traceback: str
+    raised_for: RaisedFor = RaisedFor.UNKNOWN

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NONCE_BYTES = 16
-MORE_THAN_FREE = "is more than half of the memory that is free"  # `core.faults.symptoms` knows this phrase
+MORE_THAN_FREE = "is more than half of the memory that is free"
 HASHED_BYTES = 4 << 20  # hashed as one: parts in memory are read whole or nearly so
 TIMEOUT_S = 10.0
 _RAM = Path("/dev/shm")

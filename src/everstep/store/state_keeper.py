@@ -37,6 +37,7 @@ from everstep.protocol.messages import (
     SaveFailed,
     Sender,
     StateFetched,
+    Unsaved,
     WorkerReport,
     run_of,
 )
@@ -52,7 +53,7 @@ LAST_STALL_S = 60.0  # at the end of training: without a written byte, before th
 # Of a stage's state on one node: what its own worker keeps, what it keeps for another one, what is under way.
 MOST_STATES = 3 + 3 + 2
 MOST_OF_FREE = 0.5  # of a node's memory that copies nobody asked for may take
-STORAGE_IS_SILENT = "the checkpoint storage does not answer"  # `core.faults.symptoms` knows this sentence
+STORAGE_IS_SILENT = "the checkpoint storage does not answer"
 Say = Callable[[WorkerReport], None]
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ class _Save:
 
     step: int
     attempt: int
-    refused: str = ""  # what the storage answered last
+    refused: str = ""  # what the storage answered last; empty: nothing
+    reason: Unsaved = Unsaved.UNKNOWN
 
 
 class StateKeeper:
@@ -114,7 +116,8 @@ class StateKeeper:
         if saved is None:
             del self._under_way[save]
             oldest = min(known.step for known in self._under_way.values())
-            self._not_saved(step, attempt, f"{STORAGE_IS_SILENT}; step {oldest} is still being written")
+            because = f"{STORAGE_IS_SILENT}; step {oldest} is still being written"
+            self._not_saved(step, attempt, because, reason=Unsaved.STORAGE_IS_SILENT)
         elif task.last:
             watch = threading.Thread(
                 target=self._watch_last, args=(save, saved), name="last-state", daemon=True
@@ -137,9 +140,13 @@ class StateKeeper:
         the limit may end between two tries.
         """
         known = self._under_way.pop(save, None)
-        if known is not None:
-            because = known.refused or f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s"
-            self._not_saved(known.step, known.attempt, because)
+        if known is None:
+            return
+        if known.refused:
+            self._not_saved(known.step, known.attempt, known.refused, reason=known.reason)
+            return
+        because = f"{STORAGE_IS_SILENT} for {LAST_STALL_S:.0f} s"
+        self._not_saved(known.step, known.attempt, because, reason=Unsaved.STORAGE_IS_SILENT)
 
     def takes(self, task: StoreCopy, directions: StateDirections) -> bool:
         """Is there a copy to make? When a shape ends and where the job asks for it; by default where another
@@ -159,7 +166,8 @@ class StateKeeper:
             if self._by_default:
                 say(f"no copy of step {task.state_step} in memory: {because}")
             else:
-                self._not_saved(task.state_step, task.attempt, because, memory_of=self._node)
+                short = Unsaved.NO_MEMORY
+                self._not_saved(task.state_step, task.attempt, because, memory_of=self._node, reason=short)
             return
 
         def write(step: int, copies: dict[str, Tensor]) -> None:
@@ -246,19 +254,21 @@ class StateKeeper:
                 break
             except Exception as error:  # whatever a disk or a store can say: training goes on
                 tried_s, because = time.monotonic() - began, f"{type(error).__name__}: {error}"
+                reason = Unsaved.UNKNOWN
                 if isinstance(error, FileNotFoundError) and tried_s > STALL_S:
                     # Given up meanwhile, and its folder with it.
                     because = f"{STORAGE_IS_SILENT}: nothing was written for {tried_s:.0f} s"
+                    reason = Unsaved.STORAGE_IS_SILENT
                 known = self._under_way.get(save)
                 if known is None:  # given up, and said so
                     return
                 if not task.last or tried_s > LAST_STALL_S:
                     if self._under_way.pop(save, None) is not None:  # who takes it away says so, once
-                        self._not_saved(step, attempt, because)
+                        self._not_saved(step, attempt, because, reason=reason)
                     return
                 if because != known.refused:
                     warn(f"the state of step {step} is not saved yet: {because}; it is tried again")
-                known.refused = because
+                known.refused, known.reason = because, reason
                 time.sleep(LOOK_S)
         self._say(self._written(step, attempt, label, share=share))
 
@@ -328,9 +338,22 @@ class StateKeeper:
             else:  # that node may be dying: an incident of its own, if it is
                 warn(f"no copy of step {step} on node {node}: {error}")
 
-    def _not_saved(self, step: int, attempt: int, because: str, memory_of: str | None = None) -> None:
+    def _not_saved(
+        self,
+        step: int,
+        attempt: int,
+        because: str,
+        *,
+        memory_of: str | None = None,
+        reason: Unsaved = Unsaved.UNKNOWN,
+    ) -> None:
         failed = SaveFailed(
-            task=self._task, step=step, attempt=attempt, because=clipped(because), memory_of=memory_of
+            task=self._task,
+            step=step,
+            attempt=attempt,
+            because=clipped(because),
+            memory_of=memory_of,
+            reason=reason,
         )
         with contextlib.suppress(OSError):  # the agent is gone too
             self._say(failed)

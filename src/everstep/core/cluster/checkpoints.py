@@ -17,7 +17,7 @@ from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.task import Task
-from everstep.core.faults.severity import ErrorKind, judge, known
+from everstep.core.faults.severity import ErrorKind, Judgement, judge, known
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import SavesFail
 from everstep.protocol.moment import Moment
@@ -28,6 +28,10 @@ UNSAVED = "its last state is not saved"  # what a task that is over says
 NOT_COPIED = "its state cannot be copied to memory"
 MOST_FAILED_LOADS = 2  # of checkpoints that pass every check
 MOST_BROKEN = 64  # steps whose late parts are still recognised
+_KINDS = {
+    msg.Unsaved.STORAGE_IS_SILENT: ErrorKind.REMOTE_STORAGE,
+    msg.Unsaved.NO_MEMORY: ErrorKind.HOST_OUT_OF_MEMORY,
+}
 
 
 class Checkpoints:
@@ -191,16 +195,24 @@ class Checkpoints:
         known, limit_s = task.checkpoints, self._policy.patience.disk_answer_s
         for step in [s for s, asked_at in known.commit_asked_at.items() if asked_at + limit_s <= now.at]:
             node = known.committing[step]
-            self._commit_lost(
-                task, step, f"node {node} has not committed step {step} within {limit_s:.0f} s", now
-            )
+            because = f"node {node} has not committed step {step} within {limit_s:.0f} s"
+            self._commit_lost(task, step, because, now, reason=msg.Unsaved.STORAGE_IS_SILENT)
 
-    def _commit_lost(self, task: Task, step: int, because: str, now: Moment) -> None:
+    def _commit_lost(
+        self,
+        task: Task,
+        step: int,
+        because: str,
+        now: Moment,
+        *,
+        reason: msg.Unsaved = msg.Unsaved.UNKNOWN,
+    ) -> None:
         self._answered(task, step)
         task.checkpoints.num_failed += 1
         task.checkpoints.failing = because
         task.checkpoints.broken.setdefault(step, -1)
-        self._tell(task, msg.SaveFailed(task=task.name, step=step, attempt=0, because=because), now)
+        failed = msg.SaveFailed(task=task.name, step=step, attempt=0, because=because, reason=reason)
+        self._tell(task, failed, now)
 
     def _answered(self, task: Task, step: int) -> None:
         """No node commits this step: a task that ends need not wait for it."""
@@ -234,16 +246,22 @@ class Checkpoints:
         if len(incident.evidence) < MOST_BROKEN:
             self._incidents.tell(incident, "exception", (text,), now)
         if incident.verdict is None:
-            found = judge("exception", report.because)
-            guessed = found.kind is ErrorKind.USER_CODE  # it is not the user's code that saves
-            verdict = known(ErrorKind.OTHER, report.because) if guessed else found
-            self._incidents.judge(incident, verdict, now)
+            self._incidents.judge(incident, _judgement(report), now)
             because = f"training continues; protected up to step {task.protected}"
             self._incidents.treat(incident, "remove the incomplete files, save again later", because, now)
 
     def _over(self, task: Task, subject: SavesFail, outcome: str, now: Moment) -> Actions:
         incident = self._incidents.about(task, subject)
         return [] if incident is None else self._incidents.close(incident, outcome, now)
+
+
+def _judgement(report: msg.SaveFailed) -> Judgement:
+    """By its reason where there is one, else by the text of a disk, a store or a library."""
+    if (kind := _KINDS.get(report.reason)) is not None:
+        return known(kind, report.because)
+    found = judge("exception", report.because)
+    guessed = found.kind is ErrorKind.USER_CODE  # it is not the user's code that saves
+    return known(ErrorKind.OTHER, report.because) if guessed else found
 
 
 def _recorded(task: Task) -> int:

@@ -62,10 +62,10 @@ class Failures:
         """Its exit follows; then it is judged. What two workers raise at one op fails the task as the input's
         fault, unless machines cause such an error: those workers are restarted or moved as after any fault.
         """
-        task.failures.raised[event.worker] = (event.incarnation, event.error)
+        task.failures.raised[event.worker] = replace(event, traceback="")
         if task.state is TaskState.RUNNING:
             self._incidents.suspect(task, event.worker, "exception", event.error, now)
-        kind = self._judge_words(task, event.worker, event.incarnation, event.error).kind
+        kind = self._judge_raised(task, event).kind
         if kind in NEVER_OF_THE_INPUT or BUSY.search(event.error):
             return []
         return self._training.inform(task, event, now)
@@ -88,7 +88,8 @@ class Failures:
         if is_over:
             self._roster.unseat(task, worker)
             return self._staffing.gone(task, [(worker, seat, seat.leaving or event.reason)], now)
-        said = task.failures.raised.get(worker, (0, ""))[0] == event.incarnation
+        raised = task.failures.raised.get(worker)
+        said = raised is not None and raised.incarnation == event.incarnation
         incident, judgement = self._judge_exit(task, event, now)
         # Where all were ended, no place is known to be at fault: it says nothing about this one's node.
         is_its_own = task.failures.ended.pop(worker, 0) != event.incarnation
@@ -145,10 +146,10 @@ class Failures:
     def _judge_exit(self, task: Task, event: ev.WorkerExited, now: Moment) -> tuple[Incident, Judgement]:
         """What it raised, or what it was killed for, says more than how it ended."""
         worker = event.worker
-        incarnation, error = task.failures.raised.pop(worker, (0, ""))
-        if incarnation == event.incarnation:
-            incident = self._incidents.of_task(task.name).suspected(worker, error, 0, now.at)
-            judgement = self._judge_words(task, worker, incarnation, error)
+        raised = task.failures.raised.pop(worker, None)
+        if raised is not None and raised.incarnation == event.incarnation:
+            incident = self._incidents.of_task(task.name).suspected(worker, raised.error, 0, now.at)
+            judgement = self._judge_raised(task, raised)
         else:
             incident = self._incidents.suspect(task, worker, "exit", event.reason, now)
             judgement = judge("exit", event.reason)
@@ -159,11 +160,13 @@ class Failures:
             judgement = known(ErrorKind(verdict.kind), verdict.because)
         return incident, judgement
 
-    def _judge_words(self, task: Task, worker: Worker, incarnation: int, error: str) -> Judgement:
-        """What it raised; or why it was not let in, which is our own sentence and needs no reading."""
-        if task.failures.unfit.get(worker) == incarnation:
-            return known(ErrorKind.MIXED_VERSIONS, error)
-        return judge("exception", error)
+    def _judge_raised(self, task: Task, event: ev.WorkerRaised) -> Judgement:
+        """What it raised; or why it was not let in. Sentences of our own are not read."""
+        if task.failures.unfit.get(event.worker) == event.incarnation:
+            return known(ErrorKind.MIXED_VERSIONS, event.error)
+        if event.raised_for is ev.RaisedFor.DEVICE:
+            return known(ErrorKind.CUDA, event.error)
+        return judge("exception", event.error)
 
     def _is_confirmed(self, task: Task, node: Node, judgement: Judgement, now: Moment) -> bool:
         """A program speaks of broken hardware. Its words alone must not take a node from others: one bad job

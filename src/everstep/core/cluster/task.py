@@ -13,6 +13,7 @@ from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
 from everstep.protocol.actions import ComputePlan, StartWorker
+from everstep.protocol.events import WorkerRaised
 from everstep.protocol.lifecycle import move
 from everstep.protocol.messages import Patience, TaskSubmitted
 from everstep.protocol.ops import Worker
@@ -234,7 +235,7 @@ class FailureHistory:
 
     times: dict[Worker, list[float]] = field(default_factory=dict)  # on its present node
     short_lives: dict[Worker, int] = field(default_factory=dict)  # in a row: the last of its processes
-    raised: dict[Worker, tuple[int, str]] = field(default_factory=dict)  # incarnation, what it raised
+    raised: dict[Worker, WorkerRaised] = field(default_factory=dict)  # by it last
     unfit: dict[Worker, int] = field(default_factory=dict)  # the incarnation that must not take part
     ended: dict[Worker, int] = field(default_factory=dict)  # the incarnation that was ended with all others
     retries: dict[str, list[float]] = field(default_factory=dict)  # in place, per link

@@ -43,6 +43,7 @@ from heapq import heapify, heappop, heappush
 
 from everstep.protocol.messages import AWAITS_STATE, LOADING, SAVING, OpOverdue, WorkerMoved
 from everstep.protocol.ops import Worker
+from everstep.protocol.work import Finished, Paused
 
 # ------------------------------------------------------------------ heartbeats
 
@@ -125,9 +126,9 @@ class Glance:
 
 
 PASSES_OVER_S = 0.1
-PAUSED = "Paused"
+PAUSED = Paused.__name__
 IDLE = (PAUSED, AWAITS_STATE)  # ordered to wait: no worker is at fault
-FINISHED = "Finished"  # what a worker shows after its last step
+FINISHED = Finished.__name__  # what a worker shows after its last step
 
 
 class ProgressWatch:

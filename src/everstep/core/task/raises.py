@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from everstep.protocol.events import WorkerRaised
+from everstep.protocol.events import RaisedFor, WorkerRaised
 from everstep.protocol.ops import Worker
 
 _KEPT = 100  # the most recent ones
@@ -43,7 +43,7 @@ class Raises:
         cause = ""
         if _MEMORY.search(event.error):
             cause = ", so the step needs more memory than there is"
-        elif of_microbatch and not event.error.startswith("UserError: "):  # which says itself what is wrong
+        elif of_microbatch and event.raised_for is not RaisedFor.INPUT:  # which says itself what is wrong
             cause = ", so the input causes it"
         return f"{both} raised the same exception at {event.where}{cause}: {event.error}"
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from everstep.core.worker.mending import LinkMending, MendLimits
 from everstep.core.worker.worker_state import WorkerState
-from everstep.errors import MOST_TRACEBACK, clipped
+from everstep.errors import MOST_TRACEBACK, DeviceError, UserError, clipped
 from everstep.protocol import actions as act
 from everstep.protocol import events as ev
 from everstep.protocol import work
@@ -216,7 +216,14 @@ class WorkerControl:
         return SendReport(TaskEvent(task=self.sender.task, event=event))
 
 
-def raised(sender: Sender, error: str, *, where: str, traceback: str) -> TaskEvent:
+def raised(
+    sender: Sender,
+    error: str,
+    *,
+    where: str,
+    traceback: str,
+    raised_for: ev.RaisedFor = ev.RaisedFor.UNKNOWN,
+) -> TaskEvent:
     """What a worker says of an exception before it ends. Bounded: a text may quote a whole tensor."""
     event = ev.WorkerRaised(
         worker=sender.worker,
@@ -224,5 +231,16 @@ def raised(sender: Sender, error: str, *, where: str, traceback: str) -> TaskEve
         error=clipped(error),
         where=where,
         traceback=clipped(traceback, MOST_TRACEBACK),
+        raised_for=raised_for,
     )
     return TaskEvent(task=sender.task, event=event)
+
+
+def raised_for(error: BaseException) -> ev.RaisedFor:
+    match error:
+        case UserError():
+            return ev.RaisedFor.INPUT
+        case DeviceError():
+            return ev.RaisedFor.DEVICE
+        case _:
+            return ev.RaisedFor.UNKNOWN
