@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everstep.engine.layers.software import computes_with
-from everstep.errors import PeerError
+from everstep.errors import DeviceError, PeerError
 from everstep.net import frames, lanes, nccl
 from everstep.net.envelope import Envelope, FrameKind, LaneBroke, OpenLane
 from everstep.net.lanes import Lane, LaneOrder, Lanes, LaneState, LaneTransfer
@@ -143,8 +143,16 @@ class End:
             host="127.0.0.1",
             empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
         )
-        said = self.said.append
-        self.lanes = Lanes(self.links, wire, deliver=self.got.put, kind="pipe", most=most, log=said)
+        self.failed: queue.Queue[BaseException] = queue.Queue()
+        self.lanes = Lanes(
+            self.links,
+            wire,
+            deliver=self.got.put,
+            failed=self.failed.put,
+            kind="pipe",
+            most=most,
+            log=self.said.append,
+        )
         self.links.start()
 
     def _arrived(self, frame: frames.Incoming) -> None:
@@ -470,6 +478,66 @@ class IdleNccl:
         return call
 
 
+def no_gpu(monkeypatch: pytest.MonkeyPatch, library: IdleNccl, moment: Any, make: Any) -> None:
+    nccl._idle.cache_clear()
+    monkeypatch.setattr(nccl, "library", lambda: library)
+    monkeypatch.setattr(nccl, "_own_stream", make)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", moment)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_transfer_that_an_abort_does_not_end_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    """`leave` returned as done: the lane let go of memory that the device was still in."""
+
+    class Never:
+        cuda_stream = 7
+
+        def record(self, stream: object) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+    library, here = IdleNccl(), torch.device("cpu")
+    no_gpu(monkeypatch, library, Never, lambda device: Never())
+    monkeypatch.setattr(nccl, "LEAVE_WITHIN_S", 0.01)
+    wire = NcclWire(here)
+    wire.begin_open(wire.name(), sends=sends)
+    assert wire.is_open()
+    wire.begin((wire.empty((4,), torch.float32),))
+    assert not wire.is_done()
+    with pytest.raises(DeviceError, match="still on the device"):
+        wire.leave()
+    assert "ncclCommAbort" in library.called
+    assert nccl._idle(here, sends).qsize() == 0, "its stream is not given to another transfer"
+
+
+def test_a_lane_that_cannot_be_left_keeps_what_it_borrows_and_ends_the_worker(
+    ends: Callable[..., End],
+) -> None:
+    class Held(PipeWire):
+        def leave(self) -> None:
+            raise DeviceError("a transfer is still on the device")
+
+    gate = threading.Event()
+    a, b = ends(Held), ends(lambda: Slow(gate))
+    a.send(b, 1, torch.ones(1))
+    lane = a.lane(b)
+    until(lambda: lane.state is LaneState.READY)
+    borrowed = torch.ones(5)
+    transfer = a.lanes.reserve(lane, (borrowed,))
+    assert transfer.tensors
+    a.lanes.forget(set())
+    assert isinstance(a.failed.get(timeout=20), DeviceError)
+    assert a.lanes.borrows(borrowed)
+    gate.set()
+
+
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
     monkeypatch: pytest.MonkeyPatch, sends: bool
@@ -491,14 +559,7 @@ def test_a_wire_of_nccl_has_a_stream_only_while_something_moves(
         return made[-1]
 
     here, idle = torch.device("cpu"), nccl._idle
-    idle.cache_clear()
-    monkeypatch.setattr(nccl, "library", lambda: library)
-    monkeypatch.setattr(nccl, "_own_stream", make)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", Moment)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: None)
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    no_gpu(monkeypatch, library, Moment, make)
     wire = NcclWire(here)
     wire.begin_open(wire.name(), sends=sends)
     assert wire.is_open()

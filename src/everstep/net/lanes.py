@@ -98,7 +98,9 @@ class Wire(Protocol):
         ...
 
     def leave(self) -> None:
-        """Whatever its state, get out. Returns when the device uses no tensor of it any more."""
+        """Whatever its state, get out. Returns when the device uses no tensor of it any longer, and raises if
+        that cannot be had.
+        """
         ...
 
     def close(self) -> None:
@@ -192,12 +194,14 @@ class Lanes:
         wire: Callable[[], Wire],
         *,
         deliver: Callable[[frames.Incoming], None],
+        failed: Callable[[BaseException], None],
         kind: str,
         most: float = math.inf,
         log: Callable[[str], None] = say,
     ) -> None:
-        """`most`: so many lanes send at once, and as many receive."""
-        self._links, self._wire, self._deliver, self.kind, self._log = links, wire, deliver, kind, log
+        """`failed`: the worker must end. `most`: so many lanes send at once, and as many receive."""
+        self._links, self._wire, self.kind, self._log = links, wire, kind, log
+        self._deliver, self._failed = deliver, failed
         self._turns = Turns(most)
         self._to: dict[Address, Lane] = {}
         self._from: dict[str, Lane] = {}
@@ -424,8 +428,9 @@ class Lanes:
         began = time.monotonic()
         try:
             lane.wire.leave()
-        except RuntimeError as error:  # the device itself is broken: the worker leaves for that reason
+        except Exception as error:  # its tensors stay borrowed, for as long as this process lasts
             self._log(f"{self.kind}: lane {lane.name} cannot be left: {error}")
+            self._failed(error)
             return
         lane.left_s = time.monotonic() - began
         lane.moving = None

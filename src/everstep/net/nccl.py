@@ -32,7 +32,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from everstep.errors import PeerError
+from everstep.errors import DeviceError, PeerError
 from everstep.log import say
 from everstep.net.arena import cuda_runtime
 
@@ -238,7 +238,10 @@ class NcclWire:
                 self._launch.release()
 
     def leave(self) -> None:
-        """A library that cannot stop a kernel, or a communicator that never was open, is left by an abort."""
+        """A library that cannot stop a kernel, or a communicator that never was open, is left by an abort.
+        Raises if that does not help: memory that a transfer is in must not be used for something else, and
+        only the end of this process ends the transfer.
+        """
         if not self._comm:
             return
         torch.cuda.set_device(self._device)
@@ -246,8 +249,12 @@ class NcclWire:
             self._stop()
         if not (self._is_stopped and self._ends()):
             self.close()
-        if self._ends():
-            self._give_back()
+        if not self._ends():
+            raise DeviceError(
+                f"a transfer over NCCL is still on the device {LEAVE_WITHIN_S:g} s after its communicator "
+                "was aborted; the worker ends, because the device would go on to use its memory"
+            )
+        self._give_back()
 
     def _stop(self) -> None:
         """By shrinking, where a transfer is on the device: the quickest way to stop its kernel."""

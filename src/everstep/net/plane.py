@@ -208,6 +208,7 @@ class DataPlane:
                 self.links,
                 partial(WIRES[kind], settings),
                 deliver=self._deliver,
+                failed=self.inbox.put,
                 kind=kind,
                 most=nccl.MOST_AT_ONCE,
             )
