@@ -8,13 +8,14 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "everstep"
 LAB = SRC.parent / "everstep_lab"
+DIAGNOSE = SRC.parent / "everstep_diagnose"
+OF_DUMPS = {"errors", "log", "bounded_pickle", "ring", "ras_json", "cli", "cli.render"}  # leaves
 FLOORS = [
     "protocol",
     "core",
     "schedule",
     "plan",
     "layout",
-    "diagnose",
     "fabric",
     "drive",
     "job",
@@ -28,7 +29,7 @@ FLOORS = [
     "launch",
     "cli",
 ]
-PURE = {"protocol", "core", "schedule", "plan", "layout", "diagnose", "fabric", "drive"}
+PURE = {"protocol", "core", "schedule", "plan", "layout", "fabric", "drive"}
 NO_NUMPY = {"protocol", "core"}
 IMPURE = {
     "torch",
@@ -199,6 +200,21 @@ def test_the_product_imports_no_satellite_and_satellites_not_each_other() -> Non
         own = path.relative_to(SRC.parent).parts[0]
         found = {name.split(".")[0] for name in imports(path)}
         assert not {name for name in found if name.startswith("everstep_")} - {own}, path
+
+
+@pytest.mark.parametrize("path", sorted(DIAGNOSE.rglob("*.py")), ids=lambda path: path.stem)
+def test_dumps_are_read_without_torch_and_without_the_product(path: Path) -> None:
+    for name in imports(path):
+        package, _, rest = name.partition(".")
+        assert package not in {"torch", "aiohttp"}, path
+        assert package != "everstep" or not rest or rest in OF_DUMPS, f"{path.name} imports {name}"
+        assert path.stem == "command" or package not in IMPURE, f"{path.name} imports {name}"
+
+
+def test_what_dumps_are_read_with_imports_nothing_else_of_the_product() -> None:
+    for name in OF_DUMPS - {"cli", "cli.render"}:
+        own = {one for one in imports(SRC / f"{name}.py") if one.startswith("everstep")}
+        assert own <= {"everstep", "everstep.errors", "everstep.log"}, name
 
 
 @pytest.mark.parametrize("room", [LAB / "study", SRC.parents[1] / "tests" / "storms"], ids=lambda x: x.name)

@@ -1,7 +1,7 @@
 """Records of communication as jobs leave them, then broken: what `everstep diagnose` reads and looks at.
 
 Per input, the files of a job of up to four ranks: Flight Recorder dumps of NCCL or gloo (pickle or JSON),
-NCCL Inspector, RAS, a live pull, torchelastic's error files, our own rings. A file that is not what it should
+NCCL Inspector, RAS, torchelastic's error files, our own rings. A file that is not what it should
 be is refused alone; whatever is left is analysed.
 """
 
@@ -14,11 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from everstep.diagnose import UnusableFileError, analyse, read
+from everstep.engine.telemetry.beacon import ring_beside
 from everstep.engine.telemetry.recorder import COMPUTE, RECV, SEND, Recorder
 from everstep.node.recent_ops import recorded
-from everstep.node.ring_watch import RingWatch
-from everstep.protocol.ops import Worker
+from everstep_diagnose import UnusableFileError, analyse, read
 from tests.attacks.fuzzing import FuzzReport, Maker
 
 RANKS = 4
@@ -29,7 +28,7 @@ def records(seed: int, count: int) -> FuzzReport:
     maker, report = Maker(seed), FuzzReport("records")
     with tempfile.TemporaryDirectory() as folder:
         ring = _ring(Path(folder, "ring"))
-    kinds = (_flight, _inspector, _ras, _pull, _error, lambda maker, rank: _flipped(maker, ring))
+    kinds = (_flight, _inspector, _ras, _error, lambda maker, rank: _flipped(maker, ring))
     for _ in range(count):
         kind = maker.random.choice(kinds)
         files = [(f"rank_{rank}", kind(maker, rank)) for rank in range(maker.random.choice((1, 2, RANKS)))]
@@ -41,20 +40,12 @@ def rings(seed: int, count: int) -> FuzzReport:
     """What an agent makes of rings of its workers, whose files are their users'."""
     maker, report = Maker(seed), FuzzReport("rings")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        whole = {Worker(rank % 2, rank // 2): _ring(folder / f"b{rank}.ring", rank) for rank in range(RANKS)}
-        watch, paths = RingWatch("t", 2), {w: folder / f"b{at}.ring" for at, w in enumerate(whole)}
+        beacon = Path(name, "b0")
+        whole = _ring(ring_beside(beacon))
         for number in range(count):
-            for worker, path in paths.items():
-                path.write_bytes(_flipped(maker, whole[worker]))
-            report.tried(lambda now=1e9 * number: _watch(watch, paths, now), (), number)
+            ring_beside(beacon).write_bytes(_flipped(maker, whole))
+            report.tried(lambda: recorded(beacon, 1, 5), (), number)
     return report
-
-
-def _watch(watch: RingWatch, paths: dict[Worker, Path], now: float) -> None:
-    watch.look(paths, now)
-    for path in paths.values():
-        recorded(path.with_suffix(""), 1, 5)
 
 
 def _look(files: list[tuple[str, bytes]]) -> None:
@@ -155,11 +146,6 @@ def _ras(maker: Maker, rank: int) -> bytes:
     return _written(
         maker, {"communicators": [{"hash": "0x1", "ranks": ranks, "missing_ranks": lost}]}, plain=True
     )
-
-
-def _pull(maker: Maker, rank: int) -> bytes:
-    said = {str(r): {"taken_ns": NOW, "answered": r < 3, "why": "silent", "host": "h"} for r in range(RANKS)}
-    return _written(maker, {"everstep_pull": 1, "world_size": RANKS, "ranks": said}, plain=True)
 
 
 def _error(maker: Maker, rank: int) -> bytes:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from everstep.diagnose import Dump, Group, Log, Record
-from everstep.diagnose.comm_record import GroupProgress
+from everstep_diagnose import Dump, Group, Log, Record
+from everstep_diagnose.comm_record import GroupProgress
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,15 @@
-"""`everstep diagnose`: one document, one sentence for a mistake, no torch needed; and the live pull."""
+"""`everstep diagnose`: one document, one sentence for a mistake, no torch needed."""
 
-import http.server
 import json
 import pickle
 import shutil
-import socketserver
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.cli.main import run
-from everstep.node import pulled_records
 from tests.diagnose.test_readers import dump, entry
 
 
@@ -111,69 +105,3 @@ def test_it_works_without_torch(hung: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["incidents"][0]["suspects"][0]["rank"] == 2
-
-
-# ------------------------------------------------------------------ the live pull
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """A rank's worker server: its recorder answers, its interpreter as told."""
-
-    stuck = False
-
-    def do_POST(self) -> None:
-        if self.path.endswith("dump_traceback"):
-            if self.stuck:
-                time.sleep(1.0)
-            body = b'Thread 0x1 (most recent call first):\n  File "/a/train.py", line 31 in step\n'
-        else:
-            body = json.dumps(dump(entry(4))).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def ranks() -> Any:
-    servers = {}
-    for rank, stuck in ((0, False), (1, True)):
-        handler = type("Handler", (Handler,), {"stuck": stuck})
-        server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers[rank] = server
-    addresses = {rank: f"127.0.0.1:{server.server_address[1]}" for rank, server in servers.items()}
-    addresses[2] = "127.0.0.1:9"  # a closed port
-    yield addresses
-    for server in servers.values():
-        server.shutdown()
-        server.server_close()
-
-
-def test_a_pull_tells_a_held_interpreter_from_a_process_that_is_gone(ranks: Any, tmp_path: Path) -> None:
-    answers = {answer.rank: answer for answer in pulled_records.pull(ranks, timeout_s=0.4)}
-    assert answers[0].stack == "train.py:31 in step"
-    assert (answers[1].stuck, answers[1].dump is not None) == (True, True)
-    assert "its process is gone" in answers[2].why
-    pulled_records.save(list(answers.values()), tmp_path, world_size=4)
-    assert {f.name for f in tmp_path.iterdir()} == {"fr_rank_0.json", "fr_rank_1.json", "pull.json"}
-    assert run(["diagnose", str(tmp_path), "--json"]) == 0
-
-
-def test_the_command_pulls_from_running_ranks_and_then_reads_what_they_said(
-    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = [word for rank in sorted(ranks) for word in ("--pull", ranks[rank])]
-    assert run(["diagnose", str(tmp_path / "now"), "--json", *asked]) == 0
-    assert "all_reduce 4" in json.loads(capsys.readouterr().out)["incidents"][0]["because"]
-    assert {f.name for f in (tmp_path / "now").iterdir()} == {"fr_rank_0.json", "fr_rank_1.json", "pull.json"}
-
-
-def test_a_pull_from_what_is_no_address_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["diagnose", str(tmp_path), "--pull", "nonsense"]) == 2
-    assert "neither HOST:PORT nor the path of a Unix socket" in " ".join(capsys.readouterr().err.split())

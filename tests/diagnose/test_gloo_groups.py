@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.diagnose import analyse, join, read
+from everstep_diagnose import analyse, join, read
 
 UNEQUAL = """
 import os, sys, threading

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everstep.diagnose import Dump, Group, Log, Record, analyse
-from everstep.diagnose.finding import Finding
+from everstep_diagnose import Dump, Group, Log, Record, analyse
+from everstep_diagnose.finding import Finding
 from tests.diagnose.cluster import Cluster
 
 

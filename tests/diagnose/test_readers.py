@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from everstep import ring
 from everstep.cli import main
-from everstep.diagnose import UnusableFileError, analyse, join, read
-from everstep.diagnose.ras import read_ras
-from everstep.diagnose.ras_json import read_json
+from everstep.ras_json import read_json
+from everstep_diagnose import UnusableFileError, analyse, join, read
+from everstep_diagnose.ras import read_ras
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:
@@ -29,6 +30,12 @@ def entry(number: int, **more: Any) -> dict[str, Any]:
 def dump(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
     return {"version": "2.9", "pg_config": config, "pg_status": {}, "entries": list(entries)} | more
+
+
+def empty_ring(names: dict[str, Any]) -> bytes:
+    text = json.dumps(names).encode()
+    head = ring.HEAD.pack(ring.MAGIC, ring.VERSION, 0, 0, 0, len(text))
+    return head.ljust(ring.NAMES_AT, b"\0") + text.ljust(ring.SLOTS_AT - ring.NAMES_AT, b"\0")
 
 
 def pickled(value: Any) -> bytes:
@@ -69,11 +76,8 @@ def test_versions(version: str) -> None:
         (b"[" * 100_000, "RecursionError"),
         (json.dumps(dump(pg_status=7)).encode(), "AttributeError: 'int' object has no attribute 'items'"),
         (json.dumps(dump(pg_status={"x": {}})).encode(), "ValueError: invalid literal for int"),
-        (
-            json.dumps({"everstep_pull": 1, "world_size": 1 << 40, "ranks": {}}).encode(),
-            "1099511627776 ranks",
-        ),
-        (json.dumps({"everstep_pull": 1, "ranks": {"-1": {"answered": False}}}).encode(), "of rank -1"),
+        (empty_ring({"world_size": 1 << 40}), "1099511627776 ranks"),
+        (json.dumps({"communicators": [{"missing_ranks": [{"rank": -1}]}]}).encode(), "of rank -1"),
         (b'{"some": "json"}', "no Flight Recorder dump"),
         (pickled(dump(version="3.1")), "3.1 is not known"),
         (pickled(dump(entry(1, input_sizes="x"))), "entry 0 cannot be read"),
@@ -322,3 +326,19 @@ def test_the_rank_that_raised_first_is_the_one_whose_error_is_its_own() -> None:
     (finding,) = analyse(parts).incidents
     assert [s.rank for s in finding.suspects] == [2]
     assert "bad batch" in finding.suspects[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("group", "message"), [(("7", "pipe"), "recv 0<-1"), (("0", "default_pg"), "recv 4<-99")]
+)
+def test_a_rank_that_no_source_names_is_not_to_blame(group: tuple[str, str], message: str) -> None:
+    """A dump that did not list the ranks of a group: rank 1 of the group was taken for rank 1 of the job,
+    which had nothing to do with it, and rank 99 of eight was to blame."""
+    parts = []
+    for rank in range(8):
+        rows = [entry(number, state="completed", retired=True) for number in range(3)]
+        if rank == 4:
+            rows.append(entry(3, profiling_name=f"nccl:{message}", process_group=group, p2p_seq_id=1))
+        parts.append(read(f"rank_{rank}", pickled(dump(*rows, pg_config={}))))
+    named = {r for one in analyse(parts).incidents for s in one.suspects for r in (s.rank, s.peer)}
+    assert named <= {4, None}

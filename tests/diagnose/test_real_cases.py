@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.diagnose import Diagnosis, UnusableFileError, analyse, read
-from everstep.diagnose.flight import unpickle
+from everstep_diagnose import Diagnosis, UnusableFileError, analyse, read
+from everstep_diagnose.flight import unpickle
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 CASES = sorted(p for p in (DATA / "flight_recorder").glob("*") if p.is_dir())

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from everstep.diagnose import Dump, Group, Log, Record, analyse, join
-from everstep.diagnose.change import change_point
-from everstep.diagnose.clocks import offsets_ns
-from everstep.diagnose.finding import Finding
-from everstep.diagnose.message_delays import pair_up
-from everstep.diagnose.own_work import RoleWork
-from everstep.diagnose.slow import find_slow
+from everstep_diagnose import Dump, Group, Log, Record, analyse, join
+from everstep_diagnose.change import change_point
+from everstep_diagnose.clocks import offsets_ns
+from everstep_diagnose.finding import Finding
+from everstep_diagnose.message_delays import pair_up
+from everstep_diagnose.own_work import RoleWork
+from everstep_diagnose.slow import find_slow
 
 MS = 1_000_000
 

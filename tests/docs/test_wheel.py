@@ -34,10 +34,11 @@ def test_a_wheel_has_all_it_needs_and_runs_without_the_tree(tmp_path: Path) -> N
         names = set(archive.namelist())
         archive.extractall(there)
     assert {f"everstep/{name}" for name in DATA} <= names
-    assert "everstep_lab/study/study.py" in names
+    packages = ("everstep_lab/study/study", "everstep_convert/conversion", "everstep_diagnose/verdict")
+    assert {f"{name}.py" for name in packages} <= names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "harness/"))]
     environment = {**os.environ, "PYTHONPATH": str(there)}
-    for command in (["--version"], ["train", "--help"], ["simulate", "--help"]):
+    for command in (["--version"], ["train", "--help"], ["simulate", "--help"], ["diagnose", "--help"]):
         ran = subprocess.run(
             [sys.executable, "-m", "everstep.cli.main", *command],
             cwd=tmp_path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,7 +22,6 @@ from everstep.core.faults.remedies import REMEDIES, first_remedy
 from everstep.core.faults.severity import MEANINGS, TABLE, ErrorKind, Severity
 from everstep.core.faults.symptoms import SYMPTOMS
 from everstep.core.faults.xids import XIDS
-from everstep.diagnose.finding import ranks_text
 from everstep.errors import PeerError, UserError
 from everstep.protocol.durations import span
 
@@ -140,7 +139,7 @@ def _show_severities(*, with_patterns: bool) -> None:
         box=SIMPLE,
     )
     for kind, severity in TABLE.items():
-        xids = ranks_text(number for number, (of_kind, _) in XIDS.items() if of_kind is kind)
+        xids = _ranges(number for number, (of_kind, _) in XIDS.items() if of_kind is kind)
         table.add_row(Text(str(severity), style=_STYLES[severity]), str(kind), MEANINGS[kind], xids)
     render.show(table)
     for severity in Severity:
@@ -373,3 +372,14 @@ def worker_time(seconds: float) -> str:
         if abs(seconds) >= 1.5 * size:
             return f"{seconds / size:.3g} {word}"
     return f"{seconds:.3g} s"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 7`: numbers as people write them."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

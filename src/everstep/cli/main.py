@@ -48,7 +48,6 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "history": "everstep.cli.report:history_command",
     "audit": "everstep.cli.access:audit_command",
     "explain": "everstep.cli.explain:explain_command",
-    "diagnose": "everstep.cli.diagnose:diagnose_command",
     "fabric": "everstep.cli.fabric:fabric_app",
     "launch": "everstep.cli.launch:launch_app",
 }

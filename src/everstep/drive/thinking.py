@@ -14,9 +14,9 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.cluster.task import OVER, Task
 from everstep.core.task.states import Member
-from everstep.diagnose.link_watch import LinkWatch
-from everstep.diagnose.slowness_watch import Watch
+from everstep.drive.link_watch import LinkWatch
 from everstep.drive.ports import HandledEvent
+from everstep.drive.slowness_watch import Watch
 from everstep.errors import clipped
 from everstep.plan.ahead import ReadyAnswers
 from everstep.plan.ask import PlanQuestion, Thought, chosen, nothing_to_share, question, think

@@ -27,7 +27,7 @@ from everstep.core.agent.processes import Curiosity, NodeProcesses
 from everstep.core.faults.detector import Glance
 from everstep.core.faults.lagging_shard import ShardProgress, hung_shard
 from everstep.engine.shards.marks import mark_path, read_marks
-from everstep.engine.telemetry.beacon import Beacon, BeaconReading, ring_beside
+from everstep.engine.telemetry.beacon import Beacon, BeaconReading
 from everstep.engine.telemetry.faults import parse_fault
 from everstep.errors import EverstepError, UserError
 from everstep.job.worker_spec import WorkerSpec, lifeline_beside
@@ -45,7 +45,6 @@ from everstep.node.fork_server import (
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
 from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
-from everstep.node.ring_watch import RingWatch
 from everstep.node.shard_group import SHARDS
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
@@ -175,7 +174,6 @@ class WorkerProcesses:
         self.logs = WorkerLogs(settings.logs or settings.folder)
         self._all: dict[Sender, WorkerProcess] = {}
         self._unreadable: dict[str, str] = {}  # jobs that make no sense here, and why
-        self._rings: dict[str, RingWatch] = {}
         self._forking: dict[Sender, ForkServer] = {}  # asked for, and not made yet
         self._early: set[Sender] = set()  # of these, the ones that have called already
         self._bell = Bell()
@@ -295,8 +293,6 @@ class WorkerProcesses:
             for process in list(self._all.values()):
                 if not process.dead:
                     self._look(process, now)
-            for name in dict.fromkeys(sender.task for sender in self._all):  # not all that were ever here
-                self._look_into_rings(name, now)
         if now >= self._trim_at:
             self._trim_at = math.inf  # until this time is over: the file system may hang
             here = list(self.processes)
@@ -648,23 +644,6 @@ class WorkerProcesses:
             glanced = process.glances.look(self.machine.curious, now)
         if glanced is not None:
             self.happened(glanced)
-
-    def _look_into_rings(self, task: str, now: float) -> None:
-        watch = self._rings.get(task)
-        if (watch is not None and not watch.is_due(now)) or sum(s.task == task for s in self._all) < 2:
-            return
-        there = {worker: p for (name, worker), p in self.processes.items() if name == task}
-        if len(there) < 2:
-            return
-        rings = {w: ring_beside(p.beacon.path) for w, p in there.items()}
-        replicas = self.tasks[task].replicas
-        if task not in self._rings or self._rings[task].replicas != replicas:
-            self._rings[task] = RingWatch(task, replicas)
-        with self.acting_for(task):
-            found = self._rings[task].look(rings, now)
-        for news in found:
-            if news.worker in there:
-                self.report(news, there[news.worker].sender)
 
 
 def _files(beacon: Path, shards: int) -> Iterator[Path]:

@@ -33,7 +33,6 @@ from everstep.protocol.table import (
     AGENT,
     ATTEMPT,
     COMMIT,
-    COORDINATOR,
     OPERATOR,
     PAIR,
     PROBE,
@@ -349,15 +348,9 @@ class TimesReported(TaskReport, WorkerReport):
     were on their way."""
 
 
-@message(
-    by=(WORKER, COORDINATOR),
-    fleeting=True,
-    says="the link between workers {worker} and {peer} of {task} is slow",
-)
-class SlowLinkFound(TaskReport, TaskRequest):
-    """Messages between these two take longer than elsewhere, or than before: their rings say so, or, between
-    machines, the rate of what was acknowledged.
-    """
+@message(says="the link between workers {worker} and {peer} of {task} is slow")
+class SlowLinkFound(TaskRequest):
+    """Between these two, on two machines, less is acknowledged per second than elsewhere, or than before."""
 
     task: str
     worker: Worker
@@ -367,12 +360,8 @@ class SlowLinkFound(TaskReport, TaskRequest):
     ruled_out: tuple[str, ...] = ()
 
 
-@message(
-    by=(WORKER, COORDINATOR),
-    fleeting=True,
-    says="the link between workers {worker} and {peer} of {task} is no longer slow",
-)
-class SlowLinkEnded(TaskReport, TaskRequest):
+@message(says="the link between workers {worker} and {peer} of {task} is no longer slow")
+class SlowLinkEnded(TaskRequest):
     """Messages between these two are as fast as usual again."""
 
     task: str

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.diagnose.ras_json import read_json
+from everstep.ras_json import read_json
 
 RAS_ADDRESS = "localhost:28028"
 FIRST_WORD_S = 0.3  # from a process that is not stopped

@@ -8,7 +8,7 @@ date.
 
 Within a stage all workers are planned with one time: what differs between them is mostly noise, and noise
 must not move microbatches. Who is slower than that is not guessed here: it is given as `slow`, with a factor,
-when there is evidence for it (see diagnose/slowness_watch.py).
+when there is evidence for it (see drive/slowness_watch.py).
 
 A boundary tensor takes a *hop* to the next stage: its bytes at the rate that the sockets to workers of that
 stage show, latency included. To a worker of the same machine it takes none. A schedule knows one hop, so it

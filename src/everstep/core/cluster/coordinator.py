@@ -576,12 +576,6 @@ class Coordinator:
         return self._failures.links_probed(node, task, report, now)
 
     @on_report
-    def _slow_link_seen(
-        self, node: Node, task: Task, report: msg.SlowLinkFound | msg.SlowLinkEnded, now: Moment
-    ) -> Actions:
-        return self._slow_link(task, report, now)
-
-    @on_report
     def _times_reported(self, node: Node, task: Task, report: msg.TimesReported, now: Moment) -> Actions:
         """For the scheduler, which hears it before it comes here."""
         return []

@@ -1,6 +1,6 @@
 """What the coordinator makes of a slow worker: an incident that stays open while it is slow, and less work.
 
-Whether a worker is slow is found elsewhere (`diagnose.slowness_watch`); here it is a verdict with evidence.
+Whether a worker is slow is found elsewhere (`drive.slowness_watch`); here it is a verdict with evidence.
 The remedy does not stop training: the scheduler is asked for a schedule that knows the speeds, and the
 worker's peers of its stage take over some of its microbatches. Where it has no peer no work can be given to
 others, and that is said.

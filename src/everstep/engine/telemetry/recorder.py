@@ -2,7 +2,7 @@
 
 `begin` takes a slot of the ring and stamps it, `end` writes one number into it: about a microsecond each, no
 lock, no system call. What a stopped or killed process had begun and not ended stays readable in the file; the
-layout and its reader are `diagnose.ring`.
+layout is `everstep.ring`.
 
     recorder = Recorder(path, rank=3, world_size=8)
     slot = recorder.begin(SEND, peer=4, bytes=1 << 20, seq=17)
@@ -25,7 +25,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from everstep.diagnose import ring
+from everstep import ring
 from everstep.engine.telemetry.beacon import ring_beside
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind, recorded_as

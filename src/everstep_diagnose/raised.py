@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import UNKNOWN, Dump, Log
-from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.flight import UnusableFileError
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import UNKNOWN, Dump, Log
+from everstep_diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep_diagnose.flight import UnusableFileError
 
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|socket|peer|remote process|DistBackendError|"

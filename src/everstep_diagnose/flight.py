@@ -26,7 +26,8 @@ from typing import Any
 
 from everstep import bounded_pickle
 from everstep.bounded_pickle import BadPickleError
-from everstep.diagnose.comm_record import (
+from everstep.errors import UserError
+from everstep_diagnose.comm_record import (
     FLIGHT_RECORDER,
     RECV,
     SEND,
@@ -37,7 +38,6 @@ from everstep.diagnose.comm_record import (
     Log,
     Record,
 )
-from everstep.errors import UserError
 
 _MESSAGE = re.compile(r"(?:\w+:)?(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 _LARGEST = 1 << 28  # bytes of a dump; a real one has some hundred kilobytes
@@ -101,7 +101,7 @@ def part_of(name: str, dump: Any) -> Dump:
             index[group] = len(groups)
             groups.append(Group(name=group, about=about))
         try:
-            records.append(_record(entry, rank, index[group], groups[index[group]].members, place))
+            records.append(_record(entry, rank, index[group], groups[index[group]], place))
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise UnusableFileError(
                 f"entry {place} cannot be read ({type(error).__name__}: {error})"
@@ -151,14 +151,13 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
     return str(group if group is not None else entry.get("pg_id", 0)), ""
 
 
-def _record(entry: Mapping[str, Any], rank: int, group: int, members: tuple[int, ...], place: int) -> Record:
+def _record(entry: Mapping[str, Any], rank: int, at: int, group: Group, place: int) -> Record:
     name = str(entry.get("profiling_name", ""))
     message = _MESSAGE.search(name)
     peer, kind = UNKNOWN, _kind(name)
     if message:
         kind = message[1]
-        local = int(message[3])
-        peer = local if not members else members[local] if local < len(members) else UNKNOWN
+        peer = _rank_in(group, int(message[3]))
     is_message = kind in (SEND, RECV)
     number = entry.get("p2p_seq_id") if is_message else entry.get("collective_seq_id", entry.get("seq_id"))
     sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
@@ -171,7 +170,7 @@ def _record(entry: Mapping[str, Any], rank: int, group: int, members: tuple[int,
     length = entry.get("duration_ms")
     return Record(
         rank=rank,
-        group=group,
+        group=at,
         seq=int(number or 0),
         kind=kind,
         bytes=_bytes(sizes, dtypes),
@@ -184,6 +183,13 @@ def _record(entry: Mapping[str, Any], rank: int, group: int, members: tuple[int,
         done=done,
         order=int(entry.get("time_created_ns") or entry.get("record_id", place)),
     )
+
+
+def _rank_in(group: Group, local: int) -> int:
+    """Messages name ranks of their group. Of a group that is not listed only the first one's are known."""
+    if not group.members:
+        return local if group.is_first else UNKNOWN
+    return group.members[local] if local < len(group.members) else UNKNOWN
 
 
 def _kind(name: str) -> str:

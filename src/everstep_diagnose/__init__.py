@@ -3,15 +3,15 @@
     dump = read(name, content)          any file: Flight Recorder, NCCL Inspector, NCCL RAS, our ring
     diagnosis = analyse(dumps)          one job: hangs, slow links, slow ranks, imbalances
 
-`live_diagnosis.DiagnosisStream` is the same for a job that is running.
+It needs numpy, and of `everstep` only what reads files and prints: neither torch nor a running job.
 """
 
-from everstep.diagnose.case import Case, join
-from everstep.diagnose.comm_record import Dump, Group, Log, Record
-from everstep.diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
-from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.sources import read
-from everstep.diagnose.verdict import analyse
+from everstep_diagnose.case import Case, join
+from everstep_diagnose.comm_record import Dump, Group, Log, Record
+from everstep_diagnose.finding import Diagnosis, Finding, Imbalance, Suspect, Syndrome, Where
+from everstep_diagnose.flight import UnusableFileError
+from everstep_diagnose.sources import read
+from everstep_diagnose.verdict import analyse
 
 __all__ = [
     "Case",

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Ints, Log, most_by
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Ints, Log, most_by
 
 Floats = NDArray[np.float64]
 _LONGEST_PERIOD = 512

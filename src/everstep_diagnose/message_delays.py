@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import RECV, SEND, UNKNOWN, Ints
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import RECV, SEND, UNKNOWN, Ints
 
 Floats = NDArray[np.float64]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everstep.diagnose.comm_record import UNKNOWN, Dump, Group, Log, Record
-from everstep.diagnose.flight import UnusableFileError
+from everstep_diagnose.comm_record import UNKNOWN, Dump, Group, Log, Record
+from everstep_diagnose.flight import UnusableFileError
 
 _KINDS = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",

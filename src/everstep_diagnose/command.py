@@ -1,7 +1,6 @@
 """`everstep diagnose`: from a directory of dumps to a verdict with its evidence.
 
-This module reads files and prints; `everstep.diagnose` decides. It needs neither torch nor a GPU, because
-dumps are rarely read on the machine that wrote them.
+It needs neither torch nor a GPU, because dumps are rarely read on the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -19,10 +18,9 @@ from rich.table import Table
 from everstep.cli import render
 from everstep.cli.render import AsJson, Console
 from everstep.errors import UserError
-
-if TYPE_CHECKING:
-    from everstep.diagnose import Diagnosis
-    from everstep.diagnose.case import Mixed
+from everstep_diagnose import Diagnosis, UnusableFileError, analyse, read
+from everstep_diagnose.case import Mixed, mixed
+from everstep_diagnose.finding import ranks_text
 
 _MOST_BYTES = 1 << 30
 _SHOWN = 8
@@ -30,13 +28,6 @@ _SHOWN = 8
 
 def diagnose_command(
     path: Annotated[Path, typer.Argument(help="A dump, or a directory of dumps and rings of one job.")],
-    pull: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="First ask a running rank for its records and save them to PATH. HOST:PORT, or the socket "
-            "of its worker server. Repeat it for each rank, in order of rank."
-        ),
-    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,11 +47,7 @@ def diagnose_command(
       everstep diagnose /tmp/traces
 
       everstep diagnose runs/ --only attempt_1
-
-      everstep diagnose now/ --pull /run/job/rank_0 --pull /run/job/rank_1
     """
-    if pull:
-        _pull(path, pull)
     diagnosis = _diagnosed(path, only or [], Console(stderr=True))
     if as_json:
         sys.stdout.write(json.dumps(diagnosis.document()) + "\n")
@@ -68,25 +55,7 @@ def diagnose_command(
         _show(diagnosis)
 
 
-def _pull(folder: Path, addresses: list[str]) -> None:
-    from everstep.node import pulled_records
-
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; with --pull give a directory for the records.")
-    for address in addresses:
-        if not address.startswith("/") and not address.rpartition(":")[2].isdecimal():
-            raise UserError(f"--pull {address!r} is neither HOST:PORT nor the path of a Unix socket.")
-    answers = pulled_records.pull(dict(enumerate(addresses)))
-    try:
-        pulled_records.save(answers, folder, world_size=len(addresses))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
-
-
 def _diagnosed(path: Path, only: list[str], messages: Console) -> Diagnosis:
-    from everstep.diagnose import UnusableFileError, analyse, read
-    from everstep.diagnose.case import mixed
-
     for place in only:
         if not (path / place).resolve().is_relative_to(path.resolve()):
             raise UserError(f"--only {place} is not inside {path}.")
@@ -146,8 +115,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _content(file: Path) -> bytes:
-    from everstep.diagnose import UnusableFileError
-
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise UnusableFileError("larger than 1 GiB")
@@ -157,8 +124,6 @@ def _content(file: Path) -> bytes:
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    from everstep.diagnose.finding import ranks_text
-
     console = Console(highlight=False)
     if not diagnosis.incidents:
         console.print("No rank and no link stands out: no incident.", style="green")

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import SYNCHRONIZING, UNKNOWN
-from everstep.diagnose.message_delays import Pairs
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import SYNCHRONIZING, UNKNOWN
+from everstep_diagnose.message_delays import Pairs
 
 
 def offsets_ns(case: Case, pairs: Pairs) -> dict[int, int]:

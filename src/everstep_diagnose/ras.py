@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.diagnose.comm_record import Dump, Group, GroupProgress, Log, Record
-from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.ras_json import read_json
+from everstep.ras_json import read_json
+from everstep_diagnose.comm_record import Dump, Group, GroupProgress, Log, Record
+from everstep_diagnose.flight import UnusableFileError
 
 _KINDS = {
     "AllReduce": "all_reduce",

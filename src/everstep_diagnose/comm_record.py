@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 UNKNOWN = -1
 SEND, RECV, COMPUTE = "send", "recv", "compute"
-FLIGHT_RECORDER, PULLED = "flight recorder", "pull"  # forms of files
+FLIGHT_RECORDER = "flight recorder"  # a form of files
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
 Ints = NDArray[np.int64]
@@ -60,6 +60,11 @@ class Group:
     members: tuple[int, ...] = ()
     about: str = ""
     pairwise: bool = False  # messages carry a number of their own per sender and receiver
+
+    @property
+    def is_first(self) -> bool:
+        """Of all ranks: PyTorch calls it the default group."""
+        return "default" in self.about
 
     def __str__(self) -> str:
         return f"{self.name} ({self.about})" if self.about not in ("", "undefined", self.name) else self.name
@@ -162,7 +167,7 @@ class GroupProgress:
 
 @dataclass(slots=True, kw_only=True)
 class Dump:
-    """What one source says, mostly about one rank: a Flight Recorder dump, a ring, a pull, an error file."""
+    """What one source says, mostly about one rank: a Flight Recorder dump, a ring, an error file."""
 
     source: str
     form: str = ""  # of the file: two of one form and one rank are two takes of the same thing
@@ -172,11 +177,7 @@ class Dump:
     progress: dict[tuple[int, int], GroupProgress] = field(default_factory=dict)  # (rank, group)
     taken_ns: dict[int, int] = field(default_factory=dict)  # when a rank's records were taken, by their clock
     hosts: dict[int, str] = field(default_factory=dict)
-    silent: dict[int, str] = field(default_factory=dict)  # asked, no answer: how it failed to
-    stacks: dict[int, str] = field(default_factory=dict)  # what the host was doing, in its own words
-    stuck_hosts: dict[int, str] = field(
-        default_factory=dict
-    )  # its interpreter does not answer: why we think so
+    silent: dict[int, str] = field(default_factory=dict)  # NCCL's RAS asked it, no answer: how it failed to
     errors: dict[int, tuple[int, str]] = field(default_factory=dict)  # raised: when (ns), what
     world_size: int = 0
     has_device: bool = True  # gloo has none: what failed there looks completed

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
-from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.wait_graph import RankPositions
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import COMPUTE, EQUAL_SIZES, RECV, SEND, UNKNOWN, Record
+from everstep_diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep_diagnose.wait_graph import RankPositions
 
 _BY_MAJORITY, _BY_THE_PAST, _TIED = 0.95, 0.7, 0.5
 _LOOK_BACK = 256  # operations

@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.change import change_point, spread
-from everstep.diagnose.finding import Finding, Imbalance, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.own_work import RoleWork
+from everstep_diagnose.change import change_point, spread
+from everstep_diagnose.finding import Finding, Imbalance, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep_diagnose.own_work import RoleWork
 
 Floats = NDArray[np.float64]
 WORTH = 0.10  # of a step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from everstep.diagnose.link_watch import ALIKE, CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
+from everstep.drive.link_watch import ALIKE, CALM_LOOKS, COMPARED, KNOWN, LOOKS, LinkWatch
 from everstep.protocol.messages import LinksSuspected, SlowLinkEnded, SlowLinkFound, TimesReported
 from everstep.protocol.ops import Worker
 

@@ -16,9 +16,8 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from everstep.diagnose.comm_record import (
+from everstep_diagnose.comm_record import (
     FLIGHT_RECORDER,
-    PULLED,
     UNKNOWN,
     Dump,
     Group,
@@ -40,8 +39,6 @@ class Case:
     taken_ns: dict[int, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
-    stuck_hosts: dict[int, str] = field(default_factory=dict)
     errors: dict[int, tuple[int, str]] = field(default_factory=dict)
     has_device: bool = True
     misses_messages: bool = False  # some were issued, and a recorder left them out
@@ -59,6 +56,9 @@ def join(parts: Sequence[Dump]) -> Case:
     silent = {rank: why for part in parts for rank, why in part.silent.items()}
     world = spoke | set(silent) | set(range(_world_size(parts, groups)))
     world |= {rank for group in groups for rank in group.members}
+    for part in parts:
+        if part.form == "ring" and not part.world_size:  # its writer did not know
+            world |= set(np.unique(part.log.peer).tolist()) - {UNKNOWN}
     groups = _with_members(groups, log, world)
     case = Case(
         log=log,
@@ -67,14 +67,12 @@ def join(parts: Sequence[Dump]) -> Case:
         world=tuple(sorted(world)),
         silent=silent,
     )
-    for part, indices in sorted(zip(parts, moved, strict=True), key=lambda each: each[0].form == PULLED):
+    for part, indices in zip(parts, moved, strict=True):
         case.progress |= {(rank, indices[g]): value for (rank, g), value in part.progress.items()}
         case.hosts |= part.hosts
-        case.stacks |= part.stacks
-        case.stuck_hosts |= part.stuck_hosts
         case.errors |= part.errors
         case.has_device &= part.has_device
-        case.taken_ns |= part.taken_ns  # a pull comes last: it knows better than a file's date
+        case.taken_ns |= part.taken_ns
         case.misses_messages |= part.misses_messages
     return case
 
@@ -147,16 +145,12 @@ def _world_size(parts: Sequence[Dump], groups: list[Group]) -> int:
     return said if is_listed else max(said, max(dumped, default=UNKNOWN) + 1)
 
 
-def _is_default(group: Group) -> bool:
-    return "default" in group.about
-
-
 def _with_members(groups: list[Group], log: Log, world: set[int]) -> list[Group]:
     """Members where a source left them out: all for the default group, else the ranks seen in it."""
     found = []
     for index, group in enumerate(groups):
         if not group.members:
-            seen = world if _is_default(group) else set(np.unique(log.rank[log.group == index]).tolist())
+            seen = world if group.is_first else set(np.unique(log.rank[log.group == index]).tolist())
             group = replace(group, members=tuple(sorted(seen)))
         found.append(group)
     return found

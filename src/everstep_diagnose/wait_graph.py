@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record, most_by
+from everstep_diagnose.case import Case
+from everstep_diagnose.comm_record import COMPUTE, RECV, SEND, SYNCHRONIZING, UNKNOWN, Record, most_by
 
 _TOO_MANY_SILENT = 0.34  # of the members of an operation: then silence is missing data, not a symptom
 
@@ -263,6 +263,8 @@ def _to_the_peer(case: Case, positions: RankPositions, waiter: int, record: Reco
     if peer == UNKNOWN:
         return []
     if peer in positions.stale:
+        return []
+    if peer not in case.world:
         return []
     if peer not in case.ranks:
         return [Arrow(waiter, peer, record, Rests.ABSENT, case.silent.get(peer, "left no records"))]

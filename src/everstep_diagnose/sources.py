@@ -9,10 +9,11 @@ everring          our own ring
 
 from __future__ import annotations
 
-from everstep.diagnose import flight, inspector, pulled, raised, ras, ring
-from everstep.diagnose.comm_record import Dump
-from everstep.diagnose.flight import UnusableFileError
-from everstep.diagnose.ras_json import read_json
+from everstep.ras_json import read_json
+from everstep.ring import MAGIC
+from everstep_diagnose import flight, inspector, raised, ras, ring
+from everstep_diagnose.comm_record import Dump
+from everstep_diagnose.flight import UnusableFileError
 
 MOST_RANKS = 1 << 20
 
@@ -52,7 +53,7 @@ def _refuse_odd_ranks(part: Dump) -> None:
 
 
 def _read(name: str, content: bytes, before: bytes | None) -> Dump:
-    if content.startswith(ring.MAGIC):
+    if content.startswith(MAGIC):
         return ring.read_ring(name, content)
     if content[:1] == b"\x80":
         return flight.read_pickle(name, content)
@@ -73,8 +74,6 @@ def _read_text(name: str, content: bytes, before: str | None) -> Dump:
         value = read_json(text)
     except ValueError as error:
         raise UnusableFileError(f"truncated or not JSON ({error})") from None
-    if pulled.is_pull(value):
-        return pulled.read_pull(name, text)
     if raised.is_error(value):
         return raised.read_error(name, value)
     if ras.is_ras(value):

@@ -1,42 +1,17 @@
-"""The ring a rank writes its communications into, as bytes: its layout, and the reader.
-
-    head     64 bytes   magic, version, capacity, the rank, wall clock minus monotonic clock, names' length
-    names  4032 bytes   JSON: groups, and what else does not fit a number
-    slots  64 bytes each, oldest overwritten first
-
-A slot is written when an operation is enqueued and touched once more when it ends, so an operation that
-never ends stays in the ring as one that has no end: the last thing a stopped or dead process says. A slot
-begins and ends with its turn, the stamp; where the two differ, a death or the writer itself was in
-mid-write, and the slot is skipped. The writer is `engine.telemetry.recorder`; no lock is needed, since one
-process writes and others only read.
-"""
+"""Rings to records; the layout is `everstep.ring`."""
 
 from __future__ import annotations
 
 import json
-import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.diagnose.comm_record import UNKNOWN, Dump, Group, Log
-from everstep.diagnose.flight import UnusableFileError
+from everstep.ring import ENDED_AT, KINDS, SLOT_SIZE, SLOTS_AT, head_of
+from everstep_diagnose.comm_record import UNKNOWN, Dump, Group, Log
+from everstep_diagnose.flight import UnusableFileError
 
-MAGIC = b"everring"
-VERSION = 1
-HEAD = struct.Struct("<8sIIiqI")
-NAMES_AT, SLOTS_AT = 64, 4096
-SLOT = struct.Struct(
-    "<IHHqqqqqiiI4x"
-)  # stamp, kind, -, enqueued, ended, took, bytes, seq, peer, group, stamp
-SLOT_SIZE = SLOT.size
-TIME = struct.Struct("<q")
-ENDED_AT = 16
-KINDS = (
-    "other", "send", "recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
-    "reduce", "gather", "scatter", "barrier", "compute",
-)  # fmt: skip
 _SLOTS = np.dtype(
     {
         "names": ["stamp", "kind", "enqueued", "ended", "took", "bytes", "seq", "peer", "group", "again"],
@@ -45,22 +20,16 @@ _SLOTS = np.dtype(
         "itemsize": SLOT_SIZE,
     }
 )
-assert SLOT.size == 64
 _MOST_GROUPS = 1024  # more than the names have room for; a number beyond that is no group's
 
 
-def size_of(capacity: int) -> int:
-    return SLOTS_AT + capacity * SLOT_SIZE
-
-
 def read_ring(name: str, content: bytes) -> Dump:
-    if len(content) < SLOTS_AT or not content.startswith(MAGIC):
-        raise UnusableFileError("no ring of records")
-    _, version, capacity, rank, ahead_ns, length = HEAD.unpack_from(content)
-    if version != VERSION or len(content) < size_of(capacity):
-        raise UnusableFileError(f"a ring of version {version}, or a truncated one")
     try:
-        names: dict[str, Any] = json.loads(content[NAMES_AT : NAMES_AT + length] or b"{}")
+        _, rank, ahead_ns, text = head = head_of(content)
+    except ValueError as why:
+        raise UnusableFileError(str(why)) from None
+    try:
+        names: dict[str, Any] = json.loads(text or b"{}")
     except ValueError:
         names = {}  # its writer died while adding a group; numbers are still good
     groups = [
@@ -72,7 +41,8 @@ def read_ring(name: str, content: bytes) -> Dump:
         )
         for g in names.get("groups", [])
     ]
-    log = _log(np.frombuffer(content, dtype=_SLOTS, count=capacity, offset=SLOTS_AT), rank, ahead_ns)
+    slots = np.frombuffer(content, dtype=_SLOTS, count=head.capacity, offset=SLOTS_AT)
+    log = _log(slots, rank, ahead_ns)
     while len(log) and len(groups) <= int(log.group.max()):
         groups.append(Group(name=f"ring group {len(groups)}", pairwise=True))
     return Dump(

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.diagnose.case import join
-from everstep.diagnose.clocks import offsets_ns
-from everstep.diagnose.comm_record import UNKNOWN, Dump
-from everstep.diagnose.finding import Diagnosis
-from everstep.diagnose.hang import find_hangs
-from everstep.diagnose.message_delays import pair_up
-from everstep.diagnose.own_work import roles_of
-from everstep.diagnose.slow import find_slow
-from everstep.diagnose.slow_links import find_slow_links
+from everstep_diagnose.case import join
+from everstep_diagnose.clocks import offsets_ns
+from everstep_diagnose.comm_record import UNKNOWN, Dump
+from everstep_diagnose.finding import Diagnosis
+from everstep_diagnose.hang import find_hangs
+from everstep_diagnose.message_delays import pair_up
+from everstep_diagnose.own_work import roles_of
+from everstep_diagnose.slow import find_slow
+from everstep_diagnose.slow_links import find_slow_links
 
 AFTER_A_FAILURE = (
     "gloo's Flight Recorder marks operations that failed as completed: dumps written after a failure do not "
-    "show which rank stopped first. Dumps of a job that still hangs do (--pull), and everstep run says it."
+    "show which rank stopped first. Dumps of a job that still hangs do, and everstep run says it."
 )
 
 

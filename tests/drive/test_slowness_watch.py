@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from everstep.diagnose.slowness_watch import CALM_LOOKS, Watch
+from everstep.drive.slowness_watch import CALM_LOOKS, Watch
 from everstep.protocol.messages import SlownessEnded, SlownessFound, TimesReported
 from everstep.protocol.ops import Worker
 

@@ -23,13 +23,13 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from everstep.diagnose.case import Case
-from everstep.diagnose.circles import last_circles
-from everstep.diagnose.comm_record import UNKNOWN
-from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.mismatch import find_mismatches
-from everstep.diagnose.raised import find_lost, find_raised
-from everstep.diagnose.wait_graph import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
+from everstep_diagnose.case import Case
+from everstep_diagnose.circles import last_circles
+from everstep_diagnose.comm_record import UNKNOWN
+from everstep_diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep_diagnose.mismatch import find_mismatches
+from everstep_diagnose.raised import find_lost, find_raised
+from everstep_diagnose.wait_graph import Arrow, RankPositions, Rests, arrows_of, operation, positions_of
 
 _HANG_AFTER_S = 1.0
 _PATIENCE = 5.0  # times the longest usual pause between two operations of a rank
@@ -197,9 +197,7 @@ def _host(case: Case, rank: int, into: list[Arrow]) -> tuple[Where, float, str]:
             f"{waited_for}it {case.silent.get(rank, 'left no records')}",
         )
     best = max(into, key=lambda a: a.rests)
-    more = f"; {case.stuck_hosts[rank]}" if rank in case.stuck_hosts else ""
-    more += f"; its host is at {case.stacks[rank]}" if rank in case.stacks else ""
-    return Where.HOST, 0.95 if best.rests is Rests.NEVER else 0.75, f"{waited_for}it {best.how}{more}"
+    return Where.HOST, 0.95 if best.rests is Rests.NEVER else 0.75, f"{waited_for}it {best.how}"
 
 
 def _waited_for(case: Case, into: list[Arrow]) -> str:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from everstep.diagnose.change import change_point
-from everstep.diagnose.comm_record import UNKNOWN
-from everstep.diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
-from everstep.diagnose.message_delays import DelayMatrix, Pairs, delay_matrix
+from everstep_diagnose.change import change_point
+from everstep_diagnose.comm_record import UNKNOWN
+from everstep_diagnose.finding import Finding, RuledOut, Suspect, Syndrome, Where, ranks_text
+from everstep_diagnose.message_delays import DelayMatrix, Pairs, delay_matrix
 
 _HOT = 3.0
 _WORTH = 0.10
