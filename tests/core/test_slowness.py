@@ -125,14 +125,14 @@ def test_a_slow_link_is_told_and_takes_work_from_nobody() -> None:
     before = epoch(cluster)
     link = {"task": "t", "worker": Worker(0, 0), "peer": Worker(0, 1)}
     for _ in range(2):
-        cluster.report("t", Worker(0, 0), msg.SlowLinkFound(**link, because="messages take long"))
+        cluster.hear(msg.SlowLinkFound(**link, because="messages take long"))
     incident = one(cluster)
     assert not incident.closed
     assert incident.verdict is not None
     assert incident.verdict.kind == "slow link"
     assert epoch(cluster) == before
     assert cluster.coordinator.tasks["t"].speeds.slow == {}
-    cluster.report("t", Worker(0, 0), msg.SlowLinkEnded(**link, because="as before"))
+    cluster.hear(msg.SlowLinkEnded(**link, because="as before"))
     assert incident.closed
 
 
