@@ -65,6 +65,32 @@ def test_a_worker_whose_version_sums_otherwise_takes_no_part(members: str, newco
     assert not told.closed, "its place is empty"
 
 
+@pytest.mark.parametrize("members", [(), ("kernels",)])
+def test_a_worker_that_uses_other_kernels_takes_no_part_until_a_new_process_uses_the_same(
+    members: tuple[str, ...],
+) -> None:
+    """Its microbatches would have other bits: only a line of a log said so."""
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.crew.without = members
+    cluster.submit()
+    cluster.seal()
+    lost = Worker(1, 1)
+    cluster.crew.without = () if members else ("kernels",)
+    cluster.exits(lost, "killed by SIGKILL")
+    cluster.wait(5)
+    assert ("t", lost) not in cluster.crew.actors
+    (told,) = [one for one in cluster.coordinator.log.incidents if "both use kernels" in one.what]
+    assert told.verdict is not None
+    assert told.verdict.kind == "mixed versions"
+    assert {node.state for node in cluster.coordinator.nodes.values()} == {NodeState.UP}
+    cluster.crew.without = members
+    for _ in range(4):
+        cluster.wait(5)
+        cluster.seal()
+    assert ("t", lost) in cluster.crew.actors
+    assert all(incident.closed for incident in cluster.coordinator.log.incidents)
+
+
 def test_a_worker_of_the_right_version_ends_the_incident_of_one_that_was_not() -> None:
     cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
     cluster.submit()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -26,6 +26,7 @@ from everstep.engine.layers.shard_plan import Cut, from_theirs
 from everstep.engine.prepare.preflight import preflight
 from everstep.engine.prepare.shard_trial import with_summed
 from everstep.engine.shards.collectives import GroupCollectives
+from everstep.engine.shards.layers import refuse_unequal
 from everstep.engine.shards.slices import sliced, together
 from everstep.engine.stage.evaluation import Evaluation
 from everstep.engine.stage.stage import Stage, StageSettings
@@ -257,6 +258,27 @@ def test_a_whole_linear_on_split_values_is_refused_where_the_plan_does_not_name_
     build = partial(kept_model, PER_HEAD, True, "whole")
     for words in in_shards(2, partial(refused, build)):
         assert words.startswith("net.each.weight is whole on every shard, and its gradient differs")
+
+
+class Other:
+    """The other of two shards has the same gradients but for a share of them."""
+
+    index, count = 0, 2
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(tensor * (1 + self._share))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_differ_by_a_few_per_cent_are_not_rounding(dtype: torch.dtype) -> None:
+    """Heads with nearly equal gradients passed at 5 %, and were trained on a part of them from then on."""
+    gradients = {"net.scale": torch.linspace(-1, 1, 999).to(dtype)}
+    refuse_unequal(gradients, cast(Any, Other(0.0)))
+    with pytest.raises(UserError, match="its gradient differs from shard to shard"):
+        refuse_unequal(gradients, cast(Any, Other(0.06)))
 
 
 def left_behind(shards: GroupCollectives, *, recompute: bool) -> int:

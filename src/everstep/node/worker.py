@@ -21,8 +21,10 @@ from everstep.core.worker.worker_state import WorkerState
 from everstep.engine import device as devices
 from everstep.engine.datasets.loading import Loader, stand_by
 from everstep.engine.layers import regions
+from everstep.engine.layers.linear import groups_trusted
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
+from everstep.engine.layers.trusted import not_trusted
 from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import GroupCollectives
@@ -253,7 +255,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         states.finish(lambda: None)
     else:
         line.listen(plane.inbox)
-        line.say(control.started(plane.links.address, NEW_SUMS.get(job.sums, "")).report)
+        sums, without = NEW_SUMS.get(job.sums, ""), _tried_kernels(job, device)
+        line.say(control.started(plane.links.address, sums, without).report)
         loop.run()
         line.over = True
         states.finish(loop.show_saving)
@@ -284,9 +287,19 @@ def _computes_with(job: Job, device: torch.device) -> str:
     """What the worker's bits depend on; empty: on the order of its sums as well."""
     if job.accumulate == "fp32":
         return ""
-    kept = kept_as(job.sums, late=True)
-    found = computes_with(device, has_kernels=kept is None or kernels.usable(device, *kept))
+    found = computes_with(device, without=_tried_kernels(job, device))
     return f"{found}, sums of 40 bits" if job.sums == "strict40" else found  # not so before version 0.2
+
+
+def _tried_kernels(job: Job, device: torch.device) -> tuple[str, ...]:
+    """Those that are not trusted here. All are tried before any peer hears of this worker."""
+    if job.accumulate == "fp32" or device.type != "cuda":
+        return ()
+    if (kept := kept_as(job.sums, late=True)) is not None:
+        kernels.usable(device, *kept)
+    if job.precision == "bf16":
+        groups_trusted(device)
+    return not_trusted(device)
 
 
 def _meet(

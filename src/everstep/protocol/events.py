@@ -36,6 +36,7 @@ class WorkerStarted(Event):
     incarnation: int
     address: tuple[str, int] | None = None  # where its peers reach it
     sums: str = ""  # how it sums gradients, where versions differ in it
+    without: tuple[str, ...] = ()  # fast kernels that it does not use, where all must use the same
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")

@@ -48,6 +48,7 @@ class Places:
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
     sums: dict[int, str] = field(default_factory=dict)  # by stage: how its processes sum gradients
+    without: dict[int, tuple[str, ...]] = field(default_factory=dict)  # and the fast kernels they do not use
     _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
     _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
     _started_again: set[Worker] = field(init=False)  # more than one restart
@@ -105,14 +106,23 @@ class Places:
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
 
-    def started(self, worker: Worker, incarnation: int, *, sums: str) -> None:
+    def started(self, worker: Worker, incarnation: int, *, sums: str, without: tuple[str, ...] = ()) -> None:
         self.to(worker, Started(incarnation))
-        self.sums[worker.stage] = sums
+        self.sums[worker.stage], self.without[worker.stage] = sums, without
 
     def sums_differ(self, worker: Worker, sums: str) -> Worker | None:
         """A peer that is up and sums gradients in another way: together they would train with wrong ones."""
-        if self.sums.get(worker.stage, "") == sums:
-            return None
+        return None if self.sums.get(worker.stage, "") == sums else self._up_beside(worker)
+
+    def kernels_differ(
+        self, worker: Worker, without: tuple[str, ...]
+    ) -> tuple[Worker, tuple[str, ...]] | None:
+        """A peer that is up and uses other kernels, and those that it does not use."""
+        theirs = self.without.get(worker.stage, ())
+        peer = None if theirs == without else self._up_beside(worker)
+        return None if peer is None else (peer, theirs)
+
+    def _up_beside(self, worker: Worker) -> Worker | None:
         up = (w for w, place in self.states.items() if not isinstance(place, Absent | Starting))
         return next((w for w in up if w.stage == worker.stage), None)
 

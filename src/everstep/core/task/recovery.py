@@ -57,6 +57,10 @@ from everstep.protocol.shape import Shape
 from everstep.protocol.table import TABLE, AnyMessage, Document, Fence, Handlers
 from everstep.protocol.work import Members, is_quiet
 
+OTHER_KERNELS = (
+    "worker {peer} and this worker do not both use {kernels}, so a microbatch has other bits on each. A new "
+    'process tries again; on GPUs of several kinds, set accumulate = "fp32".'
+)
 OTHER_SUMS = (
     "worker {peer} runs a version of Everstep that sums gradients of this job differently. Save and stop the "
     "task, finish the upgrade, and resume the task with one version."
@@ -284,15 +288,21 @@ class Recovery:
     def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
         if not isinstance(self.places[event.worker], Starting):
             return []
-        self._places.started(event.worker, event.incarnation, sums=event.sums)
+        self._places.started(event.worker, event.incarnation, sums=event.sums, without=event.without)
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()
 
     def other_sums(self, event: ev.WorkerStarted) -> str | None:
         """Why this worker must not take part beside those of its stage that do."""
-        peer = self._places.sums_differ(event.worker, event.sums)
-        return None if peer is None else OTHER_SUMS.format(peer=peer)
+        if (peer := self._places.sums_differ(event.worker, event.sums)) is not None:
+            return OTHER_SUMS.format(peer=peer)
+        found = self._places.kernels_differ(event.worker, event.without)
+        if found is None:
+            return None
+        peer, theirs = found
+        odd = sorted({*theirs, *event.without} - ({*theirs} & {*event.without}))
+        return OTHER_KERNELS.format(peer=peer, kernels=" and ".join(odd))
 
     @on
     def _exited(self, event: ev.WorkerExited, now: float) -> list[Action]:

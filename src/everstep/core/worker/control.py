@@ -201,11 +201,13 @@ class WorkerControl:
         self._waits_for = waits_for
         return True
 
-    def started(self, address: PeerAddress, sums: str = "") -> SendReport:
-        """`sums`: how it sums gradients."""
+    def started(self, address: PeerAddress, sums: str = "", without: tuple[str, ...] = ()) -> SendReport:
+        """`sums`: how it sums gradients. `without`: which fast kernels it does not use."""
         _, worker, incarnation = self.sender
         return self._event(
-            ev.WorkerStarted(worker=worker, incarnation=incarnation, address=address, sums=sums)
+            ev.WorkerStarted(
+                worker=worker, incarnation=incarnation, address=address, sums=sums, without=without
+            )
         )
 
     def where(self) -> str:

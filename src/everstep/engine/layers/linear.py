@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from everstep.log import warn
+from everstep.engine.layers.trusted import trusted
 
 Into = Callable[[Tensor], Tensor]  # a parameter -> its view in the gradient buffer
 Product = Callable[[], Tensor]  # makes a gradient
@@ -210,22 +210,23 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
 
 def grouped_weights(x: Tensor) -> bool:
     """Can the weight gradients of all experts be one product, without asking the device for their rows?"""
-    return x.is_cuda and x.dtype == torch.bfloat16 and _grouped_on(x.device)
+    return x.is_cuda and x.dtype == torch.bfloat16 and groups_trusted(x.device)
 
 
-@cache
-def _grouped_on(device: torch.device) -> bool:
-    """Does torch's product of groups give what single products give, and zeros for an expert without rows?"""
-    if not hasattr(torch, "_grouped_mm"):
-        return False
+GROUPS = "torch's products of groups"
+
+
+def groups_trusted(device: torch.device) -> bool:
+    """Is torch's product of groups used here? It rounds to 16 bits where single products do not."""
+    return trusted(GROUPS, device, partial(_groups_agree, device))
+
+
+def _groups_agree(device: torch.device) -> bool:
+    """Does it give what single products give, and zeros for an expert without rows?"""
     draw = torch.Generator(device).manual_seed(1)
     x, grad = (torch.randn(64, 64, generator=draw, device=device).bfloat16() for _ in range(2))
     ends = torch.tensor([0, 24, 24, 64], dtype=torch.int32, device=device)
-    try:
-        made = torch._grouped_mm(grad.t(), x, offs=ends)
-    except RuntimeError as error:  # not for this GPU
-        warn(f"experts without torch's product of groups: {error}")
-        return False
+    made = torch._grouped_mm(grad.t(), x, offs=ends)
     single = [grad[a:b].t().float() @ x[a:b].float() for a, b in pairwise((0, 0, 24, 24, 64))]
     return bool(torch.allclose(made.float(), torch.stack(single), rtol=0.02, atol=0.05))
 

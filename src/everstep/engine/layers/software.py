@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,15 +11,15 @@ import torch
 _FLAGS = ("avx512_vnni", "avx512_bf16", "amx_bf16")  # libraries choose other kernels with these
 
 
-def computes_with(device: torch.device, *, has_kernels: bool = False) -> str:
-    """`has_kernels`: for strict sums, on a GPU."""
+def computes_with(device: torch.device, *, without: Sequence[str] = ()) -> str:
+    """`without`: the fast kernels that are not trusted there (`trusted`)."""
     if device.type != "cuda":
         return (
             f"torch {torch.__version__} on {platform.machine()}, {_instructions()}, "
             f"{torch.get_num_threads()} threads"
         )
-    kernels = "" if has_kernels else ", no kernels for strict sums"
-    return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}{kernels}"
+    lacking = f", without {' and '.join(without)}" if without else ""
+    return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}{lacking}"
 
 
 def _instructions(info: Path = Path("/proc/cpuinfo")) -> str:

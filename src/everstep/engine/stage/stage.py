@@ -72,6 +72,7 @@ from everstep.net import host_memory
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHECKED_STEPS = 3  # in which what all shards have whole is compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class Stage:
             self._recomputed = set()
         self.recordings: Recordings | None = None
         self._buffers_stay = False  # has a forward left them as they were? Looked at in the first one
-        self._whole_are_equal = shards is None  # parameters on all shards; looked at in the first W
+        self._whole_checked: set[int] = set()  # steps in which parameters on all shards were compared
 
     def _build(self, index: int) -> None:
         """A layer, drawn on the CPU from (seed, layer), so equal everywhere. Masters and working weights get
@@ -311,6 +312,13 @@ class Stage:
         """Not the step that only evaluates: none of its microbatches counts."""
         return self.evaluation is None or not self.evaluation.closes(step)
 
+    def _checks_whole(self, step: int) -> bool:
+        """Once in each of the first steps: what is split by heads may have equal gradients in one of them."""
+        if len(self._whole_checked) >= CHECKED_STEPS or step in self._whole_checked or not self.trains(step):
+            return False
+        self._whole_checked.add(step)
+        return True
+
     def evaluate(self, step: int, microbatch: int, given: Boundary | None = None) -> None:
         """The evaluation batches that travel with a microbatch; their values go to the next stage with it."""
         assert self._evaluation is not None
@@ -388,7 +396,7 @@ class Stage:
         if self.sums.step not in (None, step):
             raise InternalError(f"a weight gradient of step {step} for the sums of step {self.sums.step}.")
         with torch.no_grad():
-            if self.shards is not None and not self._whole_are_equal and self.trains(step):
+            if self.shards is not None and self._checks_whole(step):
                 made = {
                     self._index[parameter]: product
                     for parameter, product in contributions_of(stash.queue, stash.others)
@@ -397,7 +405,6 @@ class Stage:
                     n: made[i]() for i, n in enumerate(self.slots) if i in made and not self.cut.is_split(n)
                 }
                 refuse_unequal(whole, self.shards)
-                self._whole_are_equal = True
             told = None if seen is None else self._named(seen)
             add_gradients(self.sums, self._index, stash, told)
         if self.recordings is not None:

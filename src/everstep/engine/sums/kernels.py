@@ -5,26 +5,26 @@
     mean    all workers' sums of a stretch are added up, and scaled
 
 The same integers and means as `sums` makes with torch's own operations, which remain the reference and the
-fallback. Kernels are used after they have given the reference's bits on a sample, once per process and
-device; where Triton or its compiler is missing, or anything goes wrong, the reference is used and nothing
-else changes.
+fallback. Kernels are used after they have given the reference's bits on a sample (`trusted`); where Triton or
+its compiler is missing, or anything goes wrong, the reference is used, and the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from everstep.engine.layers.trusted import trusted
 from everstep.engine.sums.sum_parts import joined
 from everstep.errors import PeerError
-from everstep.log import warn
 from everstep.net import host_memory
 
+KERNELS = "kernels for strict sums"
 OFFSET = 1.5 * 2.0**52  # where an fp64's last bit is 1: added to x / unit, it rounds
 BLOCK = 2048  # elements
 MOST = 32  # contributions that are added at once
@@ -276,19 +276,11 @@ def mean_of(
         mean[(len(blocks),)](*args, *counts, **settings, num_warps=4, num_stages=1)
 
 
-@cache
 def usable(device: torch.device, dtype: torch.dtype, high: torch.dtype | None = None) -> bool:
     """Have the kernels given the bits of the reference on this device?"""
     if device.type != "cuda":
         return False
-    try:
-        if agree(device, dtype, high):
-            return True
-        warn("strict sums without their kernels: on this GPU they give other bits than torch's operations")
-        return False
-    except Exception as error:
-        warn(f"strict sums without their kernels: {error}")
-        return False
+    return trusted(KERNELS, device, partial(agree, device, dtype, high), of=(dtype, high))
 
 
 def agree(device: torch.device, dtype: torch.dtype, high: torch.dtype | None = None) -> bool:

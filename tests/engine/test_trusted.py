@@ -1,0 +1,73 @@
+"""A fast kernel is used where it gives what its reference gives, and what was found is said to peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from everstep.engine.layers import linear
+from everstep.engine.layers import trusted as trust
+from everstep.engine.layers.trusted import not_trusted, trusted
+from everstep.engine.sums import kernels
+
+NO = RuntimeError("no")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_found", {})
+
+
+def answers(*given: bool | Exception) -> Callable[[], bool]:
+    left: Iterator[bool | Exception] = iter(given)
+
+    def answer() -> bool:
+        found = next(left)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return answer
+
+
+def test_an_error_that_passes_does_not_turn_a_kernel_off() -> None:
+    """Any error, at any moment, turned it off for as long as the process lived, and no peer heard of it."""
+    assert trusted("kernels", GPU, answers(RuntimeError("no handle"), True))
+    assert not_trusted(GPU) == ()
+
+
+@pytest.mark.parametrize("given", [(False,), (NO, NO), (NO, False)])
+def test_what_is_not_trusted_is_known_for_peers(given: tuple[bool | Exception, ...]) -> None:
+    for _ in range(2):  # asked once
+        assert not trusted("kernels", GPU, answers(*given))
+    assert not_trusted(GPU) == ("kernels",)
+    assert not_trusted(torch.device("cpu")) == ()
+
+
+def test_memory_that_is_lacking_says_nothing_of_a_kernel() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trusted("kernels", GPU, answers(torch.OutOfMemoryError("CUDA out of memory.")))
+    assert trusted("kernels", GPU, answers(True))
+
+
+def test_all_fast_kernels_are_tried_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [0, 0]
+
+    def no_groups(device: torch.device) -> bool:
+        fails[0] += 1
+        raise RuntimeError("not for this GPU")
+
+    def no_sums(*given: object) -> bool:
+        fails[1] += 1
+        raise ImportError("no Triton")
+
+    monkeypatch.setattr(linear, "_groups_agree", no_groups)
+    monkeypatch.setattr(kernels, "agree", no_sums)
+    for _ in range(3):
+        assert not linear.groups_trusted(GPU)
+        assert not kernels.usable(GPU, torch.int64)
+    assert fails == [trust.ATTEMPTS] * 2
+    assert not_trusted(GPU) == (kernels.KERNELS, linear.GROUPS)
