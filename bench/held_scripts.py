@@ -43,7 +43,7 @@ def run(
                 *script,
             ],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own},
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **own},
             capture_output=True,
             text=True,
         )

@@ -2,9 +2,10 @@
 
 WHERE: forward, bucket (before its NTH is issued), in-bucket (2 ms after), after-bucket (once it is done),
 clip, other (before a collective outside of backward), opt (inside optimizer.step), after-opt, eval, save,
-between (before the snapshot). HOW: kill, stop, raise, exit. Several are parted by `;`. A script calls `arm()`
-when torch is imported; nothing happens in a replacement, or without the variable. HELD_LIVES_S: every process
-is killed after a random time, of so many seconds on average.
+between (before the snapshot); with STEP -1, in a replacement: start (in its prelude), load (once it has its
+state). HOW: kill, stop, raise, exit. Several are parted by `;`. A script calls `arm()` when torch is
+imported; nothing happens without the variable. HELD_LIVES_S: every process is killed after a random time, of
+so many seconds on average.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ def arm() -> None:
     if lives_s := os.environ.get("HELD_LIVES_S"):
         at_random(float(lives_s))
     held, given = door.current, os.environ.get("HELD_KILL", "")
-    if held is None or not given or held.is_replacement or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    if held is None or not given or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         return
     for each in given.split(";"):
         rank, step, where, *more = each.split(",")
@@ -48,9 +50,16 @@ class _Kill:
         if self._held.book.interval != self._step or where != self._where:
             return False
         self._seen[where] += 1
-        return self._seen[where] == self._nth + 1
+        return self._seen[where] == self._nth + 1 and not self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        """In a folder that the rank's processes share: a replacement comes to the same place."""
+        name = f"killed-{self._step}-{self._where}-{self._nth}"
+        return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(name)
 
     def strike(self) -> None:
+        self._mark.touch()
         sys.stdout.flush()
         match self._how:
             case "stop":
@@ -75,6 +84,9 @@ class _Kill:
         self._before(clip, "_clip_grads_with_norm_", "clip")
         self._before(torch, "save", "save")
         self._before(everstep, "snapshot", "between")
+        if self._held.is_replacement:
+            self._before(everstep, "restore", "start")
+            self._before(everstep, "snapshot", "load")
         adam: Any = importlib.import_module("torch.optim.adam")
         real = adam.adam
 

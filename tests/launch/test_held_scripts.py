@@ -21,7 +21,12 @@ Numbers = dict[tuple[str, str], set[str]]
 def run(
     folder: Path, ranks: int, *script: str, kill: str = "", options: tuple[str, ...] = ()
 ) -> tuple[Numbers, dict[str, Any]]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HELD_KILL": kill, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "HELD_KILL": kill,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "everstep.cli.main", "run", "--nproc", str(ranks), "--json", *options]
     done = subprocess.run(
         [*command, str(SCRIPT), "--out", str(folder / "its.pt"), *script],
@@ -80,7 +85,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
 def test_a_death_at_any_moment_changes_no_number(plain: Numbers, kill: str, tmp_path: Path) -> None:
     found, document = run(tmp_path, 3, kill=kill)
     assert found == plain
-    assert document["restarts"] == 0
+    assert document["restarts"] == 0, document["incidents"]
     assert {incident["remedy"][:7] for incident in document["incidents"]} == {"replace"}
 
 

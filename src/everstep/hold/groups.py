@@ -18,7 +18,9 @@ Members that live and die together (a shard group) need none of this: their coll
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 SLICE = timedelta(milliseconds=20)  # gloo cannot be aborted: a wait is cut into these
 LONGEST = timedelta(minutes=30)
 HEAR_S = 30.0  # a communicator fails before we hear of the death
+POLL_S = 0.0001
 KEPT_IN_PRELUDE = 64 << 20
 Tensors = list[torch.Tensor]
 Issue = Callable[[Any, Tensors], Any]  # on an inner group, with these outputs; its work
@@ -77,6 +80,39 @@ class Collective:
         self.inner: Any = None  # on which it was issued
         self.future: torch.futures.Future[Tensors] | None = None
         self.is_done = False
+
+
+@dataclass(slots=True)
+class Grave:
+    """An abandoned communicator, and what it may still read and write. To destroy it would be to wait."""
+
+    inner: dict[str, Any]
+    works: list[Any] = field(default_factory=list)
+    stages: list[Tensors | None] = field(default_factory=list)
+    aborting: int = 0  # communicators
+
+    def end(self) -> None:
+        """gloo's cannot be aborted; its works end when its peers do, or never."""
+        for each in {id(each): each for each in self.inner.values() if is_nccl(each)}.values():
+            self.aborting += 1
+            threading.Thread(target=self._abort, args=(each,), name="everstep-abort", daemon=True).start()
+
+    def _abort(self, inner: Any) -> None:
+        inner.abort()
+        self.aborting -= 1
+
+    def is_at_rest(self) -> bool:
+        """Nothing of it needs to be kept. Of NCCL's the stages are given up; what is left of it is small, and
+        its destructor may wait for what is over.
+        """
+        if self.aborting or not all(each.is_completed() for each in self.works):
+            return False
+        self.stages, self.works = [], []
+        return not any(map(is_nccl, self.inner.values()))
+
+
+def is_nccl(inner: Any) -> bool:
+    return isinstance(inner, getattr(c10d, "ProcessGroupNCCL", ()))
 
 
 class HeldWork(dist._Work):
@@ -132,7 +168,7 @@ class HeldGroup(ProcessGroup):
         self.structure: list[tuple[int, Answer]] = []  # of DDP's buckets, with their interval; kept for good
         self.replayed: list[Answer] = []  # of these, what a newcomer is still to be given
         self._turn, self._wake = threading.RLock(), threading.Semaphore(0)
-        self._streams: dict[Any, Any] = {}
+        self._waits_in: Any = None
         for device, backend in kinds.items():  # C++ asks for a backend now and then: one that knows nobody
             kind = getattr(ProcessGroup.BackendType, backend.upper())
             self._register_backend(torch.device(device), kind, self._make(backend, dist.HashStore(), 0, 1))
@@ -162,18 +198,19 @@ class HeldGroup(ProcessGroup):
             store = dist.PrefixStore(f"{prefix}/{self.name}/{backend}", self.held.store)
             inner = self._make(backend, store, self.own, len(self.members))
             if backend == "nccl" and self.held.book.epoch:  # all members are here now
-                inner.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+                inner.eager_connect_single_device(self._device())
             made |= {device: inner for device, kind in self.kinds.items() if kind == backend}
         return made
 
     def abandon(self) -> None:
         """Under the lock. What an inner group still does reaches nothing of the script."""
-        works = [each.work for each in self.queue if each.work is not None]
-        stages = [each.stage for each in self.queue]
-        self.held.bury((self.inner, works, stages))
-        for inner in {id(each): each for each in self.inner.values()}.values():
-            if inner.name() == "nccl":
-                threading.Thread(target=inner.abort, name="everstep-abort", daemon=True).start()
+        grave = Grave(
+            inner=self.inner,
+            works=[each.work for each in self.queue if each.work is not None],
+            stages=[each.stage for each in self.queue],
+        )
+        self.held.bury(grave)
+        grave.end()
         self.inner = {}
         for each in self.queue:
             each.work = each.inner = each.stage = None
@@ -306,8 +343,9 @@ class HeldGroup(ProcessGroup):
         with self.held.waiting():
             while not one.is_done:
                 with self._turn:
-                    if not one.is_done:
-                        self._end_first(self.queue[0])
+                    with self.held.lock:  # what is answered leaves the queue without a turn
+                        first = self.queue[0] if not one.is_done else one
+                    self._end_first(first)
 
     def _end_first(self, one: Collective) -> None:
         held = self.held
@@ -323,7 +361,7 @@ class HeldGroup(ProcessGroup):
                     self._issue(one)
                 work, inner = one.work, one.inner
             try:
-                is_over = work is not None and self._is_over(one, work)
+                is_over = work is not None and self._is_over(inner, work)
             except RuntimeError:
                 if not held.hear_of_a_death(self, HEAR_S):
                     raise
@@ -334,22 +372,18 @@ class HeldGroup(ProcessGroup):
                 if one.inner is inner and one.work is work:
                     self._commit(one)
 
-    def _is_over(self, one: Collective, work: Any) -> bool:
+    def _is_over(self, inner: Any, work: Any) -> bool:
         """False: its group is broken."""
-        if one.outputs and one.outputs[0].is_cuda:
-            # NCCL's wait orders streams only; no kernel may read a result before it is one.
-            device = one.outputs[0].device
-            stream = self._streams.setdefault(device, None) or torch.cuda.Stream(device)
-            self._streams[device] = stream
-            with torch.cuda.stream(stream):
+        if is_nccl(inner):
+            # NCCL's wait orders streams only, and no kernel may read a result before it is one. With a time
+            # limit it would abort the communicator when that is over.
+            if not self._until(work.is_completed):  # also by an error of the communicator, which wait raises
+                return False
+            with torch.cuda.stream(self._stream()):
                 work.wait()
                 event = torch.cuda.Event()
-                event.record(stream)
-            while not event.query():
-                if self.ledger.is_broken:
-                    return False
-                threading.Event().wait(0.0002)
-            return True
+                event.record()
+            return self._until(event.query)
         while not self.ledger.is_broken:
             try:
                 work.wait(SLICE)
@@ -358,6 +392,22 @@ class HeldGroup(ProcessGroup):
                 if "imed out" not in str(error):
                     raise
         return False
+
+    def _until(self, is_over: Callable[[], bool]) -> bool:
+        while not is_over():
+            if self.ledger.is_broken:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _device(self) -> Any:
+        return self.held.device or torch.device("cuda", torch.cuda.current_device())
+
+    def _stream(self) -> Any:
+        """One that nothing is queued in."""
+        if self._waits_in is None:
+            self._waits_in = torch.cuda.Stream(self._device())
+        return self._waits_in
 
     def future_of(self, one: Collective) -> torch.futures.Future[Tensors]:
         with self.held.lock:
@@ -441,6 +491,8 @@ class HeldGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None) -> HeldWork:
         options = opts or c10d.BarrierOptions()
+        if "nccl" in self.kinds.values() and options.device is None:
+            options.device = self._device()
         return self.run("barrier", [], lambda i, o: i.barrier(options))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

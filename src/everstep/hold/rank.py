@@ -35,7 +35,7 @@ import torch.distributed as dist
 from everstep.core.held.ledger import Answer, RankBook
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.hold import peers, state_tree
-from everstep.hold.groups import KEPT_IN_PRELUDE, Collective, HeldGroup, Tensors
+from everstep.hold.groups import KEPT_IN_PRELUDE, Collective, Grave, HeldGroup, Tensors
 from everstep.hold.settings import HoldSettings
 from everstep.hold.slate import Slate
 from everstep.hold.state_tree import local, mapped
@@ -127,7 +127,8 @@ class HeldRank:
         self._attempt = 0
         self._prelude_bytes = self._log_bytes = 0
         self._most_log = LEAST_LOG
-        self._graves: list[Any] = []
+        self._graves: list[Grave] = []
+        self.device: Any = None  # the GPU of the script's own thread; ours begin with another one
         self._key = bytes.fromhex(settings.key)
         self._slate = Slate(Path(settings.slate))
         self._store: Any | None = None
@@ -149,6 +150,11 @@ class HeldRank:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             self._store = dist.TCPStore(host, port, None, False)  # type: ignore[attr-defined]
         return self._store
+
+    def _see_device(self) -> None:
+        """In the script's own thread."""
+        if _has_cuda():
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     # -------------------------------------------------------------- orders
 
@@ -196,11 +202,16 @@ class HeldRank:
             broken = [group for group in self.groups.values() if group.ledger.is_broken]
             unknown = [ask.group for ask in order.plan.asks if ask.group not in self.groups]
         try:
+            if self.device is not None:
+                torch.cuda.set_device(self.device)
             if unknown:
                 late = f"group {unknown[0]} is made after everstep.restore"
                 raise EverstepError(f"{late}; call restore when all groups are made")
+            began = time.monotonic()
             made = {group.name: group.connect(f"everstep/held/{order.epoch}") for group in broken}
+            connected = time.monotonic()
             given, answers = self._fetch(order.plan)
+            fetched = time.monotonic()
         except (OSError, dist.DistError) as error:
             if self._is_current(
                 attempt
@@ -213,7 +224,10 @@ class HeldRank:
             return
         with self.changed:
             if attempt != self._attempt:
-                self.bury(made)
+                for group in made.values():
+                    grave = Grave(inner=group)
+                    self.bury(grave)
+                    grave.end()
                 return
             for name, inner in made.items():
                 self.groups[name].inner = inner
@@ -222,15 +236,21 @@ class HeldRank:
             if given is not None:
                 self._given = given
                 self.book.arrive(order.plan)
-            self._say(RankRebuilt(rank=self.rank, epoch=order.epoch))
+            self._say(
+                RankRebuilt(
+                    rank=self.rank,
+                    epoch=order.epoch,
+                    connect_s=connected - began,
+                    fetch_s=fetched - connected,
+                )
+            )
 
     def _is_current(self, attempt: int) -> bool:
         with self.lock:
             return attempt == self._attempt
 
-    def bury(self, what: Any) -> None:
-        """Kept until it is at rest: to destroy a communicator is to wait for its work."""
-        self._graves.append(what)
+    def bury(self, grave: Grave) -> None:
+        self._graves.append(grave)
 
     # -------------------------------------------------------------- what peers ask
 
@@ -334,6 +354,7 @@ class HeldRank:
         """A script has made a group: it is connected, or, in a newcomer, learns how it began."""
         if self._has_begun:
             self.refuse("it makes a process group after its first snapshot")
+        self._see_device()
         self.groups[group.name] = group
         born = self._settings.born
         if born is None:
@@ -431,8 +452,8 @@ class HeldRank:
         try:
             yield
         finally:
-            self.wait_until(lambda: not self.book.is_parked)
-            with self.lock:
+            with self.changed:  # nobody is told that it is parked in between
+                self.wait_until(lambda: not self.book.is_parked)
                 self.book.waits_inside = False
 
     def refuse(self, because: str) -> None:
@@ -502,6 +523,7 @@ class HeldRank:
     def restore(self) -> Found | None:
         if self._settings.born is None or self.is_restored:
             return None
+        self._see_device()
         self._say(RankReady(rank=self.rank))
         self.wait_until(lambda: not self.book.is_held)
         self.is_restored = True
@@ -523,6 +545,7 @@ class HeldRank:
 
     def snapshot(self, step: int, state_fn: Callable[[], Any]) -> None:
         state = state_fn()
+        self._see_device()
         for group in self.groups.values():
             while group.queue:
                 group.wait_for(group.queue[-1])
@@ -573,7 +596,7 @@ class HeldRank:
             record, state_tree.to_bytes({"random": _random_states(), "own": own, **self._more()})
         )
         self._has_begun = True
-        self._graves = [grave for grave in self._graves if not _is_at_rest(grave)]
+        self._graves = [grave for grave in self._graves if not grave.is_at_rest()]
 
     def _check(self, state: Any) -> None:
         """Once: what cannot be sent is said now, not in the fault."""
@@ -733,12 +756,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _address(given: Sequence[Any]) -> Address:
     host, port = given
     return str(host), int(port)
-
-
-def _is_at_rest(grave: Any) -> bool:
-    inner, works, _ = grave if isinstance(grave, tuple) else ({}, [], [])
-    is_gloo = all(each.name() == "gloo" for each in inner.values())
-    return is_gloo and all(each.is_completed() for each in works)
 
 
 # ------------------------------------------------------------------ random states

@@ -112,6 +112,8 @@ class RankRebuilt:
 
     rank: int
     epoch: int
+    connect_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

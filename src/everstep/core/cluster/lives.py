@@ -713,7 +713,10 @@ class Lives:
         life.still.clear()
         life.look_at = None
         names = testimony.names(healed.replaced)
-        went = f"held {healed.held_s:.2f} s: parked {healed.parked_s:.2f} s, replaced {healed.ready_s:.2f} s"
+        went = (
+            f"held {healed.held_s:.2f} s: parked {healed.parked_s:.2f} s, replaced {healed.ready_s:.2f} s, "
+            f"connected in {healed.connect_s:.2f} s, state fetched in {healed.fetch_s:.2f} s"
+        )
         cause = testimony.cause_of(witnesses) if witnesses else None
         evidence = [text for each in witnesses for text in (each.what, *each.evidence)]
         failed = act.LifeFailed(

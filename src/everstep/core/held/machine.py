@@ -106,6 +106,8 @@ class Healed:
     held_s: float
     parked_s: float  # of these, until all survivors waited
     ready_s: float  # until all newcomers were there
+    connect_s: float  # then, of the slowest rank
+    fetch_s: float
     again: int  # newcomers begin that interval of the script again
     answered: int  # groups of which they were given answers
     because: str
@@ -153,6 +155,8 @@ class Rebuilding:
     begins: int  # the interval in which newcomers begin
     answered: int
     awaited: set[int]
+    connect_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,6 +497,8 @@ class HeldRun:
         if not isinstance(phase, Rebuilding) or event.epoch != book.epoch:
             return []
         phase.awaited.discard(event.rank)
+        phase.connect_s = max(phase.connect_s, event.connect_s)
+        phase.fetch_s = max(phase.fetch_s, event.fetch_s)
         if phase.awaited:
             return []
         heal = phase.heal
@@ -506,6 +512,8 @@ class HeldRun:
             held_s=now - heal.began_at,
             parked_s=heal.parked_at - heal.began_at,
             ready_s=heal.ready_at - heal.began_at,
+            connect_s=phase.connect_s,
+            fetch_s=phase.fetch_s,
             again=phase.begins,
             answered=phase.answered,
             because=heal.first,
