@@ -70,8 +70,7 @@ PAGES: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "everstep.store.reader": ("Checkpoint",),
             "everstep_convert.conversion": ("detect", "read_state", "write_state"),
             "everstep_convert.formats.format": ("Reading", "Target", "Format"),
-            "everstep_convert.selfcheck": ("Accepted", "Change"),
-            "everstep_convert.compare": ("compare",),
+            "everstep_convert.selfcheck": ("Accepted", "Change", "differences"),
         },
     ),
 }

@@ -37,6 +37,14 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
+def written_format(name: str) -> Format:
+    row = format_named(name)
+    if not row.is_written:
+        written = ", ".join(row.name for row in FORMATS.values() if row.is_written)
+        raise UserError(f"{row.title} checkpoints are read and not written; write one of {written}.")
+    return row
+
+
 def detect(path: str | Path) -> str:
     """The format of a checkpoint, by looking at its folder."""
     if "://" in str(path):
@@ -45,7 +53,7 @@ def detect(path: str | Path) -> str:
     if not where.is_dir():
         raise UserError(f"{path} is not a directory; give the folder of a checkpoint.")
     for row in FORMATS.values():
-        if row.detects is not None and row.detects(where):
+        if row.detects(where):
             return row.name
     raise UserError(f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}).")
 
@@ -75,7 +83,7 @@ def write_state(
     """Write all of it, or nothing under this name; a share becomes visible with the last of all shares. The
     changes that were accepted.
     """
-    row = format_named(target.format)
+    row = written_format(target.format)
     wanted, asked = _wanted(state, target)
     _require_folder(path)
     new = NewFolders(path)

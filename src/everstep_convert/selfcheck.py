@@ -30,8 +30,8 @@ from everstep.layout.box import Box, Shape, offset_of, row_major
 from everstep.layout.tensor import ITEM_BYTES
 from everstep.store import dtypes
 from everstep.store.dtypes import Array
-from everstep.store.parts import BLOCK_BYTES, block_of
-from everstep.store.stored import Held, Stored, num_bytes, read_range
+from everstep.store.parts import BLOCK_BYTES, Progress, block_of
+from everstep.store.stored import Held, Stored, num_bytes, read_both, read_range
 from everstep_convert.state import TrainingState
 
 CHUNK_BYTES = BLOCK_BYTES  # hashed as one: writers read blocks of this size, or ranges one after the other
@@ -136,8 +136,14 @@ def hashed(state: TrainingState) -> TrainingState:
 # The comparison.
 
 
-def changes(expected: TrainingState, found: TrainingState, *, threads: int = 2) -> list[Change]:
-    """What is not as it should be; `expected` may be `hashed`."""
+def changes(
+    expected: TrainingState,
+    found: TrainingState,
+    *,
+    threads: int = 2,
+    progress: Progress = lambda count: None,
+) -> list[Change]:
+    """What is not as it should be; `expected` may be `hashed`. `progress` is told of compared bytes."""
     rows = [Change("lost", name) for name in expected.lost]
     wanted, there = _with_aliases(expected), _with_aliases(found)
     rows += [Change("lost", name) for name in wanted if name not in there]
@@ -152,8 +158,12 @@ def changes(expected: TrainingState, found: TrainingState, *, threads: int = 2) 
     alike = [n for n in both if (wanted[n].dtype, wanted[n].shape) == (there[n].dtype, there[n].shape)]
     names = list({(id(wanted[name]), id(there[name])): name for name in alike}.values())  # not aliases twice
     with ThreadPoolExecutor(threads, thread_name_prefix="check") as pool:
-        same = pool.map(lambda name: _same_bytes(wanted[name], there[name]), names)
-        rows += [Change("value", n, "other bytes") for n, ok in zip(names, same, strict=True) if not ok]
+        same = pool.map(lambda name: _same_bytes(wanted[name], there[name], progress), names)
+        rows += [
+            Change("value", name, _how_different(wanted[name], there[name]))
+            for name, is_same in zip(names, same, strict=True)
+            if not is_same
+        ]
     rows += [
         Change("value", name, "cast to another value")
         for name in both
@@ -162,6 +172,12 @@ def changes(expected: TrainingState, found: TrainingState, *, threads: int = 2) 
         and not _same_values(wanted[name], there[name])
     ]
     return [*rows, *_other_changes(expected, found)]
+
+
+def differences(a: TrainingState, b: TrainingState, *, progress: Progress) -> list[Change]:
+    """Of two checkpoints that are to hold the same: what runs note of themselves is not compared."""
+    rows = changes(a, b, progress=progress)
+    return [row for row in rows if not row.name.startswith("meta/")]
 
 
 def _with_aliases(state: TrainingState) -> dict[str, Stored]:
@@ -173,7 +189,7 @@ def _with_aliases(state: TrainingState) -> dict[str, Stored]:
     return names
 
 
-def _same_bytes(a: Stored, b: Stored) -> bool:
+def _same_bytes(a: Stored, b: Stored, progress: Progress) -> bool:
     size = num_bytes(a)
     for chunk, start in enumerate(range(0, size, CHUNK_BYTES)):
         stop = min(start + CHUNK_BYTES, size)
@@ -184,7 +200,19 @@ def _same_bytes(a: Stored, b: Stored) -> bool:
             source = xxhash.xxh3_64_intdigest(block_of(a, start, stop))
         if written != source:
             return False
+        progress(stop - start)
     return True
+
+
+def _how_different(a: Stored, b: Stored) -> str:
+    """Of two tensors of one type and shape whose bytes differ."""
+    elements, largest = 0, 0.0
+    for x, y in read_both(a, b):
+        if unequal := int((x != y).sum()):
+            elements += unequal
+            wide = [dtypes.cast(part, a.dtype, "F64").view(np.float64) for part in (x, y)]
+            largest = max(largest, float(np.abs(wide[0] - wide[1]).max()))
+    return f"{elements} of {prod(a.shape)} elements differ, by {largest:.3g} at most"
 
 
 def _same_values(a: Stored, b: Stored) -> bool:

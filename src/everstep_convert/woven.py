@@ -2,7 +2,6 @@
 
 Woven     boxes of others: fused, split, stacked, transposed, padded
 Cast      another type, converted block by block
-Flat      ranges of others one after the other, and zeros: a rank's flat buffer
 Mean      the mean of several that should be one
 Viewed    another shape with the same elements in the same order
 
@@ -116,33 +115,6 @@ class Cast:
 
 def as_dtype(stored: Stored, dtype: str) -> Stored:
     return stored if stored.dtype == dtype else Cast(stored, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Ranges of stored tensors one after the other, and zeros: a rank's flat buffer.
-
-    `ranges`: (tensor or None for zeros, its first element, how many).
-    """
-
-    dtype: str
-    ranges: tuple[tuple[Stored | None, int, int], ...]
-
-    @property
-    def shape(self) -> Shape:
-        return (sum(count for _, _, count in self.ranges),)
-
-    def read(self, box: Box, out: Array) -> None:
-        at, low, high = 0, box.start[0], box.start[0] + box.size[0]
-        for stored, first, count in self.ranges:
-            begin, end = max(low, at), min(high, at + count)
-            if begin < end:
-                place = out[begin - low : end - low]
-                if stored is None:
-                    place[...] = 0
-                else:
-                    read_range(stored, first + begin - at, first + end - at, place)
-            at += count
 
 
 @dataclass(frozen=True, slots=True)

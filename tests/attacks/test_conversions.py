@@ -15,6 +15,7 @@ from everstep.cli import main
 from everstep.store.stored import Held
 from everstep_convert.conversion import Target, write_state
 from everstep_convert.state import TrainingState
+from tests.store.zero_files import write_zero
 
 Converts = Callable[..., str]
 
@@ -53,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same state as ZeRO-2, ZeRO-3 and DCP."""
     root = tmp_path_factory.mktemp("made")
     for stage in (2, 3):
-        write_state(root / f"z{stage}", _state(), Target(format="deepspeed", stage=stage, world=3))
+        write_zero(root / f"z{stage}", _state(), stage=stage, world=3)
     write_state(root / "dcp", _state(), Target(format="dcp"))
     return root
 
@@ -86,7 +87,7 @@ def test_a_parameter_of_a_missing_rank_is_not_a_frozen_one(
     for name in ("model/{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq", "optimizer/{}/step"):
         state.tensors[name.format("b")] = state.tensors[name.format("w")]
     state.groups[0]["params"] = ["w", "b"]
-    write_state(tmp_path / "zero", state, Target(format="deepspeed", stage=stage, world=2))
+    write_zero(tmp_path / "zero", state, stage=stage, world=2)
     next((tmp_path / "zero").rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
     assert "of 1 of 2 ranks are there" in refusal(tmp_path / "zero")
 

@@ -1,16 +1,12 @@
-"""The pattern language yields the builders' layouts, and says what is wrong with a pattern."""
-
-from collections.abc import Mapping
+"""The pattern language cuts tensors as it says, and says what is wrong with a pattern."""
 
 import numpy as np
 import pytest
 
 from everstep.errors import UserError
 from everstep.layout import Tensor
-from everstep_convert.cli.ckpt_text import grid
-from everstep_convert.patterns import Patterns, read_patterns
-from tests.layout import layout_builders as build
-from tests.layout.layout import Layout
+from everstep.layout.box import Box
+from everstep_convert.patterns import Pattern, Patterns, read_patterns
 
 LLAMA = r"""
 [[pattern]]
@@ -50,26 +46,39 @@ TENSORS = [
     Tensor(name="router.bias", shape=(3,)),
     Tensor(name="step", shape=()),
 ]
-PARTS = [[0, 1], [2, 3]]
 
 
 def patterns() -> Patterns:
     return read_patterns(LLAMA)
 
 
-def test_each_kind_is_the_builder_of_its_name() -> None:
-    layout = build.of_patterns(patterns(), TENSORS, PARTS)
-    layout.validate()
-    for tensor, built in {
-        0: build.padded(TENSORS[0], 0, PARTS, 4),
-        1: build.fused(TENSORS[1], 0, [8, build.Segment(2, False), build.Segment(2, False)], PARTS),
-        2: build.split(TENSORS[2], 1, PARTS),
-        3: build.experts(TENSORS[3], 4, PARTS),
-        4: build.replicated(TENSORS[4], [0, 1, 2, 3]),
-        6: build.replicated(TENSORS[6], [0]),
-    }.items():
-        assert tuple(layout.of(TENSORS[tensor].name)) == built.pieces
-    assert layout.tensors["router.bias"].combine == "mean"
+def shard_values(pattern: Pattern, tensor: Tensor, count: int) -> list[np.ndarray]:
+    """What each part has of a tensor whose elements are 1, 2, …; padding is 0."""
+    values = 1 + np.arange(tensor.num_elements).reshape(tensor.shape)
+    found = []
+    for shard in pattern.shards(tensor, count):
+        part = np.zeros(shard.shape, values.dtype)
+        for box, corner in shard.blocks:
+            part[Box(corner, box.size).slices()] = values[box.slices()]
+        found.append(part)
+    return found
+
+
+def test_each_kind_cuts_a_tensor_as_its_name_says() -> None:
+    wholes = [1 + np.arange(tensor.num_elements).reshape(tensor.shape) for tensor in TENSORS]
+    embed, qkv, down, experts, norm, router, step = wholes
+    expected = {
+        "embed.weight": [embed[:8], np.concatenate([embed[8:], np.zeros((6, 4))])],
+        "layers.0.qkv.weight": [qkv[[0, 1, 2, 3, 8, 9, 10, 11]], qkv[4:]],
+        "layers.0.down.weight": [down[:, :3], down[:, 3:]],
+        "layers.0.experts": [experts[:4], experts[4:]],
+        "layers.0.norm.weight": [norm, norm],
+        "router.bias": [router, router],
+        "step": [step, step],
+    }
+    for tensor in TENSORS:
+        found = shard_values(patterns().of(tensor.name), tensor, 2)
+        assert all(map(np.array_equal, found, expected[tensor.name])), tensor.name
 
 
 def test_a_name_that_matches_none_or_two_is_named() -> None:
@@ -79,18 +88,6 @@ def test_a_name_that_matches_none_or_two_is_named() -> None:
         patterns().of("embed.weight.extra")
     with pytest.raises(UserError, match=r"'layers.0.down.weight' matches two patterns"):
         read_patterns(LLAMA + "[[pattern]]\nmatch='layers.*'\nkind='replicated'").of("layers.0.down.weight")
-
-
-def placed(layout: Layout, values: Mapping[str, np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
-    """Buffers of every holder with the tensors' values in their places, padding zero."""
-    buffers = {key: np.zeros(size) for key, size in layout.buffers.items()}
-    for piece in layout.pieces:
-        for holder in piece.holders:
-            buffer = buffers[holder, piece.buffer]
-            strides = [n * buffer.itemsize for n in piece.strides]
-            part = np.lib.stride_tricks.as_strided(buffer[piece.offset :], piece.box.size, strides)
-            part[...] = values[piece.tensor][piece.box.slices()]
-    return buffers
 
 
 GRID = r"""
@@ -105,14 +102,12 @@ def test_a_pattern_splits_along_several_dimensions() -> None:
     """Part 4 of 6 is the second along dimension 2 and the second along dimension 0."""
     pattern = read_patterns(GRID).of("w")
     tensor = Tensor(name="w", shape=(7, 2, 14))
-    values = np.arange(tensor.num_elements).reshape(tensor.shape)
-    layout = build.of_patterns(read_patterns(GRID), [tensor], [[i] for i in range(6)])
-    layout.validate()
-    shards = placed(layout, {"w": values})
+    values = 1 + np.arange(tensor.num_elements).reshape(tensor.shape)
+    shards = shard_values(pattern, tensor, 6)
     rows, columns = [(0, 3), (3, 5), (5, 7)], [[0, 1, 2, 3, 4, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12, 13]]
     for part in range(6):
         (low, high), mine = rows[part % 3], columns[part // 3]
-        assert np.array_equal(shards[part, "w"], values[low:high][..., mine].reshape(-1))
+        assert np.array_equal(shards[part], values[low:high][..., mine])
     shapes = [shard.shape for shard in pattern.shards(tensor, 6)]
     assert pattern.resized(shapes)[0] == tensor.shape
     with pytest.raises(UserError, match=r"is a grid of \[2, 3\], and there are 4 parts"):
@@ -154,12 +149,3 @@ def test_a_wrong_pattern_is_one_sentence(says: str) -> None:
     with pytest.raises(UserError, match=says) as raised:
         read_patterns("[[pattern]]\n" + WRONG[says])
     assert "\n" not in str(raised.value)
-
-
-def test_who_holds_what_is_drawn() -> None:
-    held = {str(holder): {} for holder in range(4)}
-    for piece in build.of_patterns(patterns(), TENSORS, PARTS).pieces:
-        for holder in piece.holders:
-            held[str(holder)].setdefault(piece.tensor, []).append(piece.box)
-    volumes = {tensor.name: tensor.num_elements for tensor in TENSORS}
-    assert grid(held, volumes) == ["0 ▆▅▄▄███", "1 ▆▅▄▄██·", "2 ▂▅▄▄██·", "3 ▂▅▄▄██·"]

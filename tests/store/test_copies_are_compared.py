@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from everstep_convert.conversion import Accepted, Reading, Target, read_state, w
 from everstep_convert.formats import dialects
 from everstep_convert.patterns import Pattern, Patterns
 from everstep_convert.state import TrainingState, scalar
+from tests.store.zero_files import change, model_parallel, write_zero
 
 ALL_COPIES = Patterns((Pattern(match=".*", kind="replicated"),))
 
@@ -36,30 +36,6 @@ def drawn(seed: int, shapes: dict[str, tuple[int, ...]]) -> TrainingState:
         state.tensors[f"optimizer/{name}/step"] = scalar(7.0)
     state.groups = [{"params": list(shapes), "lr": 0.01}]
     return state
-
-
-def model_parallel(root: Path, states: list[TrainingState], tp: int, world: int = 1, stage: int = 1) -> Path:
-    """DeepSpeed's files of several model-parallel ranks, each with a state of its own."""
-    out = root / "mp" / f"global_step{states[0].step}"
-    out.mkdir(parents=True)
-    for rank, state in enumerate(states):
-        write_state(root / f"r{rank}", state, Target(format="deepspeed", stage=stage, world=world))
-        name = f"mp_rank_{rank:02d}"
-        for file in (root / f"r{rank}" / f"global_step{state.step}").iterdir():
-            data = file.read_bytes().replace(b"mp_rank_00", name.encode())  # torch.save has it inside too
-            (out / file.name.replace("mp_rank_00", name)).write_bytes(data)
-    degrees = {"pp_degree": len(states) // tp, "tp_degree": tp}
-    change(
-        out, "*mp_rank_*_model_states.pt", lambda told: told.update(checkpoint_parallel_dimensions=degrees)
-    )
-    return out
-
-
-def change(folder: Path, files: str, edit: Callable[[Any], None]) -> None:
-    for path in sorted(folder.glob(files)):
-        told = torch.load(path, weights_only=False)
-        edit(told)
-        torch.save(told, path)
 
 
 def refused(source: Path, target: Path, patterns: Patterns | None = ALL_COPIES) -> str:
@@ -165,7 +141,7 @@ def test_data_parallel_ranks_of_two_steps_are_not_mixed(tmp_path: Path, stage: i
     early, late = drawn(1, {"w": (40,)}), drawn(2, {"w": (40,)})
     late.tensors["optimizer/w/step"] = scalar(8.0)
     for name, state in (("a", early), ("b", late)):
-        write_state(tmp_path / name, state, Target(format="deepspeed", stage=stage, world=2))
+        write_zero(tmp_path / name, state, stage=stage, world=2)
     second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(tmp_path / "b/global_step7" / second, tmp_path / "a/global_step7" / second)
     said = refused(tmp_path / "a", tmp_path / "u", None)
@@ -179,7 +155,7 @@ def test_optimizer_numbers_that_differ_between_data_parallel_ranks_are_refused(t
     one = drawn(1, {"w": (40,)})
     for name, lr in (("a", 0.01), ("b", 0.02)):
         one.groups[0]["lr"] = lr
-        write_state(tmp_path / name, one, Target(format="deepspeed", stage=1, world=2))
+        write_zero(tmp_path / name, one, stage=1, world=2)
     second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(tmp_path / "b/global_step7" / second, tmp_path / "a/global_step7" / second)
     assert "optimizer group 0 has other numbers on data-parallel rank 1" in refused(
@@ -215,7 +191,7 @@ def test_buffers_that_differ_between_ranks_are_named_and_may_be_accepted(tmp_pat
 def _two_ranks(root: Path, one: TrainingState, other: TrainingState) -> Path:
     """ZeRO-3, where every rank has a model file; the second rank's is of another state."""
     for name, state in (("a", one), ("b", other)):
-        write_state(root / name, state, Target(format="deepspeed", stage=3, world=2))
+        write_zero(root / name, state, stage=3, world=2)
     second = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(root / "b/global_step7" / second, root / "a/global_step7" / second)
     return root / "a"

@@ -1,5 +1,6 @@
 """DeepSpeed's `universal_checkpoint_info`, every key of it, and the patterns that we write as one."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from everstep_convert.formats.deepspeed_meta import loss_scaler
 from everstep_convert.formats.shards import ShardRules
 from everstep_convert.patterns import Patterns, read_patterns
 from everstep_convert.state import TrainingState, scalar
+from tests.store.zero_files import model_parallel, write_zero
 
 DRAW = torch.Generator().manual_seed(5)
 
@@ -200,65 +202,6 @@ def drawn(without: tuple[str, ...] = ()) -> TrainingState:
     return state
 
 
-@pytest.mark.parametrize(("stage", "tp", "world"), [(1, 2, 1), (1, 4, 3), (2, 2, 2), (3, 2, 2)])
-def test_tensor_parallel_files_are_written_by_patterns_and_read_without_them(
-    tmp_path: Path, stage: int, tp: int, world: int
-) -> None:
-    """The self-check reads them by the rules that were written with them."""
-    state = drawn()
-    target = Target(format="deepspeed", stage=stage, world=world, tp=tp, patterns=patterns(tp))
-    if tp == 4:  # two key rows over four ranks
-        target = replace(
-            target, patterns=read_patterns(PATTERNS.replace("TPHALF", "2").replace("8, 2,", '8, "=2",'))
-        )
-    write_state(tmp_path / "tp", state, target)
-    assert len(list((tmp_path / "tp").rglob("*optim_states.pt"))) == tp * world
-    found = read_state(tmp_path / "tp")
-    for name, stored in state.tensors.items():
-        assert np.array_equal(read_all(found.tensors[name]), read_all(stored)), name
-    write_state(tmp_path / "one", found, Target(format="deepspeed", stage=1, world=2))
-    again = read_state(tmp_path / "one")
-    assert all(np.array_equal(read_all(again.tensors[n]), read_all(s)) for n, s in state.tensors.items())
-
-
-def test_every_rank_has_its_shards_in_deepspeed_s_own_shapes(tmp_path: Path) -> None:
-    state = drawn()
-    write_state(tmp_path / "tp", state, Target(format="deepspeed", tp=2, patterns=patterns(2)))
-    files = sorted((tmp_path / "tp").rglob("mp_rank_*_model_states.pt"))
-    module = [torch.load(file, weights_only=False)["module"] for file in files]
-    w = {name: value(stored) for name, stored in state.parameters().items()}
-    qkv = w["qkv.weight"]
-    assert torch.equal(module[1]["qkv.weight"], torch.cat([qkv[4:8], qkv[9:10], qkv[10:]]))
-    assert torch.equal(module[1]["dense.weight"], w["dense.weight"][:, 4:])
-    assert torch.equal(module[1]["up.weight"], torch.cat([w["up.weight"][4:8], w["up.weight"][12:]]))
-    assert module[1]["embed.weight"].shape == (8, 6), "padded to a multiple of 4 on each of 2 ranks"
-    assert torch.equal(module[1]["embed.weight"][:2], w["embed.weight"][8:])
-    assert not module[1]["embed.weight"][2:].any()
-    assert torch.equal(module[0]["norm.weight"], module[1]["norm.weight"])
-    assert "router.weight" in module[0]
-    assert "router.weight" not in module[1]
-
-
-def test_tensor_parallel_without_patterns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"nothing says how 'embed.weight' is split over 2 .* give --to-patterns"
-    ):
-        write_state(tmp_path / "tp", drawn(), Target(format="deepspeed", tp=2))
-
-
-def test_the_source_s_own_rules_serve_for_another_number_of_ranks(tmp_path: Path) -> None:
-    state = drawn(without=("grid.weight", "router.weight", "qkv.weight", "qkv.bias"))
-    write_state(tmp_path / "two", state, Target(format="deepspeed", tp=2, patterns=patterns(2)))
-    write_state(tmp_path / "u", read_state(tmp_path / "two"), Target(format="universal"))
-    write_state(tmp_path / "four", read_state(tmp_path / "u"), Target(format="deepspeed", tp=4))
-    found = read_state(tmp_path / "four")
-    assert all(np.array_equal(read_all(found.tensors[n]), read_all(s)) for n, s in state.tensors.items())
-    module = torch.load(next((tmp_path / "four").rglob("mp_rank_03_model_states.pt")), weights_only=False)[
-        "module"
-    ]
-    assert torch.equal(module["dense.weight"], value(state.tensors["model/dense.weight"])[:, 6:])
-
-
 def test_the_universal_folder_says_how_deepspeed_must_split_each_atom(tmp_path: Path) -> None:
     """Every atom said cat_dim 0: a row-parallel matrix was cut along the wrong dimension."""
     state = drawn(without=("grid.weight", "qkv.weight", "qkv.bias"))
@@ -295,14 +238,17 @@ def test_experts_of_one_tensor_are_tagged_in_the_universal_folder(tmp_path: Path
 def test_a_pattern_of_several_dimensions_reads_a_grid_of_shards(tmp_path: Path) -> None:
     """Two by two tensor-parallel ranks: rows over one half of the number, columns over the other."""
     state = drawn(without=tuple(name for name in SHAPES if name not in ("grid.weight", "norm.weight")))
-    write_state(tmp_path / "tp", state, Target(format="deepspeed", tp=4, world=2, patterns=patterns(4)))
-    for file in (tmp_path / "tp").rglob("mp_rank_*_model_states.pt"):
-        told = torch.load(file, weights_only=False)
-        del told["universal_checkpoint_info"]
-        torch.save(told, file)
+    ranks = []
+    for rows, columns in itertools.product((slice(0, 2), slice(2, 4)), (slice(0, 4), slice(4, 8))):
+        mine = {
+            name: held(value(one)[rows, :, columns].contiguous()) if len(one.shape) == 3 else one
+            for name, one in state.tensors.items()
+        }
+        ranks.append(replace(state, tensors=mine))
+    source = model_parallel(tmp_path, ranks, tp=4, world=2)
     with pytest.raises(UserError, match="give --patterns"):
-        read_state(tmp_path / "tp")
-    found = read_state(tmp_path / "tp", reading=Reading(patterns=patterns(4)))
+        read_state(source)
+    found = read_state(source, reading=Reading(patterns=patterns(4)))
     assert all(np.array_equal(read_all(found.tensors[n]), read_all(s)) for n, s in state.tensors.items())
 
 
@@ -327,36 +273,29 @@ def pipeline() -> TrainingState:
     return state
 
 
-@pytest.mark.parametrize("starts", [(), (0, 2, 5), (0, 1, 4)])
-def test_a_pipeline_goes_to_another_number_of_stages(tmp_path: Path, starts: tuple[int, ...]) -> None:
+def test_the_stages_of_a_pipeline_are_one_model_and_deepspeed_finds_its_layers(tmp_path: Path) -> None:
     state = pipeline()
-    target = Target(format="deepspeed", world=2, pp=3, stage_starts=starts)
-    write_state(tmp_path / "three", state, target)
-    assert bool(state.notes) == (not starts), "stages that were not asked for are named"
-    folder = tmp_path / "three/global_step3"
-    assert sorted(p.name for p in folder.glob("layer_*")) == [
-        f"layer_0{i}-model_states.pt" for i in (0, 1, 2, 4, 5)
-    ]
-    found = read_state(tmp_path / "three")
-    assert found.groups == state.groups
+    tied = "tied_modules.e.weight"
+    stages = []
+    for layers in ((1, 2), (4,), (5,)):
+        names = {name for name in state.parameters() if name.partition(".")[0] in map(str, layers)}
+        names |= {tied} if layers != (4,) else set()
+        mine = {
+            full: one
+            for full, one in state.tensors.items()
+            if any(f"/{name}" in full for name in names) or (layers == (4,) and full.startswith("buffer"))
+        }
+        groups = [{**group, "params": [n for n in group["params"] if n in names]} for group in state.groups]
+        stages.append(replace(state, tensors=mine, groups=[group for group in groups if group["params"]]))
+    found = read_state(model_parallel(tmp_path, stages, tp=1, world=2))
+    assert [sorted(g["params"]) for g in found.groups] == [sorted(g["params"]) for g in state.groups]
     assert found.meta["deepspeed"]["pipeline"] == {"tied_layers": {"0": "e"}}
     assert all(np.array_equal(read_all(found.tensors[n]), read_all(s)) for n, s in state.tensors.items())
-    write_state(tmp_path / "one", found, Target(format="deepspeed", world=3))
-    again = read_state(tmp_path / "one")
+    write_state(tmp_path / "u", found, Target(format="deepspeed-universal"))
+    layers_ = sorted(path.name for path in (tmp_path / "u").glob("*/layer_*"))
+    assert layers_ == [f"layer_0{i}-model_states.pt" for i in (0, 1, 2, 4, 5)]
+    again = read_state(tmp_path / "u")
     assert all(np.array_equal(read_all(again.tensors[n]), read_all(s)) for n, s in state.tensors.items())
-
-
-def test_impossible_pipelines_are_refused(tmp_path: Path) -> None:
-    state = pipeline()
-    for target, says in (
-        (Target(format="deepspeed", pp=9), "5 layers cannot be divided into 9 pipeline stages"),
-        (Target(format="deepspeed", pp=2, stage=2), "pipelines know ZeRO stage 1"),
-        (Target(format="deepspeed", pp=2, stage_starts=(0, 0)), "are not 2 layers, rising from 0 on"),
-    ):
-        with pytest.raises(UserError, match=says):
-            write_state(tmp_path / "x", state, target)
-    with pytest.raises(UserError, match=r"'embed.weight' is not named by a pipeline's layer"):
-        write_state(tmp_path / "x", drawn(), Target(format="deepspeed", pp=2))
 
 
 def moe(experts: int = 4) -> TrainingState:
@@ -372,11 +311,11 @@ def moe(experts: int = 4) -> TrainingState:
 
 
 @pytest.mark.parametrize(("stage", "world", "ep"), [(1, 4, 1), (1, 4, 2), (2, 4, 4), (1, 6, 2)])
-def test_experts_go_to_another_number_of_expert_parallel_ranks(
+def test_experts_of_any_number_of_expert_parallel_ranks_are_read(
     tmp_path: Path, stage: int, world: int, ep: int
 ) -> None:
     state = moe()
-    write_state(tmp_path / "moe", state, Target(format="deepspeed", stage=stage, world=world, ep=ep))
+    write_zero(tmp_path / "moe", state, stage=stage, world=world, ep=ep)
     folder = tmp_path / "moe/global_step3"
     assert len(list(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt"))) == 8
     rank = pickles.load(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
@@ -388,27 +327,18 @@ def test_experts_go_to_another_number_of_expert_parallel_ranks(
     assert all(np.array_equal(read_all(found.tensors[n]), read_all(s)) for n, s in state.tensors.items())
 
 
-@pytest.mark.parametrize("through", ["universal", "dcp", "hf", "megatron"])
-def test_experts_pass_through_every_format_to_another_number_of_ranks(tmp_path: Path, through: str) -> None:
-    """The column of experts in the matrix: weights, moments and groups, from two ranks to four."""
+@pytest.mark.parametrize("to", ["universal", "dcp", "hf", "deepspeed-universal"])
+def test_experts_reach_every_format(tmp_path: Path, to: str) -> None:
+    """Weights, moments and groups of two expert-parallel ranks."""
     state = moe()
-    write_state(tmp_path / "two", state, Target(format="deepspeed", stage=1, world=2, ep=2))
-    write_state(tmp_path / "hub", read_state(tmp_path / "two"), Target(format=through))
-    hub = read_state(tmp_path / "hub", through)
-    write_state(tmp_path / "four", hub, Target(format="deepspeed", stage=1, world=4, ep=4))
-    assert selfcheck.changes(state, read_state(tmp_path / "four")) == []
-
-
-def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="are not a multiple of --ep 3"):
-        write_state(tmp_path / "moe", moe(), Target(format="deepspeed", world=3, ep=3))
-    with pytest.raises(UserError, match="2 expert-parallel ranks need ZeRO stage 1 or 2"):
-        write_state(tmp_path / "moe", moe(), Target(format="deepspeed", world=3, ep=2))
+    write_zero(tmp_path / "two", state, world=2, ep=2)
+    write_state(tmp_path / "to", read_state(tmp_path / "two"), Target(format=to))
+    assert selfcheck.changes(state, read_state(tmp_path / "to", to)) == []
 
 
 def test_an_expert_s_file_that_is_another_s_is_refused(tmp_path: Path) -> None:
     """The ranks' order decides which expert a fragment is of: the working weights are by number."""
-    write_state(tmp_path / "moe", moe(), Target(format="deepspeed", world=2, ep=2))
+    write_zero(tmp_path / "moe", moe(), world=2, ep=2)
     folder = tmp_path / "moe/global_step3"
     files = [folder / f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (0, 3)]
     tables = [torch.load(file, weights_only=False) for file in files]

@@ -24,8 +24,10 @@ from everstep.store import dtypes
 from everstep.store.dtypes import Array
 from everstep.store.stored import Held, Stored, read_all
 from everstep_convert.conversion import Accepted, Reading, Target, read_state, write_state
+from everstep_convert.formats import pickles
 from everstep_convert.formats.sidecar import find_ties
 from everstep_convert.state import TrainingState, scalar
+from tests.store.zero_files import write_zero
 
 
 def held(tensor: torch.Tensor) -> Held:
@@ -97,15 +99,11 @@ def load(path: Path, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 3, 64])
-def test_frozen_weights_and_buffers_reach_every_zero_stage(tmp_path: Path, stage: int, world: int) -> None:
+def test_frozen_weights_and_buffers_of_every_stage_are_read(tmp_path: Path, stage: int, world: int) -> None:
     """DCP to ZeRO-3 lost them in silence; stage 1 and 2 made F32 of an int64 buffer."""
     model, optimizer = trained()
     save(tmp_path / "dcp", state_dict(model, optimizer))
-    write_state(
-        tmp_path / "ds",
-        read_state(tmp_path / "dcp"),
-        Target(format="deepspeed", stage=stage, world=world),
-    )
+    write_zero(tmp_path / "ds", read_state(tmp_path / "dcp"), stage=stage, world=world)
     found = read_state(tmp_path / "ds")
     named = {**found.parameters(), **found.buffers()}
     for name, tensor in model.state_dict().items():
@@ -129,44 +127,33 @@ def test_frozen_weights_and_buffers_reach_every_zero_stage(tmp_path: Path, stage
 
 
 def test_a_tensor_that_is_a_buffer_only_for_the_user_is_named_by_him(tmp_path: Path) -> None:
-    """DCP does not say whether a float tensor outside the groups is a buffer; DeepSpeed must know."""
+    """DCP does not say whether a float tensor outside the groups is a buffer."""
     model, optimizer = trained()
     save(tmp_path / "dcp", state_dict(model, optimizer))
     state = read_state(tmp_path / "dcp", reading=Reading(buffers=("em*", "small"), frozen=("ids",)))
     assert {"embed.weight", "small"} <= set(state.buffers())
     assert set(state.frozen) == {"ids"}
-    write_state(tmp_path / "ds", state, Target(format="deepspeed", stage=3, world=2))
+    write_state(tmp_path / "ds", state, Target(format="deepspeed-universal"))
     found = read_state(tmp_path / "ds")
     assert torch.equal(value(found.tensors["model/ids"]), model.ids)
     assert torch.equal(value(found.tensors["buffer/embed.weight"]), model.embed.weight)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("target", [*(("deepspeed", s) for s in (1, 2, 3)), ("dcp", 1), ("hf", 1)])
-def test_a_learning_rate_that_is_a_tensor_stays_one(
-    tmp_path: Path, target: tuple[str, int], flatten: bool
-) -> None:
+@pytest.mark.parametrize("target", ["universal", "dcp", "hf", "deepspeed-universal"])
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path, target: str, flatten: bool) -> None:
     """It became a tensor `extra/…lr` that no stage wrote."""
     model, optimizer = trained(torch.tensor(0.25))
     save(tmp_path / "dcp", state_dict(model, optimizer, flatten))
     state = read_state(tmp_path / "dcp")
     assert [group["lr"] for group in state.groups] == [{"$scalar": ["F32", 0.25]}] * 2
     assert not state.others()
-    write_state(tmp_path / "to", state, Target(format=target[0], stage=target[1], world=2))
+    write_state(tmp_path / "to", state, Target(format=target))
     assert read_state(tmp_path / "to").groups == state.groups
-    if target[0] == "deepspeed":
-        file = next((tmp_path / "to").glob("*/*rank_0*_optim_states.pt"))
-        groups = _groups_in(file, target[1])
-        assert torch.equal(groups[0]["lr"], torch.tensor(0.25))
-
-
-def _groups_in(file: Path, stage: int) -> list[dict[str, Any]]:
-    """By our unpickler, as DeepSpeed's classes are not here; tensors are read."""
-    from everstep_convert.formats import pickles
-
-    inner = pickles.load(file)["optimizer_state_dict"]
-    groups = inner["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["param_groups"]
-    return [{k: value(v) if hasattr(v, "read") else v for k, v in group.items()} for group in groups]
+    if target == "deepspeed-universal":
+        file = next((tmp_path / "to").glob("*/zero/optimizer_state.pt"))
+        groups = pickles.load(file)["param_groups"]  # ours, as DeepSpeed's classes are not here
+        assert torch.equal(value(groups[0]["lr"]), torch.tensor(0.25))
 
 
 @pytest.mark.parametrize("world", [2, 5, 7, 64])
@@ -179,7 +166,7 @@ def test_zero_three_of_parameters_smaller_than_the_world_is_read(tmp_path: Path,
         state.tensors[f"optimizer/w{n}/step"] = scalar(1.0)
     state.tensors["model/still"] = held(torch.randn(world // 2 + 1))
     state.groups = [{"params": [f"w{n}" for n in (1, 2, 3, 5, 9, 33)], "lr": 0.1}]
-    write_state(tmp_path / "z", state, Target(format="deepspeed", stage=3, world=world))
+    write_zero(tmp_path / "z", state, stage=3, world=world)
     found = read_state(tmp_path / "z")
     assert found.tensors.keys() == state.tensors.keys()
     assert all(torch.equal(value(found.tensors[n]), value(s)) for n, s in state.tensors.items())
@@ -261,7 +248,7 @@ def test_ties_are_found_with_a_bounded_number_of_reads_per_tensor() -> None:
 TYPES = [dtype for word in dtypes.IN_TORCH.values() if (dtype := getattr(torch, word))]
 
 
-@pytest.mark.parametrize("to", ["universal", "dcp", "hf", "deepspeed", "deepspeed-universal", "megatron"])
+@pytest.mark.parametrize("to", ["universal", "dcp", "hf", "deepspeed-universal"])
 def test_a_buffer_of_every_type_goes_everywhere(tmp_path: Path, to: str) -> None:
     """FP8 could not go to DCP at all."""
     state = TrainingState(groups=[{"params": ["w"], "lr": 0.1}])

@@ -12,9 +12,9 @@ import typer
 from rich.table import Table
 
 from everstep.cli import render
-from everstep.cli.render import AsJson, Console, emit, note, parameters
+from everstep.cli.render import AsJson, emit, note, parameters
 from everstep.errors import UserError
-from everstep_convert.cli.ckpt_text import document, picture, progress_bar, show, show_difference, size_text
+from everstep_convert.cli.ckpt_text import document, progress_bar, show, size_text
 from everstep_convert.formats.dialects import DIALECTS
 from everstep_convert.formats.known_formats import FORMATS
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from everstep_convert.patterns import Patterns
     from everstep_convert.state import TrainingState
 
+DIFFERS = {"lost": "only in a: {name}", "added": "only in b: {name}", "type": "{name}", "value": "{name}"}
 ckpt_app = typer.Typer(
     no_args_is_help=True,
     help="Universal checkpoints: inspect, convert, export, verify, diff and prune them.",
     rich_markup_mode="rich",
 )
+WRITTEN = [row.name for row in FORMATS.values() if row.is_written]
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 PathOf = Annotated[str, typer.Argument(help="Checkpoint directory, or URL of a universal checkpoint.")]
 
@@ -53,8 +55,6 @@ def inspect_command(
         emit(found)
         return
     show(found, limit)
-    for line in picture(path, kind):
-        Console(highlight=False, markup=False).print(line, soft_wrap=True)
 
 
 @ckpt_app.command("formats")
@@ -80,21 +80,13 @@ def formats_command(as_json: AsJson = False) -> None:
 def convert_command(
     source: Annotated[str, typer.Argument(help="A checkpoint of any known format.")],
     target: Annotated[str, typer.Argument(help="Directory (or URL, for universal) to write.")],
-    to: Annotated[str, typer.Option(help=f"The format to write: {', '.join(FORMATS)}.")] = "universal",
+    to: Annotated[str, typer.Option(help=f"The format to write: {', '.join(WRITTEN)}.")] = "universal",
     accept: Annotated[
         list[str] | None,
         typer.Option(help="Accept a change the self-check finds, such as lost:lr_scheduler. Repeatable."),
     ] = None,
     names: Annotated[str, typer.Option(help=f"keep, {', '.join(DIALECTS)}.")] = "keep",
-    stage: Annotated[int, typer.Option(help="deepspeed: ZeRO stage.")] = 1,
-    world: Annotated[int, typer.Option(help="deepspeed: number of data-parallel ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: pipeline stages.")] = 1,
-    ep: Annotated[int, typer.Option(help="deepspeed, megatron-legacy: expert-parallel ranks.")] = 1,
-    stage_starts: Annotated[
-        str, typer.Option(help="deepspeed: first layer of every pipeline stage, such as 0,4,9.")
-    ] = "",
-    precision: Annotated[str, typer.Option(help="deepspeed: bf16, fp16 or fp32.")] = "",
+    precision: Annotated[str, typer.Option(help="deepspeed-universal: bf16, fp16 or fp32.")] = "",
     dtype: Annotated[str, typer.Option(help="Type of the weights, such as BF16.")] = "",
     shard_gib: Annotated[float, typer.Option(help="hf: size of a file.")] = 5.0,
     heads: Annotated[int, typer.Option(help="Attention heads, where the source does not say.")] = 0,
@@ -103,7 +95,8 @@ def convert_command(
         Path | None, typer.Option(help="TOML: how the source is split over tensor-parallel ranks.")
     ] = None,
     to_patterns: Annotated[
-        Path | None, typer.Option(help="TOML: how to split the target over tensor-parallel ranks.")
+        Path | None,
+        typer.Option(help="TOML, deepspeed-universal: how to split it over tensor-parallel ranks."),
     ] = None,
     vocab: Annotated[int, typer.Option(help="Vocabulary size without padding.")] = 0,
     buffers: Annotated[
@@ -140,7 +133,7 @@ def convert_command(
 
         everstep ckpt convert deepspeed-run/ universal/
 
-        everstep ckpt convert universal/ z3/ --to deepspeed --stage 3 --world 4
+        everstep ckpt convert checkpoints/ for-deepspeed/ --to deepspeed-universal
 
         everstep ckpt convert checkpoints/ llama/ --to hf --names llama --no-optimizer --dtype BF16
 
@@ -148,7 +141,7 @@ def convert_command(
 
         for i in 1 2 3 4; do everstep ckpt convert z3/ universal/ --share $i/4 & done; wait
     """
-    from everstep_convert.conversion import Accepted, Reading, Target, format_named, write_state
+    from everstep_convert.conversion import Accepted, Reading, Target, write_state, written_format
     from everstep_convert.formats.dialects import Heads
     from everstep_convert.formats.universal import missing_shares
 
@@ -157,18 +150,12 @@ def convert_command(
     if shard_gib <= 0:
         raise UserError(f"--shard-gib {shard_gib:g} must be more than 0.")
     accepted = Accepted(tuple(accept or ()))
-    format_named(to)
+    written_format(to)
     goal = Target(
         format=to,
         names=None if names == "keep" else names,  # type: ignore[arg-type]
         heads=Heads(heads, kv_heads or heads) if heads else None,
-        stage=stage,
-        world=world,
-        tp=tp,
-        pp=pp,
-        ep=ep,
         patterns=_patterns(to_patterns, "--to-patterns"),
-        stage_starts=_starts(stage_starts),
         precision=precision or None,
         dtype=dtype or None,
         shard_bytes=round(shard_gib * 2**30),
@@ -347,16 +334,19 @@ def diff_command(a: PathOf, b: PathOf, as_json: AsJson = False) -> None:
 
         everstep ckpt diff deepspeed-run/ universal/ --json
     """
-    from everstep_convert.compare import compare
+    from everstep_convert.selfcheck import differences
 
     (_, first), (_, second) = _read(a), _read(b)
     with progress_bar("compare", first.num_bytes()) as advance:
-        found = compare(first, second, advance)
+        found = differences(first, second, progress=advance)
+    rows = [{"kind": row.kind, "name": row.name, "detail": row.detail} for row in found]
     if as_json:
-        emit({"a": a, "b": b, **found})
-    else:
-        show_difference(found)
-    if not found["same"]:
+        emit({"a": a, "b": b, "same": not found, "tensors": len(first.tensors), "different": rows})
+    for row in found if not as_json else ():
+        render.echo(DIFFERS[row.kind].format(name=row.name) + (f": {row.detail}" if row.detail else ""))
+    if not found and not as_json:
+        render.echo(f"identical: {len(first.tensors)} tensors, {size_text(first.num_bytes())}")
+    if found:
         raise typer.Exit(1)
 
 
@@ -400,13 +390,6 @@ def _read(path: str, reading: Reading | None = None) -> tuple[str, TrainingState
 
     kind = detect(path)
     return kind, read_state(path, kind, reading)
-
-
-def _starts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(",")) if text else ()
-    except ValueError:
-        raise UserError(f"--stage-starts {text} is not a list of layers such as 0,4,9.") from None
 
 
 def _patterns(path: Path | None, option: str = "--patterns") -> Patterns | None:

@@ -1,11 +1,10 @@
-"""What `everstep ckpt` prints: documents, tables, pictures, and a progress bar."""
+"""What `everstep ckpt` prints: documents, tables, and a progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -22,7 +21,6 @@ from rich.table import Table
 from everstep.cli import render
 from everstep.cli.render import Console, note
 from everstep.errors import UserError
-from everstep.layout.box import Box
 
 if TYPE_CHECKING:
     from everstep_convert.state import TrainingState
@@ -97,23 +95,6 @@ def _parts(path: str, kind: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def picture(path: str, kind: str) -> list[str]:
-    if kind != "universal":
-        return []
-    from everstep.store.folder import find
-
-    held: dict[str, dict[str, list[Box]]] = {}
-    tensors = find(path).tensors
-    for name, entry in tensors.items():
-        for one in entry.slices:
-            held.setdefault(one.file, {}).setdefault(name, []).append(one.box)
-    return [
-        "",
-        "which file contains what (a column is one or more tensors; a full block is a whole tensor):",
-        *grid(held, {name: prod(entry.shape) for name, entry in tensors.items()}),
-    ]
-
-
 def show(doc: dict[str, Any], limit: int) -> None:
     console = Console(highlight=False, markup=False)
     console.print(
@@ -142,18 +123,6 @@ def show(doc: dict[str, Any], limit: int) -> None:
         note(f"note: {sentence}")
 
 
-def show_difference(doc: dict[str, Any]) -> None:
-    for side in ("only_in_a", "only_in_b"):
-        for name in doc[side]:
-            render.echo(f"{side.replace('_', ' ')}: {name}")
-    for row in doc["different"]:
-        render.echo(f"{row['tensor']}: {row['because']}")
-    for sentence in doc["elsewhere"]:
-        render.echo(sentence)
-    if doc["same"]:
-        render.echo(f"identical: {doc['equal']} tensors, {size_text(doc['bytes'])}")
-
-
 def size_text(count: int) -> str:
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -161,34 +130,3 @@ def size_text(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-# Who holds what, drawn as text: a row a holder, a column a tensor, a block for what is there.
-
-_BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def share(boxes: Sequence[Box], volume: int) -> str:
-    """A block as high as the part of a tensor that is held."""
-    held = min(volume, sum(box.volume for box in boxes))
-    if not held or not volume:
-        return "·"
-    return _BLOCKS[max(1, round(8 * held / volume))]
-
-
-def grid(
-    held: Mapping[str, Mapping[str, Sequence[Box]]], volumes: Mapping[str, int], columns: int = 64
-) -> list[str]:
-    """One line a holder. More tensors than columns: neighbours share a column."""
-    names = list(volumes)
-    step = -(-len(names) // columns) if names else 1
-    wide = max((len(holder) for holder in held), default=0)
-    lines = []
-    for holder, mine in held.items():
-        row = ""
-        for at in range(0, len(names), step):
-            group = names[at : at + step]
-            boxes = [box for name in group for box in mine.get(name, ())]
-            row += share(boxes, sum(volumes[name] for name in group))
-        lines.append(f"{holder:>{wide}} {row}")
-    return lines

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints, ZeRO-1, 2 and 3, with and without tensor or pipeline parallelism. Reading.
+"""DeepSpeed's own checkpoints, ZeRO-1, 2 and 3, with or without tensor and pipeline parallelism. Read only.
 
     <tag>/mp_rank_MM_model_states.pt                          ZeRO-1/2: 16-bit weights, shapes, client state
     <tag>/zero_pp_rank_D_mp_rank_MM_model_states.pt           ZeRO-3: the same without weights
@@ -25,9 +25,15 @@ from everstep.errors import UserError
 from everstep.layout.box import Shape, flat_range, offset_of, row_major
 from everstep.layout.tensor import ITEM_BYTES
 from everstep.store.stored import FilePiece, Pieces, Stored
-from everstep_convert.formats import deepspeed_meta, deepspeed_write, pickles
-from everstep_convert.formats.deepspeed_files import check_ranks, files_in, folder_of
-from everstep_convert.formats.deepspeed_ranks import EXPERTS, TIED, global_expert
+from everstep_convert.formats import deepspeed_meta, pickles
+from everstep_convert.formats.deepspeed_files import (
+    EXPERTS,
+    TIED,
+    check_ranks,
+    files_in,
+    folder_of,
+    global_expert,
+)
 from everstep_convert.formats.format import Format, Reading
 from everstep_convert.formats.shards import ShardRules
 from everstep_convert.formats.sidecar import begins_alike
@@ -82,29 +88,10 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
     _join(state, locals_, tp, ShardRules(reading.patterns, _info(first), reading.vocab))
     for group in state.groups:
         group["params"] = experts_in_order(group["params"])
-    state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
     bf16 = any(path.name.startswith("bf16_") for path in files.optims.values())
     working = "bf16" if bf16 else _precision(locals_, first)
     state.meta |= {"format": f"deepspeed zero-{stage}", "precision": working}
     return state
-
-
-def with_empty(state: TrainingState, written: Any) -> list[dict[str, Any]]:
-    """Groups as we wrote them: DeepSpeed has no place for parameters without elements in them."""
-    found = [list(group["params"]) for group in state.groups]
-    if not isinstance(written, list):
-        return state.groups
-    named = [[n for n in group["params"] if n not in state.frozen] for group in written]
-    if [names for names in named if names] != [names for names in found if names]:
-        return state.groups
-    known = {tuple(group["params"]): group for group in state.groups}
-    groups = [
-        {**known.get(tuple(names), group), "params": group["params"]}
-        for names, group in zip(named, written, strict=True)
-    ]
-    inside = {name for group in groups for name in group["params"]}
-    state.frozen = [name for name in state.frozen if name not in inside]
-    return groups
 
 
 def _stage(optim: Any) -> int:
@@ -509,9 +496,8 @@ FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO-1, 2, 3",
     reads="yes, also TP (patterns or `universal_checkpoint_info`), PP and experts",
-    writes="yes, any stage and world, also TP (patterns), PP and experts",
+    writes="no: DeepSpeed loads `deepspeed-universal`",
     optimizer="any optimizer's",
     detects=lambda path: folder_of(path) is not None,
     read=read,
-    write=deepspeed_write.write,
 )

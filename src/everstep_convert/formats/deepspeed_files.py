@@ -1,4 +1,8 @@
-"""The files of a DeepSpeed checkpoint: where they are, whose they are, and whether one is missing."""
+"""The files of a DeepSpeed checkpoint: where they are, whose they are, and whether one is missing.
+
+A pipeline's parameters are called by their layer (`4.up.weight`); those of a tied module
+(`tied_modules.embed.weight`) are in the stage of its layer and in the last one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,16 @@ OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")  # of a pipeline: layer, tensor rank
 EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+
+PIPELINE_NAME = re.compile(r"(\d+)\.(.+)")
+TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+EXPERTS = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..+)")
+
+
+def global_expert(name: str, first: int) -> str:
+    """A rank counts its own experts from 0; the name in the whole model."""
+    match = EXPERTS.fullmatch(name)
+    return f"{match[1]}{int(match[2]) + first}{match[3]}" if match else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,13 @@
     <tag>/mp_rank_00_model_states.pt                           client state, shapes
 
 Written so that both flavours' loaders take it: whole tensors in tables, and the model states under both
-names. What cannot be helped: DeepSpeed's loaders look for Adam's keys alone, and its ZeRO-3 loader gives all
-groups the numbers of the first. `deepspeed_write` has neither limit.
+names, as of a run of one model-parallel rank. What cannot be helped: DeepSpeed's loaders look for Adam's keys
+alone, and its ZeRO-3 loader gives all groups the numbers of the first.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -22,15 +21,16 @@ from typing import Any
 from everstep.errors import UserError
 from everstep.layout.box import row_major, whole
 from everstep.store.parts import Progress
-from everstep.store.stored import FilePiece, Pieces
-from everstep_convert.formats import deepspeed_meta, deepspeed_write, pickles, torchfile
-from everstep_convert.formats.deepspeed import frozen_of, with_empty
+from everstep.store.stored import FilePiece, Pieces, Stored
+from everstep_convert.formats import deepspeed_groups, deepspeed_meta, pickles, torchfile
+from everstep_convert.formats.deepspeed import frozen_of
 from everstep_convert.formats.deepspeed_files import files_in
-from everstep_convert.formats.deepspeed_ranks import SplitRules, is_pipeline, model_ranks
-from everstep_convert.formats.deepspeed_write import FlatGroup
 from everstep_convert.formats.format import Format, Reading, Target
+from everstep_convert.formats.shards import carried_pattern
+from everstep_convert.formats.torchfile import Global, PickledObject
+from everstep_convert.patterns import Pattern
 from everstep_convert.state import TrainingState, encoded_group, equal, keyed_value, value_of_key
-from everstep_convert.values import Encoder
+from everstep_convert.values import Encoder, decode
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -72,12 +72,13 @@ def read(path: str | Path, reading: Reading) -> TrainingState:
         state.groups.append(encoded_group(encoder, mine, group, f"groups.{g}"))
     deepspeed_meta.take(state, ranks, [optimizer])
     state.take(encoder)
+    layers = _in_layers(folder)
     for one in ranks:
-        _add_module(state, one)
+        _add_module(state, one, layers)
     _add_frozen(state, folder)
     trained = {name for mine in names for name in mine}
     state.frozen = [name for name in state.parameters() if name not in trained]
-    state.groups = with_empty(state, (first.get("everstep") or {}).get("groups"))
+    state.groups = _with_empty(state, (first.get("everstep") or {}).get("groups"))
     _add_steps(state, held)
     state.meta["format"] = "deepspeed universal"
     return state
@@ -94,12 +95,40 @@ def _names(groups: list[Any], names: list[list[str]]) -> list[list[str]]:
     return found
 
 
-def _add_module(state: TrainingState, first: Any) -> None:
+def _with_empty(state: TrainingState, written: Any) -> list[dict[str, Any]]:
+    """Groups as we wrote them: DeepSpeed has no place for parameters without elements in them."""
+    found = [list(group["params"]) for group in state.groups]
+    if not isinstance(written, list):
+        return state.groups
+    named = [[n for n in group["params"] if n not in state.frozen] for group in written]
+    if [names for names in named if names] != [names for names in found if names]:
+        return state.groups
+    known = {tuple(group["params"]): group for group in state.groups}
+    groups = [
+        {**known.get(tuple(names), group), "params": group["params"]}
+        for names, group in zip(named, written, strict=True)
+    ]
+    inside = {name for group in groups for name in group["params"]}
+    state.frozen = [name for name in state.frozen if name not in inside]
+    return groups
+
+
+def _in_layers(folder: Path) -> dict[str, Any]:
+    """A pipeline's module, which is in files of its layers."""
+    files = files_in(folder).layers
+    return {
+        f"{layer}.{name}": one
+        for (layer, _), path in files.items()
+        for name, one in pickles.load(path).items()
+    }
+
+
+def _add_module(state: TrainingState, first: Any, layers: dict[str, Any]) -> None:
     """Buffers, and parameters that have no atoms and are whole in the module."""
     state.tied |= first.get("shared_params") or {}
     buffers = set(first.get("buffer_names") or [])
     shapes = {name: tuple(s) for name, s in (first.get("frozen_param_shapes") or {}).items()}
-    for name, stored in (first.get("module") or {}).items():
+    for name, stored in (first.get("module") or layers).items():
         if name in buffers and isinstance(stored, Pieces):
             if not equal(state.tensors.setdefault(f"buffer/{name}", stored), stored):
                 state.lost.append(f"buffer/{name} of other model-parallel ranks")
@@ -171,44 +200,41 @@ def _add_steps(state: TrainingState, held: Any) -> None:
 
 
 def write(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
-    precision = deepspeed_write.precision_of(state, target)
-    working = deepspeed_write.WORKING[precision]
-    target = replace(target, world=1, stage=1, ep=1)
+    precision = deepspeed_groups.precision_of(state, target)
+    working = deepspeed_groups.WORKING[precision]
     tag = f"global_step{state.step}_universal"
     folder = path / tag
-    rules = SplitRules(state, target)
-    groups = deepspeed_write.groups_of(state)
+    rules = AtomRules(state, target)
+    groups = deepspeed_groups.groups_of(state)
     optimizer = state.optimizer()
     for name, stored in state.parameters().items():
-        home = folder / "zero" / name
-        home.mkdir(parents=True, exist_ok=True)
-        tags = rules.tags(name, stored)
-        torchfile.save(home / "fp32.pt", {**tags, "param": stored}, progress)
-        for key, value in optimizer[name].items():
-            file = home / f"{key.partition('#')[0]}.pt"
-            if key != "step" and "#" not in key:
-                torchfile.save(file, {**tags, "param": value}, progress)
-            else:
-                torchfile.save(file, value_of_key(key, value), progress)
-            if key.partition("#")[0] not in (*_ADAM, "step"):
-                _say(state, f"DeepSpeed's universal loader does not look for {key}")
+        _write_atoms(folder / "zero" / name, rules.tags(name, stored), stored, optimizer[name], progress)
+        others = {key.partition("#")[0] for key in optimizer[name]} - {*_ADAM, "step"}
+        for key in sorted(others):
+            _say(state, f"DeepSpeed's universal loader does not look for {key}")
     if len(groups) > 1:
         _say(state, "DeepSpeed's ZeRO-3 universal loader gives every group the numbers of the first")
-    shared = _global_state(state, groups, precision)
+    shared = deepspeed_groups.optimizer_state(state, groups, precision)
     torchfile.save(folder / "zero" / "optimizer_state.pt", shared, progress)
-    for rank in model_ranks(state, target):
-        mine = deepspeed_write.groups_of(rank.state)
-        held = deepspeed_write.model_states(rank.state, mine, target, working, None)
-        info = rules.info(state.parameters())
-        held |= {"universal_checkpoint_info": info} if info else {}
-        for start in ("", "zero_pp_rank_0_"):
-            torchfile.save(folder / f"{start}mp_rank_{rank.number:02d}_model_states.pt", held, progress)
-        if is_pipeline(state, target):
-            deepspeed_write.write_layers(
-                folder, rank, state, target, deepspeed_write.WORKING[precision], progress
-            )
+    held = deepspeed_groups.model_states(state, groups, working)
+    held |= {"universal_checkpoint_info": rules.carried} if rules.carried else {}
+    for start in ("", "zero_pp_rank_0_"):
+        torchfile.save(folder / f"{start}mp_rank_00_model_states.pt", held, progress)
+    if deepspeed_groups.is_pipeline(state):
+        deepspeed_groups.write_layers(folder, state, working, progress)
     for latest in ("latest_universal", "latest"):
         (path / latest).write_text(tag, encoding="utf-8")
+
+
+def _write_atoms(
+    home: Path, tags: dict[str, Any], weight: Stored, states: dict[str, Stored], progress: Progress
+) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    torchfile.save(home / "fp32.pt", {**tags, "param": weight}, progress)
+    for key, value in states.items():
+        whole = key != "step" and "#" not in key
+        held = {**tags, "param": value} if whole else value_of_key(key, value)
+        torchfile.save(home / f"{key.partition('#')[0]}.pt", held, progress)
 
 
 def _say(state: TrainingState, sentence: str) -> None:
@@ -216,18 +242,53 @@ def _say(state: TrainingState, sentence: str) -> None:
         state.notes.append(sentence)
 
 
-def _global_state(state: TrainingState, groups: list[FlatGroup], precision: str) -> dict[str, Any]:
-    inner = deepspeed_write.partition_of(state, groups, 0, Target(format="deepspeed"), precision)
-    numbers = inner["base_optimizer_state"]["param_groups"]
-    steps = {g: dict(group.shared) for g, group in enumerate(groups)}
-    kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version")
-    return {
-        **{key: inner[key] for key in kept if key in inner},
-        "group_paddings": [0] * len(groups),
-        "partition_count": [1] * len(groups),
-        "param_groups": numbers,
-        "optimizer_state_dict": {"state": steps, "param_groups": numbers},
-    }
+class AtomRules:
+    """How DeepSpeed's loaders must split a whole tensor over tensor-parallel ranks: by the patterns of the
+    target, else as the source was split.
+    """
+
+    def __init__(self, state: TrainingState, target: Target) -> None:
+        self._given = target.patterns
+        carried = decode(state.meta.get("deepspeed_patterns") or {}, state.tensors)
+        gone = ("sub_param_shard_widths", "affine_map")  # of the source's number of ranks
+        self._rules = carried
+        self.carried = {key: value for key, value in carried.items() if key not in gone}
+
+    def tags(self, name: str, stored: Stored) -> dict[str, Any]:
+        """What must be found with the whole tensor."""
+        pattern = self._pattern(name, stored)
+        if pattern is None or pattern.kind != "fragment":
+            return {"cat_dim": 0}
+        split, *more = pattern.splits or pattern.split_over(1)
+        dim = split.dim or 0
+        tags: dict[str, Any] = {"cat_dim": dim}
+        if more:
+            raise UserError(f"{name!r} is split along several dimensions; DeepSpeed's folder knows one.")
+        if pattern.pads_rows:
+            tags["vocab_tensor"] = True
+        if split.experts is not None and split.dim is None:
+            tags |= {"is_expert_param": True, "ep_num_experts": split.experts}
+        parts = split.parts
+        if split.experts is not None and split.dim == 0:
+            parts = (stored.shape[0] // split.experts,) * split.experts
+        return tags if parts is None else tags | _sub_parameters(name, stored, dim, parts)
+
+    def _pattern(self, name: str, stored: Stored) -> Pattern | None:
+        """None: nothing says how."""
+        if self._given is not None:
+            return self._given.of(name)
+        return carried_pattern(self._rules, name, stored.shape) if self._rules else None
+
+
+def _sub_parameters(name: str, stored: Stored, dim: int, parts: tuple[Any, ...]) -> dict[str, Any]:
+    if not all(isinstance(part, int) for part in parts):
+        raise UserError(f"{name!r} has parts that DeepSpeed's universal folder cannot say; give sizes.")
+    if dim == 0 and len(parts) == 2 and parts[0] == parts[1]:
+        return {"param_n_sub_params": 2}
+    shape = tuple(parts if d == dim else n for d, n in enumerate(stored.shape))
+    kind = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    row = {"patterns": [f"^{re.escape(name)}$"], "shape": shape, "partition_dim": dim}
+    return {"sub_param_shape": PickledObject(kind, row)}
 
 
 FORMAT = Format(

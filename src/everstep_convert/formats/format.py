@@ -36,22 +36,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What to write. `stage`, `world`: ZeRO's, `world` data-parallel ranks; `tp`, `pp`, `ep`: tensor-,
-    pipeline- and expert-parallel ranks of DeepSpeed and legacy Megatron. `patterns`: how to split over `tp`.
-    `stage_starts`: the first layer of every pipeline stage. `share`: (i, n) writes the i-th (from 1) of n
-    shares, and the checkpoint appears with the last of them. `keys`: as of `Reading`.
+    """What to write. `patterns`: how a universal folder's tensors are to be split over tensor-parallel ranks.
+    `share`: (i, n) writes the i-th (from 1) of n shares, and the checkpoint appears with the last of them.
+    `keys`: as of `Reading`.
     """
 
     format: str
     names: Dialect | None = None
     heads: Heads | None = None
-    stage: int = 1
-    world: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
     patterns: Patterns | None = None
-    stage_starts: tuple[int, ...] = ()
     precision: str | None = None  # of DeepSpeed's working weights
     dtype: str | None = None  # of the weights; the source's if not given
     shard_bytes: int = 5 << 30  # of Hugging Face's files
@@ -83,9 +76,9 @@ class Staging(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """`detects`: is a folder of this format? None: another row reads it. `write` fills an empty folder; a
-    format that makes its files visible in another way gives `staged` instead. `completed`: a state with what
-    the format asks for besides.
+    """`detects`: is a folder of this format? `write` fills an empty folder; a format that makes its files
+    visible in another way gives `staged` instead, one that is read only gives neither. `completed`: a state
+    with what the format asks for besides.
     """
 
     name: str
@@ -94,7 +87,11 @@ class Format:
     writes: str
     optimizer: str
     read: Callable[[str | Path, Reading], TrainingState]
-    detects: Callable[[Path], bool] | None = None
+    detects: Callable[[Path], bool]
     completed: Callable[[TrainingState, Target], TrainingState] | None = None
     write: Callable[[Path, TrainingState, Target, Progress], None] | None = None
     staged: Callable[[str | Path], Staging] | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self.write is not None or self.staged is not None

@@ -12,7 +12,6 @@ FORMATS: dict[str, Format] = {
         deepspeed.FORMAT,  # before the universal folder: `ds_to_universal` leaves one beside the native files
         deepspeed_universal.FORMAT,
         megatron.FORMAT,  # before dcp: its files are those of dcp, and more
-        megatron.LEGACY,
         dcp.FORMAT,
         hf.FORMAT,
     )

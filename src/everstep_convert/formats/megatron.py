@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints: `torch_dist`, which is PyTorch's format with its own keys, and the legacy one.
+"""Megatron-LM's checkpoints: `torch_dist`, PyTorch's format with its own keys, and the legacy one. Read only.
 
     torch_dist   iter_0000100/{metadata.json, common.pt, .metadata, __0_0.distcp}
                  decoder.layers.<...>       all layers stacked along a first axis, or decoder.layers.7.<...>
@@ -6,15 +6,12 @@
     legacy       iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt       by tensor, pipeline and expert;
                  an expert rank has its own experts, numbered from 0, and a copy of the rest
 
-Counts of steps, groups and whatever else Megatron has no key for are in `common.pt` (legacy: in the first
-rank's file) under "everstep". Legacy optimizer state is bound to the order of buffers in Megatron's memory
-and to the run that wrote it; it is neither read nor written, and counts as lost.
+Legacy optimizer state is bound to the order of buffers in Megatron's memory and to the run that wrote it; it
+is not read, and counts as lost.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,17 +19,14 @@ from typing import Any
 
 from everstep.errors import UserError
 from everstep.layout.box import Box
-from everstep.layout.tensor import Tensor
 from everstep.store.index import Refused
-from everstep.store.parts import Progress
 from everstep.store.stored import Pieces, Stored
-from everstep_convert.formats import dcp_files, pickles, sidecar, torchfile
-from everstep_convert.formats.format import Format, Reading, Target
-from everstep_convert.formats.shards import ShardRules, cut_for
-from everstep_convert.formats.torchfile import Global, PickledObject
+from everstep_convert.formats import dcp_files, pickles, sidecar
+from everstep_convert.formats.format import Format, Reading
+from everstep_convert.formats.shards import ShardRules
 from everstep_convert.patterns import Pattern, Patterns
 from everstep_convert.state import TrainingState
-from everstep_convert.values import Encoder, decode, tensors_in
+from everstep_convert.values import Encoder
 from everstep_convert.woven import Woven, WovenBlock, copies
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -139,12 +133,7 @@ def _take_common(state: TrainingState, common: Any, reading: Reading) -> None:
     state.step = int(common.get("iteration") or 0)
     state.meta["format"] = "megatron"
     state.take(encoder)
-    ours = common.get("everstep")
-    if isinstance(ours, dict):
-        sidecar.apply(state, ours.get("table"))
-        state.tensors |= ours.get("tensors") or {}
-    else:
-        sidecar.guess_roles(state, reading)
+    sidecar.guess_roles(state, reading)
 
 
 def _stripped(state: TrainingState, vocab: int | None) -> TrainingState:
@@ -162,97 +151,6 @@ def _stripped(state: TrainingState, vocab: int | None) -> TrainingState:
             axes = tuple(range(len(shape)))
             state.tensors[name] = Woven(stored.dtype, shape, (WovenBlock(box, stored, box.start, axes),))
     return state
-
-
-def write_dist(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
-    """Layers stacked, masters as fp32_param; `fully_reshardable`'s keys, so that any shape can load it."""
-    folder = path / f"iter_{state.step:07d}"
-    keys: dict[str, Any] = {}
-    stacks: dict[str, dict[int, Stored]] = {}
-    kept = _without_place(state)
-    for name, stored in state.tensors.items():
-        key = _dist_key(name)
-        match = re.fullmatch(r"(.*)decoder\.layers\.(\d+)\.(.+)", key)
-        if name.startswith("optimizer/") and not stored.shape:
-            kept[name] = stored  # counts of steps
-        elif match and name not in kept:
-            stacks.setdefault(f"{match[1]}decoder.layers.{match[3]}", {})[int(match[2])] = stored
-        elif name not in kept:
-            keys[key] = stored
-    for key, layers in stacks.items():
-        keys |= _stacked(key, layers)
-    if any(key.startswith("optimizer.state.") for key in keys):
-        keys |= {
-            f"optimizer.state.fp32_param.{k}": v for k, v in keys.items() if not k.startswith("optimizer.")
-        }
-    values = (state.meta.get("megatron") or {}).get("values") or {}
-    keys |= {key: decode(value, state.tensors) for key, value in values.items()}
-    dcp_files.write_keys(folder, keys, progress)
-    torchfile.save(folder / "common.pt", _common(state, kept), progress)
-    backend = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    (folder / "metadata.json").write_text(json.dumps(backend), encoding="utf-8")
-    (path / LATEST).write_text(str(state.step), encoding="utf-8")
-
-
-def _without_place(state: TrainingState) -> dict[str, Stored]:
-    """Tensors that Megatron has no key for, less those that are inside its own values."""
-    inside = tensors_in(state.meta.get("megatron"))
-    return {name: stored for name, stored in state.others().items() if name not in inside}
-
-
-def _dist_key(name: str) -> str:
-    kind, _, rest = name.partition("/")
-    if kind == "optimizer":
-        parameter, _, key = rest.rpartition("/")
-        return f"optimizer.state.{key}.{parameter}"
-    return rest
-
-
-def _stacked(key: str, layers: dict[int, Stored]) -> dict[str, Stored]:
-    """The layers as one tensor; a key for each, where they are not alike."""
-    count = 1 + max(layers)
-    kinds = {(stored.dtype, stored.shape) for stored in layers.values()}
-    if len(layers) != count or len(kinds) != 1:
-        before, _, after = key.rpartition("decoder.layers.")
-        return {f"{before}decoder.layers.{i}.{after}": stored for i, stored in layers.items()}
-    rest = layers[0].shape
-    axes = tuple(range(len(rest) + 1))
-    blocks = tuple(
-        WovenBlock(Box((i, *(0,) * len(rest)), (1, *rest)), _Lifted(layers[i]), (0,) * (len(rest) + 1), axes)
-        for i in range(count)
-    )
-    return {key: Woven(layers[0].dtype, (count, *rest), blocks)}
-
-
-class _Lifted:
-    """A tensor with a first axis of one."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-        self.dtype, self.shape = stored.dtype, (1, *stored.shape)
-
-    def read(self, box: Box, out: Any) -> None:
-        self._stored.read(Box(box.start[1:], box.size[1:]), out[0, ...])
-
-
-def _common(state: TrainingState, kept: Mapping[str, Stored]) -> dict[str, Any]:
-    held = state.meta.get("megatron") or {}
-    args, scheduler, groups = (
-        decode(held.get(key), state.tensors) for key in ("args", "scheduler", "param_groups")
-    )
-    found: dict[str, Any] = {
-        "args": PickledObject(Global("argparse", "Namespace"), dict(args or {})),
-        "checkpoint_version": 3.0,
-        "iteration": state.step,
-        "opt_param_scheduler": scheduler,
-        "everstep": {"table": sidecar.table_of(state, without=["megatron"]), "tensors": dict(kept)},
-    }
-    return {**found, "optimizer": {"optimizer": {"param_groups": groups}}} if groups else found
 
 
 # Legacy.
@@ -323,9 +221,8 @@ def _by_ranks(files: Mapping[tuple[int, ...], Any], first: Any) -> dict[tuple[in
     """By tensor, pipeline and expert rank. The second number of `mp_rank_00_001` is the pipeline's, or the
     expert's where there is no pipeline: names do not say which.
     """
-    ours = (first.get("everstep") or {}).get("ranks") or {}
-    pp = ours.get("pp", _argument(first, "pipeline_model_parallel_size", None))
-    ep = ours.get("ep", _argument(first, "expert_model_parallel_size", 1)) or 1
+    pp = _argument(first, "pipeline_model_parallel_size", None)
+    ep = _argument(first, "expert_model_parallel_size", 1) or 1
     tp = 1 + max(rank[0] for rank in files)
     if ep > 1 and _argument(first, "expert_tensor_parallel_size", None) not in (None, tp):
         raise Refused("its experts are split over another number of tensor-parallel ranks than the rest")
@@ -369,78 +266,12 @@ def _patterns(swiglu: bool, model: Any, tp: int) -> Patterns:
     return Patterns(tuple(found))
 
 
-def write_legacy(path: Path, state: TrainingState, target: Target, progress: Progress) -> None:
-    folder = path / f"iter_{state.step:07d}"
-    tp, pp, ep = target.tp, target.pp, target.ep
-    parameters = {**state.parameters(), **state.buffers()}
-    layers = 1 + max((int(m[1]) for n in parameters if (m := _LAYER.fullmatch(n))), default=-1)
-    if layers % pp:
-        raise UserError(f"{layers} layers do not divide into {pp} pipeline stages; change --pp.")
-    experts = _num_experts(parameters)
-    if ep > 1 and (not experts or experts % ep):
-        raise UserError(f"{experts} experts do not divide into {ep} expert-parallel ranks; change --ep.")
-    args = (state.meta.get("megatron") or {}).get("args") or {}
-    patterns = _patterns(bool(args.get("swiglu", True)), parameters, 1)
-    for stage in range(pp):
-        here = _stage(parameters, stage, pp, layers // pp)
-        for expert, rank in itertools.product(range(ep), range(tp)):
-            mine = _of_expert_rank(here, expert, experts // ep)
-            model = {name: _shard(patterns, name, stored, rank, tp) for name, stored in mine.items()}
-            suffix = (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
-            place = folder / f"mp_rank_{rank:02d}{suffix}"
-            place.mkdir(parents=True, exist_ok=True)
-            common = _common(state, {} if stage or rank or expert else _without_place(state))
-            common["everstep"]["ranks"] = {"pp": pp, "ep": ep}
-            torchfile.save(place / "model_optim_rng.pt", {**common, "model": model}, progress)
-    (path / LATEST).write_text(str(state.step), encoding="utf-8")
-
-
-def _stage(parameters: dict[str, Stored], stage: int, pp: int, per: int) -> dict[str, Stored]:
-    found = {}
-    for name, stored in parameters.items():
-        match = _LAYER.fullmatch(name)
-        if match:
-            if int(match[1]) // per == stage:
-                found[f"decoder.layers.{int(match[1]) % per}.{match[2]}"] = stored
-        elif (stage == 0) if name.startswith("embedding.") else (stage == pp - 1):
-            found[name] = stored
-    return found
-
-
-def _of_expert_rank(tensors: dict[str, Stored], rank: int, each: int) -> dict[str, Stored]:
-    """Its own experts, numbered from 0, and all that is not an expert's."""
-    found = {}
-    for name, stored in tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None or int(match[2]) // each == rank:
-            found[_renumbered(name, -rank * each)] = stored
-    return found
-
-
-def _shard(patterns: Patterns, name: str, stored: Stored, rank: int, tp: int) -> Stored:
-    if tp == 1:
-        return stored
-    pattern = patterns.of(name)
-    tensor = Tensor(name=name, shape=stored.shape, dtype=stored.dtype)
-    return cut_for(pattern.shards(tensor, tp)[rank], stored)
-
-
 FORMAT = Format(
     name="megatron",
-    title="Megatron `torch_dist`",
-    reads="yes",
-    writes="yes, `fully_reshardable` keys",
-    optimizer="yes",
+    title="Megatron `torch_dist` and legacy",
+    reads="yes, legacy with TP, PP and experts",
+    writes="no: Megatron Bridge reads `hf`",
+    optimizer="of `torch_dist`",
     detects=lambda path: folder_of(path) is not None,
     read=read,
-    write=write_dist,
-)
-LEGACY = Format(
-    name="megatron-legacy",
-    title="Megatron legacy",
-    reads="yes, TP, PP and experts",
-    writes="yes, TP, PP and experts",
-    optimizer="no",
-    read=read,
-    write=write_legacy,
 )

@@ -109,13 +109,6 @@ def _joined(tensor: Tensor, layout: Sequence[Shard], shards: Sequence[Stored], b
     )
 
 
-def cut_for(shard: Shard, stored: Stored) -> Stored:
-    """A shard of a whole tensor, padding zero: the other way round."""
-    axes = tuple(range(len(shard.shape)))
-    blocks = tuple(WovenBlock(Box(corner, box.size), stored, box.start, axes) for box, corner in shard.blocks)
-    return Woven(stored.dtype, shard.shape, blocks, padded=True)
-
-
 # DeepSpeed's universal_checkpoint_info.
 
 KNOWN = {
@@ -160,7 +153,7 @@ def _of_deepspeed(info: Mapping[str, Any], name: str, rows: int) -> Pattern:
 
 
 def carried_pattern(info: Mapping[str, Any], name: str, shape: Shape) -> Pattern:
-    """The rule of a name for a whole tensor: to split it again, over another number of ranks."""
+    """The rule of a name for a whole tensor: how it is split again, over another number of ranks."""
     exact = re.escape(name)
     for row in info.get("parameter_with_sub_params") or ():
         table = row if isinstance(row, Mapping) else row.__dict__["state"]

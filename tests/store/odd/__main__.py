@@ -2,7 +2,7 @@
 
     python -m tests.store.odd --cases 300 --seed 7
     python -m tests.store.odd --cases 300 --seed 7 --deepspeed ds/bin/python --json
-    python -m tests.store.odd --case 700012:fsdp:zero-3:dcp          one case again
+    python -m tests.store.odd --case 700012:fsdp:hf:dcp          one case again
 
 `--deepspeed`: the Python of a venv with deepspeed (and safetensors), which then writes sources and loads
 targets too. Every case is printed as it ends; a failed one can be run again by its name.

@@ -1,16 +1,12 @@
-"""DeepSpeed's own side of a case: train and save, load, and its offline tools. Run by a Python that has it.
+"""DeepSpeed's own side of a case: train and save, or load. Run by a Python that has it.
 
 save        two steps of training, `save_checkpoint`, and what the engine then holds
 load        `load_checkpoint` into an engine with other values, and what it then holds
-fp32        `zero_to_fp32` of a folder for any number of ranks, without any rank
-atoms       `ds_to_universal` of a folder, as above: optimizer states too (Adam's alone)
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -27,13 +23,6 @@ KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}
 
 def run(job: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
-    match job["do"]:
-        case "fp32":
-            _dump(job, _fp32(job), {})
-            return
-        case "atoms":
-            _dump(job, _atoms(job), {})
-            return
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for minutes
     deepspeed.comm.init_distributed(dist_backend="gloo")
     engine = _engine(job)
@@ -124,41 +113,6 @@ def _count(p: Any) -> int:
 def _step(engine: Any) -> Any:
     inner = engine.optimizer.optimizer
     return next((s["step"] for s in inner.state.values() if "step" in s), None)
-
-
-def _fp32(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    return {
-        f"model/{name}": tensor.contiguous().clone()
-        for name, tensor in get_fp32_state_dict_from_zero_checkpoint(job["folder"]).items()
-    }
-
-
-def _atoms(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from deepspeed.checkpoint import ds_to_universal
-
-    source = Path(job["folder"])
-    tag = (source / "latest").read_text()
-    out = Path(job["truth"] + "-atoms")
-    options = SimpleNamespace(
-        input_folder=str(source / tag), output_folder=str(out / "u"), num_extract_workers=1,
-        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
-    ds_to_universal.main(options)
-    found = {}
-    shapes = {t["name"]: t["shape"] for t in job["spec"]["tensors"]}
-    shapes |= {alias: shapes[name] for alias, name in job["spec"]["tied"].items()}
-    for file in sorted((out / "u" / "zero").glob("*/*.pt")):
-        value = torch.load(file, weights_only=False)
-        tensor = value["param"] if isinstance(value, dict) else value
-        name, key = file.parent.name, file.stem
-        if key == "step":
-            tensor = torch.as_tensor(float(tensor))
-        else:
-            tensor = tensor.flatten()[: torch.Size(shapes[name]).numel()].reshape(shapes[name])
-        found[f"model/{name}" if key == "fp32" else f"optimizer/{name}/{key}"] = tensor.contiguous().clone()
-    return found
 
 
 def _dump(job: dict[str, Any], tensors: dict[str, torch.Tensor], table: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from tests.store.odd.ranks import RankFailed, Ranks
 
 TORCH, DEEPSPEED = "tests.store.odd.torch_ranks", "tests.store.odd.deepspeed_ranks"
 MESHES = ([2, 1], [1, 2], [2, 2])
-MOST_RANKS = 3  # of DeepSpeed's engine; its offline tools judge larger worlds
 
 
 class Frameworks:
@@ -49,13 +48,10 @@ class Frameworks:
 
 @dataclass(slots=True, kw_only=True)
 class Judgement:
-    """What is judged: the folder `path` of format `kind`, written by us; the truth is without what was
-    accepted as lost. `with_optimizer`: is all of the optimizer's state there?
-    """
+    """What is judged: the folder `path`, written by us."""
 
     frameworks: Frameworks
     spec: Spec
-    kind: str
     path: Path
     scratch: Path
     chance: random.Random
@@ -63,16 +59,11 @@ class Judgement:
     precision: str
     truth: Truth
     table: dict[str, Any]
-    with_optimizer: bool
     all_groups: bool  # a flattened DCP source makes one of two with the same numbers
-    exact: bool
 
     def renamed(self, found: Truth) -> Truth:
         """Buffers under their own kind."""
         return with_buffers(self.spec, found)
-
-    def weights(self) -> Truth:
-        return {n: t for n, t in self.truth.items() if not n.startswith("optimizer/")}
 
 
 def with_buffers(spec: Spec, truth: Truth) -> Truth:
@@ -99,76 +90,41 @@ def by_torch(given: Judgement) -> list[str]:
         "style": style,
         "mesh": mesh,
         "flatten": given.chance.random() < 0.5 or not given.all_groups,
-        "optimizer": given.with_optimizer,
+        "optimizer": True,
         "extras": given.source != "deepspeed",
         "floats": "float32" if given.source == "deepspeed" else None,
     }
     found, _ = given.frameworks.run(TORCH, job, mesh[0] * mesh[1])
-    wanted = given.truth if given.with_optimizer else given.weights()
-    exact = (
-        given.exact and given.source != "deepspeed"
-    )  # a 16-bit engine's frozen weights and buffers are its own
-    same(given.renamed(found), wanted, subset=True, exact=exact)
+    exact = given.source != "deepspeed"  # a 16-bit engine's frozen weights and buffers are its own
+    same(given.renamed(found), given.truth, subset=True, exact=exact)
     return [f"loaded by torch {style} {mesh[0]} x {mesh[1]}"]
 
 
 def by_deepspeed(given: Judgement) -> list[str]:
     if not given.frameworks.has_deepspeed:
         return []
-    universal = given.kind == "ds-universal"
-    optims = list(given.path.glob("*/*optim_states.pt"))
-    world = given.chance.choice([1, 2]) if universal else len(optims)
-    stage = 1 if universal else int(given.kind[-1])
+    world = given.chance.choice([1, 2])
+    scalars = any(not t["shape"] for t in given.spec["tensors"] if t["role"] != "buffer")
+    if scalars or given.spec["optimizer"] != "adamw" or given.spec["never"]:
+        return []  # DeepSpeed cannot make such an engine
     job: dict[str, Any] = {
+        "do": "load",
         "spec": given.spec,
         "folder": str(given.path),
-        "stage": stage,
+        "truth": str(given.scratch / "engine"),
+        "stage": 1,
         "precision": given.precision,
-        "universal": universal,
-        "optimizer": given.with_optimizer,
+        "universal": True,
+        "optimizer": True,
         "client": given.source == "deepspeed",
     }
-    said = [] if universal else _offline(given, job)
-    kinds = ("adamw",) if universal else ("adamw", "momentum", "sgd")
-    scalars = any(not t["shape"] for t in given.spec["tensors"] if t["role"] != "buffer")
-    if scalars or world > MOST_RANKS or given.spec["optimizer"] not in kinds or given.spec["never"]:
-        return said  # DeepSpeed cannot make such an engine
-    load = job | {"do": "load", "truth": str(given.scratch / "engine")}
-    found, table = given.frameworks.run(DEEPSPEED, load, world)
-    wanted = given.truth if given.with_optimizer else given.weights()
-    empty = {t["name"] for t in given.spec["tensors"] if not count(t["shape"])}  # it keeps no state for them
-    wanted = {n: t for n, t in wanted.items() if not (n.startswith("optimizer/") and _parameter(n) in empty)}
-    if universal:  # its loader leaves frozen weights and buffers alone
-        trained = {t["name"] for t in given.spec["tensors"] if t["role"] == "trained" and count(t["shape"])}
-        wanted = {n: t for n, t in wanted.items() if _parameter(n) in trained}
+    found, table = given.frameworks.run(DEEPSPEED, job, world)
+    # Its loader leaves frozen weights and buffers alone.
+    trained = {t["name"] for t in given.spec["tensors"] if t["role"] == "trained" and count(t["shape"])}
+    wanted = {n: t for n, t in given.truth.items() if _parameter(n) in trained}
     same(given.renamed(found), in_engine(given.spec, given.precision, wanted), subset=True, exact=False)
     _same_groups(given, table)
-    return [*said, f"loaded by DeepSpeed {given.kind} x {world} {given.precision}"]
-
-
-def _offline(given: Judgement, job: dict[str, Any]) -> list[str]:
-    """DeepSpeed's own tools, for any number of ranks."""
-    fp32 = job | {"do": "fp32", "truth": str(given.scratch / "fp32")}
-    found, _ = given.frameworks.run(DEEPSPEED, fp32, 1)
-    same(given.renamed(found), given.weights(), subset=True, exact=False)
-    if not given.with_optimizer or not has_atoms(given.spec, given.kind):
-        return ["zero_to_fp32"]
-    atoms = job | {"do": "atoms", "truth": str(given.scratch / "atoms")}
-    found, _ = given.frameworks.run(DEEPSPEED, atoms, 1)
-    states = {n: t for n, t in given.truth.items() if n.startswith("optimizer/") and t.numel()}
-    states = {n: t for n, t in states.items() if n in found or not n.endswith("/step")}  # ZeRO-3's have none
-    same(found, states, subset=True, exact=False)
-    return ["zero_to_fp32", "ds_to_universal"]
-
-
-def has_atoms(spec: Spec, kind: str) -> bool:
-    """Can `ds_to_universal` take it? It knows Adam's states, wants them for every parameter, and for stages
-    1 and 2 puts every parameter together by `torch.cat`, which refuses tensors without dimensions.
-    """
-    trained = [t for t in spec["tensors"] if t["role"] == "trained"]
-    if kind != "zero-3" and any(not t["shape"] for t in trained):
-        return False
-    return spec["optimizer"] == "adamw" and not spec["never"]
+    return [f"loaded by DeepSpeed universal x {world} {given.precision}"]
 
 
 def _parameter(name: str) -> str:
