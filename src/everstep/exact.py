@@ -45,12 +45,81 @@ def attach(model: Any) -> None:
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """`torch.distributed.all_reduce` of floating point numbers, in place, with exact sums: SUM or AVG."""
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or not tensor.is_floating_point():
+    if not _can_be_exact(tensor, op):
         raise UserError("everstep.exact.all_reduce takes SUM or AVG of floating point numbers.")
     size = dist.get_world_size(group)
-    units, numbers = _to_integers(tensor, group, size)
-    dist.all_reduce(numbers, group=group)
+    units, numbers = _to_integers(_in_blocks(tensor.reshape(1, -1)), group, size)
+    _ALL_REDUCE(numbers, group=group)
     _write(tensor, numbers, units, size if op == dist.ReduceOp.AVG else 1)
+
+
+def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: dist.ProcessGroup | None = None) -> None:
+    """The same for `torch.distributed.reduce_scatter_tensor`."""
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    blocks = _in_blocks(given.reshape(size, -1))
+    units, numbers = _to_integers(blocks, group, size)
+    mine = numbers.new_empty(numbers.shape[0] // size, BLOCK)
+    _REDUCE_SCATTER(mine, numbers, group=group)
+    _write(output, mine, units.view(size, -1)[own], size if op == dist.ReduceOp.AVG else 1)
+
+
+def install() -> None:
+    """Make all sums of a script's floating point numbers over ranks exact: DDP's, FSDP2's, and those that it
+    asks for by `torch.distributed`'s functions. Once, before the script begins (`everstep run --exact`).
+    """
+    ddp, real = torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel.__init__
+
+    def begin(self: Any, *arguments: Any, **named: Any) -> None:
+        real(self, *arguments, **named)
+        attach(self)
+
+    def any_all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not _can_be_exact(tensor, op):
+            return _ALL_REDUCE(tensor, op, group, async_op)
+        all_reduce(tensor, op, group)
+        return _Done(tensor) if async_op else None
+
+    def any_reduce_scatter(
+        output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not _can_be_exact(input, op):
+            return _REDUCE_SCATTER(output, input, op, group, async_op)
+        reduce_scatter(output, input, op, group)
+        return _Done(output) if async_op else None
+
+    ddp.__init__ = begin  # type: ignore[method-assign]
+    dist.all_reduce = any_all_reduce
+    for name in _REDUCE_SCATTERS:
+        setattr(dist, name, any_reduce_scatter)
+
+
+_ALL_REDUCE = dist.all_reduce
+_REDUCE_SCATTERS = [
+    name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
+]
+_REDUCE_SCATTER = getattr(dist, _REDUCE_SCATTERS[0])
+
+
+class _Done(dist._Work):  # type: ignore[name-defined,misc]
+    """What an asynchronous sum gives that is issued already; a stream waits for it as for any kernel."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=[tensor.device] if tensor.is_cuda else None
+        )
+        self._future.set_result([tensor])
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
 
 
 class _Streams:
@@ -77,8 +146,8 @@ def _reduce_bucket(
     """DDP's communication hook: the mean over all ranks. DDP reads its annotations: they are no strings."""
     flat: Tensor = bucket.buffer()
     with streams.beside(flat), torch.no_grad():
-        units, numbers = _to_integers(flat, streams.group, streams.size)
-        work = dist.all_reduce(numbers, group=streams.group, async_op=True)
+        units, numbers = _to_integers(_in_blocks(flat.view(1, -1)), streams.group, streams.size)
+        work = _ALL_REDUCE(numbers, group=streams.group, async_op=True)
 
     def mean(_: Any) -> Tensor:
         if flat.is_cuda:  # a stream of the future's own, after the sum
@@ -92,11 +161,14 @@ def _reduce_bucket(
     return found
 
 
-def _to_integers(tensor: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
+def _can_be_exact(tensor: Tensor, op: Any) -> bool:
+    return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point()
+
+
+def _to_integers(blocks: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
     """A grid's unit per block, the same on all ranks (NaN: the block is), and this rank's integers."""
-    blocks = _in_blocks(tensor)
     exponents = _exponents(blocks)
-    dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
+    _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=group)
     depth = _BITS - (ranks - 1).bit_length()
     is_finite, exponents = exponents < _NOT_FINITE, exponents.clamp_(max=_HIGHEST)
     units = _power_of_two(exponents - depth).masked_fill_(~is_finite, float("nan"))
@@ -115,11 +187,12 @@ def _exponents(blocks: Tensor) -> Tensor:
     return exponents.masked_fill_(~largest.isfinite(), _NOT_FINITE)
 
 
-def _in_blocks(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1).float()
-    if rest := -flat.numel() % BLOCK:
-        flat = torch.nn.functional.pad(flat, (0, rest))
-    return flat.view(-1, BLOCK)
+def _in_blocks(rows: Tensor) -> Tensor:
+    """Of every row whole ones: the rows of a reduce-scatter go to different ranks."""
+    rows = rows.detach().float()
+    if rest := -rows.shape[1] % BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, rest))
+    return rows.view(-1, BLOCK)
 
 
 def _write(tensor: Tensor, numbers: Tensor, units: Tensor, divisor: int) -> None:

@@ -54,6 +54,22 @@ def rank_main(rank: int, folder: str) -> None:
             found[kind].append(tensor)
         found["weights"].append(trained(order[rank], True))
         found["plain weights"].append(trained(order[rank], False))
+    given = torch.stack([contribution(10 * rank + part)[:700] for part in range(RANKS)])
+    mine = torch.zeros(700)
+    exact.reduce_scatter(mine, given, dist.ReduceOp.SUM)
+    whole = given.clone()
+    exact.all_reduce(whole)
+    found["scattered"] = [mine, whole[rank]]
+    exact.install()
+    found["installed"] = [trained(rank, False)]
+    summed = contribution(rank)
+    work = dist.all_reduce(summed, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.get_future().wait()[0] is summed
+    number = torch.tensor(rank)
+    dist.all_reduce(number)
+    found["asked"] = [summed, number]
     odd = contribution(rank).bfloat16().reshape(-1, 1)[:1000]
     odd[300] = float("inf") if rank == 1 else 1.0
     exact.all_reduce(odd, dist.ReduceOp.AVG)
@@ -101,6 +117,18 @@ def test_weights_are_the_same_whichever_rank_has_what(found: dict[str, list[Any]
     assert not are_equal(found["plain weights"])
     for a, b in zip(found["weights"][0], found["plain weights"][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_reduce_scatter_gives_what_an_all_reduce_gives(found: dict[str, list[Any]]) -> None:
+    mine, whole = found["scattered"]
+    torch.testing.assert_close(mine, whole, rtol=1e-6, atol=0.0)
+
+
+def test_once_installed_a_script_does_nothing_for_it(found: dict[str, list[Any]]) -> None:
+    assert all(a.equal(b) for a, b in zip(found["installed"][0], found["weights"][0], strict=True))
+    summed, number = found["asked"]
+    assert summed.equal(found["exact"][0])
+    assert number == 3
 
 
 def test_what_is_not_finite_spoils_its_block_and_no_other(found: dict[str, list[Any]]) -> None:

@@ -151,6 +151,14 @@ def submit_command(
             help="Calls of everstep.snapshot from one copy in memory to the next.",
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            rich_help_panel=_SCRIPTS,
+            help="Sum gradients exactly, so that their bits do not depend on the ring or the order of ranks.",
+        ),
+    ] = False,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -215,6 +223,7 @@ def submit_command(
             hold=scripts.hold_choice(hold),
             unit=unit,
             copy_every=copy_every,
+            exact=exact,
             environment=scripts.environment(env or []),
         ).table()
     else:

@@ -189,6 +189,14 @@ def run_command(
             help="Calls of everstep.snapshot from one copy in memory to the next.",
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            rich_help_panel=_ANY,
+            help="Sum gradients exactly, so that their bits do not depend on the ring or the order of ranks.",
+        ),
+    ] = False,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -228,6 +236,7 @@ def run_command(
             "--hold": hold,
             "--unit": unit,
             "--copy-every": copy_every,
+            "--exact": exact,
         }
         for name, value in given.items():
             if value:
@@ -265,6 +274,7 @@ def run_command(
         hold=scripts.hold_choice(hold),
         unit=unit,
         copy_every=copy_every,
+        exact=exact,
     )
     if most == 1:
         return scripts.run_here(run, port=rdzv_port, as_json=as_json)

@@ -74,6 +74,7 @@ class ScriptCommand:
     hold: str | None = None
     unit: int | None = None
     copy_every: int | None = None
+    exact: bool = False
     role: str = "default"
     hidden: dict[int, int] = field(default_factory=dict)
     has_own_device: bool = False
@@ -101,6 +102,7 @@ class ScriptCommand:
             "hold": self.hold,
             "unit": self.unit,
             "copy_every": self.copy_every,
+            "exact": self.exact,
             "role": self.role,
             "hidden": self.hidden,
             "has_own_device": self.has_own_device,

@@ -51,7 +51,7 @@ from everstep.ranks.fork_server import (
 )
 from everstep.ranks.group import RankGroup, rank_folder
 from everstep.ranks.nccl_records import NcclQuestion, Operations, SeenByRas
-from everstep.ranks.rank_main import COPY_EVERY, EXEC, HELD, RESTORE, SNAPSHOTS, STACKS_SIGNAL
+from everstep.ranks.rank_main import COPY_EVERY, EXACT, EXEC, HELD, RESTORE, SNAPSHOTS, STACKS_SIGNAL
 from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory
 from everstep.ranks.stillness import Stillness
@@ -265,6 +265,8 @@ class Keeper:
             self._group.stop_listening()
         host, port = order.master
         private = {SNAPSHOTS: str(self._memory.folder), COPY_EVERY: str(rules.copy_every)}
+        if rules.exact:
+            private[EXACT] = "1"
         if order.unit:
             private[HELD] = "1"
         if order.restore is not None:

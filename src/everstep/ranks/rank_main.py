@@ -37,6 +37,7 @@ COPY_EVERY = "EVERSTEP_RANK_COPY_EVERY"
 HELD = "EVERSTEP_RANK_HELD"  # its settings are the first question on the line
 PARENT = "EVERSTEP_RANK_PARENT"  # the pid of the process that starts a rank, and with which it ends
 STACKS_SIGNAL = signal.SIGRTMIN + 7  # scripts have uses of their own for SIGUSR1 and SIGUSR2
+EXACT = "EVERSTEP_RANK_EXACT"
 EXEC = "--exec"  # what follows is a program and no Python: it becomes this process
 _MAX_TRACEBACK = 10_000  # characters; its end is what matters, and a character may take 6 bytes as JSON
 _PR_SET_PDEATHSIG = 1
@@ -107,6 +108,10 @@ def attach() -> KeeperLine:
     line.copy_every = int(os.environ.pop(COPY_EVERY, "1"))
     if os.environ.pop(HELD, "") and (first := line.question()) is not None:
         door.open_door(first["hold"], line.say)
+    if os.environ.pop(EXACT, ""):
+        from everstep import exact  # loads torch
+
+        exact.install()
     if "torch" in sys.modules:
         line.say(kind="torch")
         threading.Thread(target=answer_questions, args=(line,), name="everstep-line", daemon=True).start()
@@ -119,7 +124,7 @@ def attach() -> KeeperLine:
 def run_program(command: list[str]) -> NoReturn:
     """It ends with its keeper, as every rank; more cannot be added to it."""
     line = os.environ.pop(LINE, None)
-    for name in (STACKS, SNAPSHOTS, RESTORE, COPY_EVERY, HELD):
+    for name in (STACKS, SNAPSHOTS, RESTORE, COPY_EVERY, HELD, EXACT):
         os.environ.pop(name, None)
     if line is not None:
         os.set_inheritable(int(line), False)
