@@ -1,7 +1,7 @@
 """Agents and workers as far as a coordinator can tell: without processes, they obey at once and say what it
 must hear. Workers run no ops: they take part, report a ledger, and seal when a script says so.
 
-The one crew of every world without processes: `tests.core.fake_cluster` (scripts, step by step),
+The one crew of every world without processes: `tests.support.fake_cluster` (scripts, step by step),
 `tests.core.fleet` (thousands of workers in one process) and `harness.fake_agents` (real lines to a daemon).
 """
 

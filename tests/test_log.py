@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 
 from everstep import log
 from everstep.log import LineFile, LineWriter, trim
+from tests.support.processes import fill, until
 
 FULL = Path("/dev/full")
 
@@ -26,23 +26,6 @@ FULL = Path("/dev/full")
 def ran(code: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", f"import os, sys\nfrom everstep import log\n{code}"]
     return subprocess.run(command, text=True, timeout=60, check=False, **streams)
-
-
-def until(holds: Callable[[], object], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.01)
-
-
-def fill(disk: Path) -> None:
-    """To the last byte."""
-    with (disk / "filler").open("wb", buffering=0) as filler:
-        try:
-            while filler.write(b"x" * 4096):
-                pass
-        except OSError:
-            pass
 
 
 @pytest.mark.parametrize("start", ["", "log.start()", "log.start(form='json')"])

@@ -19,7 +19,7 @@ from everstep.store.index import Refused
 from everstep_convert.conversion import read_state
 from everstep_convert.formats import pickles
 from everstep_convert.values import Encoder
-from tests.store.test_formats import REAL
+from tests.store.states import REAL
 
 
 class Runs:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.attacks import fuzz_targets as targets
 from tests.attacks.fuzzing import FuzzReport
-from tests.server.served import served
+from tests.support.served import served
 
 
 @pytest.mark.parametrize("target", targets.PURE, ids=lambda target: str(target.__name__))

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from everstep.cli import demo
+from harness.cluster import descendants
+from tests.support.processes import lives
 
 Everstep = Callable[..., Any]
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -153,28 +155,14 @@ def test_ctrl_c_leaves_no_process(job_file: Path) -> None:
         deadline = time.monotonic() + 300
         while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        children = _family(process.pid)
+        children = list(descendants(process.pid))
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
         assert process.wait(timeout=120) == 130
     assert "stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert len(children) == 5, "a fork server and four workers"
-    assert not [pid for pid in children if _lives(pid)]
-
-
-def _family(pid: int) -> list[int]:
-    """All descendants."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(grandchild for child in children for grandchild in _family(child))]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    assert not [pid for pid in children if lives(pid)]
 
 
 def test_training_does_not_start_over_in_silence_when_no_checkpoint_is_sound(

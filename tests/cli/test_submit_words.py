@@ -12,7 +12,7 @@ from everstep.cli import main
 from everstep.cli.cluster import copies_told
 from everstep.job.job import Job, ModelSpec
 from everstep.store import folder
-from tests.server.served import served
+from tests.support.served import served
 
 
 @pytest.mark.parametrize(

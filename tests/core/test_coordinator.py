@@ -24,7 +24,7 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
 from everstep.schedule.task_scheduler import TaskScheduler
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)
 

@@ -14,11 +14,11 @@ from everstep.core.task.states import Copying, Entering
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
 from tests.core.test_failed_saves import W00, W01, incident, orders, task_of, trains, write
 from tests.core.test_lives import Cluster as Scripts
 from tests.storms.agent_mutants import NOT_IN_STORMS, TIMER_MUTANTS
 from tests.storms.waits import without_timer
+from tests.support.fake_cluster import FakeCluster
 
 
 def test_a_search_that_a_node_does_not_answer_is_made_on_another_one() -> None:

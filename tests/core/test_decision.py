@@ -13,7 +13,7 @@ from everstep.plan.measured import ENOUGH_STEPS
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 ANY_STAGES = {"least_stages": 1, "most_stages": 8}
 STEPS_BEFORE = ENOUGH_STEPS + 1  # the time of the first one is not measured

@@ -20,7 +20,7 @@ from everstep.protocol.incidents import Incident
 from everstep.protocol.messages import LOADING, SAVING
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
 FULL = "OSError: [Errno 28] No space left on device"

@@ -11,7 +11,7 @@ from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Ledger
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
 

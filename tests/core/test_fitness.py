@@ -8,7 +8,7 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.faults.fitness import WEEK_S, judge_checks, kept_with, run_of
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 USUAL = {"compute cpu fp32": 400.0, "memory cpu": 12.0, "disk": 900.0, "network": 25.0}
 

@@ -14,7 +14,7 @@ import pytest
 from everstep.core.faults.severity import TABLE, ErrorKind
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 W00, W01, W10, W11 = Worker(0, 0), Worker(0, 1), Worker(1, 0), Worker(1, 1)

@@ -17,7 +17,7 @@ from everstep.core.faults.gray import (
 )
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 NODES, WEEKS = 64, 4
 CORRECTED = "EDAC MC0: 1 CE memory read error on CPU_SrcID#0"

@@ -9,7 +9,7 @@ from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def announce(cluster: FakeCluster, node: str, seconds: float) -> None:

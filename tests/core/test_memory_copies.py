@@ -13,7 +13,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.messages import FailedRead
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def told(cluster: FakeCluster, kind: type) -> list:

@@ -14,8 +14,8 @@ from everstep.core.cluster.snapshot import freeze, thaw
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
 from tests.storms.mutants import planted
+from tests.support.fake_cluster import FakeCluster
 
 
 class Network:

@@ -8,7 +8,7 @@ from everstep.core.cluster.node_states import ADMIN, LIVENESS, NodeAdmin, NodeLi
 from everstep.core.cluster.roster import Node
 from everstep.errors import InternalError
 from everstep.protocol import messages as msg
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 LOST = "NVRM: GPU has fallen off the bus"
 OUT = {

@@ -7,7 +7,7 @@ import pytest
 from everstep.core.cluster.task import TaskState
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def paused(*, after: str) -> FakeCluster:

@@ -20,7 +20,7 @@ from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts
 from everstep.server import views
 from everstep.server.record import ClusterRecord
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def pipeline(nodes: dict[str, int], **more: Any) -> FakeCluster:

@@ -12,7 +12,7 @@ from everstep.core.cluster.task import TaskState
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
 

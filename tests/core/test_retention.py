@@ -15,7 +15,7 @@ from everstep.protocol.incidents import MOST_EVIDENCE, Evidence, IncidentLog
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.server.record import KEPT_ROWS_OVER, ClusterRecord
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 BOUND = 8
 

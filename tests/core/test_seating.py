@@ -16,7 +16,7 @@ from everstep.plan.ahead import after
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def by_trying_all(roster: Roster, task: Task) -> dict[Worker, Seat]:

@@ -7,7 +7,7 @@ from everstep.protocol.codec import Unpacker, pack
 from everstep.protocol.messages import EndWorker
 from everstep.protocol.shape import Shape
 from everstep.protocol.shard_messages import ShardTakes, ToShard
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 @pytest.mark.parametrize("planned", [False, True])

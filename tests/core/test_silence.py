@@ -10,7 +10,7 @@ from everstep.core.cluster.task import KeptState, Task
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 PATIENCE = msg.Patience()
 

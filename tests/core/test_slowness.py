@@ -18,7 +18,7 @@ from everstep.protocol.shape import Shape
 from everstep.protocol.work import Ledger
 from everstep.schedule.instance import Grid, Instance
 from everstep.schedule.task_scheduler import TaskScheduler
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 SLOW = Worker(1, 1)
 

@@ -27,7 +27,7 @@ from everstep.protocol.events import Event
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import AGENT, ASKED, PAIR, WORKER, AnyMessage, Fence, Row, rows
 from tests.attacks.fuzzing import Maker
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 KINDS = [row for row in rows(msg.NodeReport | Event) if row.kind is not msg.TaskEvent]
 W00, W01 = Worker(0, 0), Worker(0, 1)

@@ -21,7 +21,7 @@ from everstep.protocol.events import Event
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import AGENT, TABLE, WORKER, Fence, Handlers, Row, rows
 from tests.attacks.fuzzing import Maker
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 MACHINES = (Coordinator, NodeProcesses, Training, Recovery, WorkerControl)
 AROUND = {"node", "task"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.core.cluster.task import Task, TaskState
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 OLD, NEW = {"job": "t"}, {"job": "t", "code": "new"}
 

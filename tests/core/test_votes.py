@@ -22,7 +22,7 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Microbatch, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Members, Resume, SuspectedStep, mean_loss
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 HOST, CHECKER, THIRD = Worker(0, 1), Worker(1, 1), Worker(2, 1)
 M = Microbatch(0, 3)

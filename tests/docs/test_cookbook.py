@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.cli import main
-from tests.server.served import agent, served
+from tests.support.served import agent, served
 from tools.pages import DOCS, ROOT
 
 SECTIONS = re.split(r"^## (.*)\n", (DOCS / "cookbook.md").read_text(), flags=re.M)[1:]

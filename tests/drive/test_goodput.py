@@ -14,9 +14,9 @@ from everstep.core.cluster.task import CheckpointProgress, WrittenParts
 from everstep.drive.goodput import STEPS, Accounts, Cause, TaskAccount, account_from
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
-from tests.core.fake_cluster import FakeCluster
 from tests.storms import draw_storm, run_storm
 from tests.storms.cluster_world import ClusterWorld
+from tests.support.fake_cluster import FakeCluster
 
 
 def parts(account: TaskAccount) -> float:

@@ -28,7 +28,7 @@ from everstep.protocol.work import (
     applied,
     changes,
 )
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 A, B = Worker(0, 0), Worker(1, 0)
 

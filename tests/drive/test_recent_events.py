@@ -7,7 +7,7 @@ from everstep.drive.ports import HandledEvent
 from everstep.drive.recent_events import RecentEvents
 from everstep.protocol.ops import Worker
 from everstep.server import words
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 W00, W01 = Worker(0, 0), Worker(0, 1)
 

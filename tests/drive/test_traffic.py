@@ -11,8 +11,8 @@ from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import EpochFacts, Send
-from tests.core.fake_cluster import FakeCluster
 from tests.core.scenario import Scenario
+from tests.support.fake_cluster import FakeCluster
 
 NODES = ("a", "b", "c", "d")
 

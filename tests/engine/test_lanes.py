@@ -31,6 +31,7 @@ from everstep.net.plane import (
 from everstep.net.turns import Traffic, Turns
 from everstep.protocol.parcels import Parcel, ParcelKind
 from harness.transports import PipeWire
+from tests.support.processes import until
 
 GPU_A, GPU_B = (Identity("ipc", f"boot {gpu}", "nccl 22809") for gpu in "ab")
 
@@ -186,13 +187,6 @@ def ends() -> Iterator[Callable[..., End]]:
     for end in made:
         end.lanes.stop()
         end.links.stop()
-
-
-def until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 class SlowWire(PipeWire):

@@ -19,7 +19,7 @@ from everstep.net.plane import chosen, identity_of
 from everstep.net.seal import CHUNK_BYTES, TAG_BYTES, Sealer, Suite, TamperedError, Unsealer
 from everstep.protocol.ops import Microbatch
 from everstep.protocol.parcels import Parcel, ParcelKind
-from tests.tap import Tap
+from tests.support.tap import Tap
 
 SECRET = b"sixteen secret bytes, then more!"
 needs_cryptography = pytest.mark.skipif(

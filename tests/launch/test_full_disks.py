@@ -24,7 +24,7 @@ from everstep.protocol.ops import Worker
 from everstep.ranks.output import OutputStream
 from everstep.store.folder import complete_steps
 from everstep.store.state_keeper import StateKeeper
-from tests.test_log import fill
+from tests.support.processes import fill
 
 STEPS = 12
 

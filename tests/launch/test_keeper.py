@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from everstep.protocol.messages import RankRules, Sender
 from everstep.protocol.ops import Worker
 from everstep.ranks import keeper as rank_keeper
 from everstep.ranks.keeper import Inbox, KeeperSettings
+from tests.support.processes import lives, until
 
 SENDER = Sender("t", Worker(1, 0), 4)
 HEAD = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -146,11 +145,11 @@ def test_who_ignores_sigterm_is_killed_with_its_children_after_the_grace(keep: K
     kept.hear(msg.RanksIdle)
     kept.begin()
     kept.until(msg.RankProgressed)
-    wait_until(lambda: all((tmp_path / f"{rank}.child").exists() for rank in (2, 3)))
+    until(lambda: all((tmp_path / f"{rank}.child").exists() for rank in (2, 3)))
     children = [int((tmp_path / f"{rank}.child").read_text()) for rank in (2, 3)]
     kept.order(msg.EndLife, grace_s=0.2)
     assert kept.until(msg.RanksIdle).codes == {2: -9, 3: -9}
-    wait_until(lambda: not any(lives(pid) for pid in children))
+    until(lambda: not any(lives(pid) for pid in children))
 
 
 def test_progress_is_told_and_a_spinning_rank_is_still_once_steps_are_late(keep: Keep) -> None:
@@ -194,7 +193,7 @@ def test_what_nccls_inspector_has_written_comes_with_the_positions(
     kept.hear(msg.RanksIdle)
     kept.begin()
     kept.until(msg.RankProgressed)
-    wait_until(lambda: len(list((tmp_path / "dumps").iterdir())) == 2)
+    until(lambda: len(list((tmp_path / "dumps").iterdir())) == 2)
     kept.order(msg.LocateRanks)
     positions = kept.until(msg.RanksLocated).positions
     assert [(p.rank, p.completed) for p in positions] == [
@@ -255,7 +254,7 @@ def test_output_without_a_newline_and_a_script_that_forks_leave_nothing_behind(k
     pid = kept.hear(msg.RanksStarted).pids[2]
     assert kept.hear(msg.RanksIdle).codes == {2: 0}
     assert len(kept.file(2)) == 20_000_000
-    wait_until(lambda: not members_of_group(pid))
+    until(lambda: not members_of_group(pid))
 
 
 def members_of_group(group: int) -> list[int]:
@@ -269,17 +268,3 @@ def members_of_group(group: int) -> list[int]:
             if int(fields[2]) == group and fields[0] != "Z":
                 found.append(int(entry.name))
     return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(is_so: Callable[[], Any], limit_s: float = 240) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited in vain ({sys.argv[0]})"
-        time.sleep(0.01)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from everstep.ranks.fork_server import imports_of
 from everstep.ranks.output import OutputStream
 from everstep.ranks.rank_main import PARENT
 from tests.launch import stand_in_ras as stand_in
+from tests.support.processes import lives, until
 
 HEAD = """
 import os, signal, sys, time
@@ -79,20 +79,6 @@ def run(tmp_path: Path) -> Run:
         return Told(ran, launch, said)
 
     return go
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(is_so: Callable[[], Any], limit_s: float = 240) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------ what a rank finds
@@ -286,7 +272,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
     signals = [line.partition(" s  ")[2] for line in told.said if " to rank" in line]
     assert signals[0].startswith("SIGTERM to rank 0: rank 1 killed by SIGSEGV; all ranks end together.")
     assert signals[1:] == ["SIGKILL to rank 0: not gone when its grace was over."]
-    wait_until(lambda: not lives(int((tmp_path / "child").read_text())))
+    until(lambda: not lives(int((tmp_path / "child").read_text())))
 
 
 def test_a_stopped_rank_is_named_before_anything_is_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +311,7 @@ def test_a_daemon_of_a_script_ends_with_the_life_that_started_it(
     told = run(DAEMON + "if life == 0 and rank == 1: os.kill(os.getpid(), 9)", preload=preload)
     assert told.ran.code == 0
     pids = [int((tmp_path / f"daemon-{life}").read_text()) for life in (0, 1)]
-    wait_until(lambda: not any(lives(pid) for pid in pids))
+    until(lambda: not any(lives(pid) for pid in pids))
 
 
 def test_a_daemon_that_was_only_forked_ends_with_the_life_that_started_it(run: Run, tmp_path: Path) -> None:
@@ -379,7 +365,7 @@ def test_a_rank_that_writes_without_end_neither_fills_memory_nor_silences_others
     try:
         for _ in range(3):
             before = stream.num_bytes
-            wait_until(lambda: select.select([stream.reader], [], [], 0)[0])
+            until(lambda: select.select([stream.reader], [], [], 0)[0])
             stream.take()
             assert 0 < stream.num_bytes - before <= 2 << 20
             stream.show()
@@ -601,7 +587,7 @@ def test_a_run_can_be_stopped_while_it_loads_what_its_script_imports(tmp_path: P
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
     )
-    wait_until(mark.exists)
+    until(mark.exists)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -692,11 +678,11 @@ def test_nobody_stays_behind_when_the_supervisor_ends(sent: int, code: int, tmp_
     command = [sys.executable, "-m", "everstep.cli.main", "run", "--nproc", "2", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         files = [tmp_path / "0", tmp_path / "1"]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        until(lambda: all(file.exists() and file.read_text() for file in files))
         process.send_signal(sent)
         assert process.wait(timeout=120) == code
         pids = [int(file.read_text()) for file in files]
-        wait_until(lambda: not any(lives(pid) for pid in pids))
+        until(lambda: not any(lives(pid) for pid in pids))
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     assert os.getpid() not in pids
@@ -711,7 +697,7 @@ def test_a_run_under_nohup_outlives_its_terminal_and_the_warnings_of_a_scheduler
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)))
+        until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)))
         family = [process.pid, *looks.family(process.pid)]
         for sent in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             for pid in family:

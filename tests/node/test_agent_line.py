@@ -32,7 +32,8 @@ from everstep.protocol.ops import Worker
 from everstep.protocol.table import PROTOCOL
 from everstep.ranks import snapshots
 from harness.cluster import small_job
-from tests.server.served import served
+from tests.support.processes import until
+from tests.support.served import served
 
 
 def _welcome(**more: Any) -> str:
@@ -283,14 +284,6 @@ def test_whatever_a_coordinator_does_the_agent_tries_again_and_says_why_once(
     assert any("connected already" in line for line in said)
     assert any("of term 6" in line for line in said)
     assert all("\n" not in line for line in said)
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = 300.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.mark.slow

@@ -32,16 +32,9 @@ from everstep.node.worker_lines import WorkerLines
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import EndWorker, PlantFaults, Sender
 from everstep.protocol.ops import Worker
+from tests.support.processes import until
 
 ME = Sender("t", Worker(0, 0), 1)
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.005)
-    return found
 
 
 # ------------------------------------------------------------------ lines

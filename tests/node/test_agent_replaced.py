@@ -6,11 +6,9 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,18 +18,11 @@ from everstep.launch.local.api import run_job
 from everstep.node.fork_server import InheritedServer
 from everstep.node.process_facts import born
 from harness.cluster import small_job
-from tests.server.served import served
+from tests.support.processes import until
+from tests.support.served import served
 
 EVERSTEP = [sys.executable, "-m", "everstep.cli.main"]
 REPLACEMENTS = 20
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = 240.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 class Node:

@@ -17,7 +17,7 @@ from everstep.net.seal import Suite
 from everstep.store import memory
 from everstep.store.memory import room_bytes
 from everstep.store.memory_server import MemoryServer, MemoryStore
-from tests.tap import Tap
+from tests.support.tap import Tap
 
 SECRET = "ab" * 32
 

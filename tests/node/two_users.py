@@ -15,14 +15,13 @@ import pwd
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from everstep.node.process_facts import parent_of
 from everstep.store.unix_users import UnixUser, found
 from harness.cluster import Cluster, small_job
+from tests.support.processes import until
 
 WITHIN_S = 240.0
 _MARK = "EVERSTEP_TWO_USERS"
@@ -118,14 +117,6 @@ print(json.dumps(told))
 def two_users() -> tuple[UnixUser, UnixUser]:
     known = [entry.pw_name for entry in pwd.getpwall() if 0 < entry.pw_uid < 65000]
     return found(known[0]), found(known[1])
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WITHIN_S
-    while not (told := true()):
-        assert time.monotonic() < deadline, f"not within {WITHIN_S:g} s: {what}"
-        time.sleep(0.1)
-    return told
 
 
 def tried_by_the_other(folder: Path, alice: UnixUser, bob: UnixUser, *, apart: bool) -> dict[str, str]:

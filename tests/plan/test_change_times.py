@@ -11,7 +11,7 @@ from everstep.plan.measured import ENOUGH_STEPS, Measurements
 from everstep.plan.offers import ChangeTimes, TimeSource
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 HERE, THERE = Shape(2, 2, 6), Shape(4, 1, 3)
 

@@ -9,7 +9,7 @@ from everstep.plan.ask import next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 ANY_STAGES = {"least_stages": 1, "most_stages": 8}
 

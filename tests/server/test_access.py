@@ -28,8 +28,7 @@ from everstep.server.access import (
     plain_path,
 )
 from everstep.server.record import ClusterRecord
-from tests.server.served import agent, served
-from tests.server.test_api import JOB, call
+from tests.support.served import JOB, agent, call, served
 
 NAMES = {Role.VIEWER: "grafana", Role.SUBMITTER: "alice", Role.NODE: "n1", Role.ADMIN: "root"}
 

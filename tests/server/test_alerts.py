@@ -9,7 +9,6 @@ import queue
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -29,8 +28,9 @@ from everstep.protocol.shape import Shape
 from everstep.server.metrics import ClusterMetrics
 from everstep.server.record import ClusterRecord
 from harness.cluster import Cluster, small_job
-from tests.core.fake_cluster import FakeCluster
-from tests.server.served import served
+from harness.etcd import free_ports
+from tests.support.fake_cluster import FakeCluster
+from tests.support.served import served
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
 PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
@@ -249,7 +249,7 @@ def test_a_real_prometheus_says_that_a_real_task_is_stalled_and_that_it_no_longe
     job |= {"checkpoint": {"folder": str(tmp_path / "saved"), "interval": 5}}
     with Cluster(tmp_path) as cluster, contextlib.ExitStack() as stack:
         target = cluster.start_coordinator().rpartition("/")[2]
-        port = free_port()
+        port = free_ports(1)[0]
         (tmp_path / "rules.yaml").write_text(sped_up(RULES.read_text(), 60.0))
         (tmp_path / "prometheus.yml").write_text(
             "global: {scrape_interval: 250ms, scrape_timeout: 250ms, evaluation_interval: 250ms}\n"
@@ -305,20 +305,13 @@ def receiver(*answers: int) -> Iterator[Any]:
         server.server_close()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
 ALERTMANAGER = next((name for name in ("prometheus-alertmanager", "alertmanager") if shutil.which(name)), "")
 
 
 @contextlib.contextmanager
 def monitored(folder: Path, coordinator: int, hook: str) -> Iterator[None]:
     """A Prometheus with the shipped rules, and an Alertmanager that posts to `hook`."""
-    manager = free_port()
+    manager = free_ports(1)[0]
     rules = re.sub(r"\n +for: \w+", "", RULES.read_text())  # at once
     (folder / "rules.yaml").write_text(rules)
     (folder / "prometheus.yml").write_text(
@@ -344,7 +337,7 @@ def monitored(folder: Path, coordinator: int, hook: str) -> Iterator[None]:
             "prometheus",
             f"--config.file={folder}/prometheus.yml",
             f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address=127.0.0.1:{free_port()}",
+            f"--web.listen-address=127.0.0.1:{free_ports(1)[0]}",
         ],
     ]
     started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
@@ -369,7 +362,7 @@ def test_a_lost_leader_and_its_return_reach_people_through_a_real_alertmanager(t
                 if alert["labels"]["alertname"] == "EverstepNoLeader" and alert["status"] == status:
                     return alert
 
-    port = free_port()
+    port = free_ports(1)[0]
     with receiver() as told, contextlib.ExitStack() as stack:
         with served(tmp_path / "state", port=port):
             stack.enter_context(monitored(tmp_path, port, f"http://127.0.0.1:{told.server_port}/hook"))

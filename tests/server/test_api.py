@@ -7,8 +7,6 @@ import contextlib
 import json
 import secrets
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,18 +35,8 @@ from everstep.server.agent_connections import AgentConnections
 from everstep.server.record import ClusterRecord
 from everstep.server.serve import ServerSettings
 from everstep.server.term import TICK_S, Term
-from tests.core.fake_cluster import FakeCluster
-from tests.server.served import agent, served
-
-JOB = {
-    "replicas": 1,
-    "stages": 1,
-    "microbatches": 2,
-    "steps": 3,
-    "base": ".",
-    "model": {"preset": "gpt-tiny"},
-    "data": {"kind": "synthetic"},
-}
+from tests.support.fake_cluster import FakeCluster
+from tests.support.served import JOB, agent, call, served
 
 
 @pytest.fixture
@@ -75,15 +63,6 @@ def peopled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served(tmp_path_factory.mktemp("peopled")) as found:
         asyncio.run(play(found))
         yield found
-
-
-def call(address: str, path: str, *, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-    request = urllib.request.Request(f"{address}{path}", data=body, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
 
 
 def test_without_its_token_nothing_but_health_is_answered(tmp_path: Path) -> None:

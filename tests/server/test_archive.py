@@ -22,8 +22,7 @@ from everstep.protocol.ops import Worker
 from everstep.server import archive as module
 from everstep.server.archive import Archive
 from everstep.server.record import ClusterRecord
-from tests.server.served import agent, served
-from tests.server.test_api import JOB
+from tests.support.served import JOB, agent, served
 
 
 def record_of(*numbers: int, leads: bool = True) -> ClusterRecord:

@@ -22,7 +22,7 @@ from everstep.server import certificates
 from everstep.server.access import CredentialsFile, Role
 from everstep.server.certificates import client_context, server_context
 from everstep.server.serve import ServerSettings
-from tests.server.served import served
+from tests.support.served import served
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="the openssl command is not installed"

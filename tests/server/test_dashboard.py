@@ -29,8 +29,7 @@ from everstep.protocol.table import TABLE
 from everstep.server import pages, viewers, views, words
 from everstep.server.record import ClusterRecord
 from harness.browser import CHROMIUM, LIVE, Page, browser
-from tests.server.served import WordyAgent, agent, served
-from tests.server.test_api import JOB, call
+from tests.support.served import JOB, WordyAgent, agent, call, served
 
 TOKEN = "a-secret-of-this-test"
 WEB = resources.files("everstep.server").joinpath("web")

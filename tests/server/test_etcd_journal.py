@@ -22,8 +22,7 @@ from everstep.server.gateway import Gateway, text_of
 from everstep.server.journal import MAX_ENTRY_BYTES, JournalBroken, JournalEntry, LostLeadership
 from harness.etcd import ABSENT, BINARY, Etcd, free_ports
 from tests.server.journal_writer import read_back
-from tests.server.served import served
-from tests.server.test_api import call
+from tests.support.served import call, served
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=ABSENT)
 T = TypeVar("T")

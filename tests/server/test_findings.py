@@ -13,7 +13,7 @@ from everstep.protocol.parcels import Parcel, ParcelKind
 from everstep.protocol.shape import Shape
 from everstep.server import views
 from everstep.server.metrics import waf
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 def running(*, nodes: int = 2, slots: int = 2) -> tuple[Coordinator, dict[Worker, str]]:

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,10 @@ from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from everstep.protocol.messages import Patience
 from harness.cluster import descendants, small_job
-from tests.server.served import served
+from tests.support.processes import until
+from tests.support.served import served
 
 STEPS = 60
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from everstep.protocol.shape import Shape
 from everstep.server import views
 from everstep.server.record import ClusterRecord
 from everstep.server.views import task_row
-from tests.core.fake_cluster import FakeCluster
+from tests.support.fake_cluster import FakeCluster
 
 
 class Recorded(FakeCluster):

@@ -27,8 +27,7 @@ from everstep.protocol import messages as msg
 from everstep.server.access import CALLS
 from everstep.server.metrics import METRICS, ClusterMetrics
 from everstep.server.record import ClusterRecord
-from tests.server.served import agent, served
-from tests.server.test_api import JOB, call
+from tests.support.served import JOB, agent, call, served
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "everstep.json"
 BY_PROMETHEUS = {"job", "instance"}

@@ -13,7 +13,7 @@ from everstep.cli.client import Client
 from everstep.node.agent import Agent, AgentSettings
 from everstep.node.worker_processes import WorkerProcesses
 from everstep.protocol import messages as msg
-from tests.server.served import served
+from tests.support.served import served
 
 GOOD = ("a", "b", "c", "d")
 

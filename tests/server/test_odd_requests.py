@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep.server.agent_connections import AgentConnections
-from tests.server.served import served
-from tests.server.test_api import JOB
+from tests.support.served import JOB, served
 
 HUGE = "9" * 400
 

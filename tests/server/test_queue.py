@@ -14,9 +14,8 @@ from everstep.protocol.shape import Shape
 from everstep.server import views, waiting
 from everstep.server.record import ClusterRecord
 from everstep.server.waiting import Leaving, Waiting, expected_starts
-from tests.core.fake_cluster import FakeCluster
-from tests.server.served import served
-from tests.server.test_api import JOB
+from tests.support.fake_cluster import FakeCluster
+from tests.support.served import JOB, served
 
 
 def starts(

@@ -19,7 +19,7 @@ from aiohttp import web
 from everstep.net import strangers
 from everstep.protocol.table import PROTOCOL
 from everstep.store.memory_server import MemoryServer, MemoryStore
-from tests.server.served import served
+from tests.support.served import served
 
 TOKEN = "a-token-of-the-cluster"
 

@@ -38,9 +38,8 @@ from everstep.server.serve import _lead
 from everstep.server.step_files import StepFiles
 from everstep.server.term import Daemon, pack
 from harness.etcd import ABSENT, BINARY, Etcd
-from tests.core.fake_cluster import FakeCluster
-from tests.server.served import agent, served
-from tests.server.test_api import JOB
+from tests.support.fake_cluster import FakeCluster
+from tests.support.served import JOB, agent, served
 
 LIMIT_S = 120  # for events that come within a second on a quiet machine
 EVENT = msg.KernelSpoke(text="an event, so that it writes")

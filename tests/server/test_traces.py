@@ -22,8 +22,7 @@ from everstep.protocol.incidents import Evidence, Incident, IncidentState, Remed
 from everstep.protocol.ops import Worker
 from everstep.server.record import ClusterRecord
 from everstep.server.traces import IncidentTraces, provider
-from tests.server.served import agent, served
-from tests.server.test_api import JOB
+from tests.support.served import JOB, agent, served
 
 requests = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra otel is not installed"

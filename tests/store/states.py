@@ -8,6 +8,8 @@ from torch import Tensor
 
 from everstep.store.folder import commit, write_part
 
+REAL = Path(__file__).parent / "data"  # written by DeepSpeed 0.19.8 and megatron-core 0.16.1
+
 
 def tensors(step: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(step)

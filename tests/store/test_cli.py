@@ -1,41 +1,17 @@
 """The ckpt commands: one document each, sentences for mistakes."""
 
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from everstep.cli import main
 from everstep.store.folder import commit, write_part
 from everstep_convert.formats.known_formats import FORMATS
-from tests.store.states import save
-from tests.store.test_formats import REAL
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def everstep(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def run(*arguments: Any) -> Ran:
-        code = main.run([str(argument) for argument in arguments])
-        told = capfd.readouterr()
-        return Ran(code, told.out, told.err)
-
-    return run
+from tests.store.states import REAL, save
 
 
 def test_inspect_tells_tensors_groups_and_who_holds_what(everstep: Callable, tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ from everstep_convert.formats.dialects import Heads
 from everstep_convert.patterns import Pattern, Patterns
 from everstep_convert.selfcheck import differences
 from everstep_convert.state import TrainingState, scalar
+from tests.store.states import REAL
 from tests.store.zero_files import model_parallel, write_zero
-
-REAL = Path(__file__).parent / "data"  # written by DeepSpeed 0.19.8
 
 
 def held(tensor: torch.Tensor) -> Held:

@@ -15,7 +15,6 @@ from everstep_convert.conversion import Target, read_state, write_state
 from everstep_convert.formats.universal import missing_shares, shared
 from everstep_convert.state import TrainingState
 from tests.store.states import save
-from tests.store.test_cli import everstep  # noqa: F401 - a fixture
 
 
 def source_of(root: Path, step: int = 10) -> TrainingState:
@@ -144,7 +143,7 @@ def test_shares_go_to_an_object_store(tmp_path: Path) -> None:
     assert selfcheck.changes(state, read_state(url)) == []
 
 
-def test_the_command_says_which_shares_are_missing(everstep: Callable, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_says_which_shares_are_missing(everstep: Callable, tmp_path: Path) -> None:
     save(tmp_path / "a", 10)
     ran = everstep("ckpt", "convert", tmp_path / "a", tmp_path / "b", "--share", "3/3")
     assert ran.code == 0
@@ -157,7 +156,7 @@ def test_the_command_says_which_shares_are_missing(everstep: Callable, tmp_path:
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2"])
-def test_a_share_that_is_none_is_a_sentence(everstep: Callable, tmp_path: Path, share: str) -> None:  # noqa: F811
+def test_a_share_that_is_none_is_a_sentence(everstep: Callable, tmp_path: Path, share: str) -> None:
     save(tmp_path / "a", 10)
     ran = everstep("ckpt", "convert", tmp_path / "a", tmp_path / "b", f"--share={share}")
     assert ran.code == 2

@@ -7,6 +7,8 @@ import contextlib
 import json
 import queue
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,16 @@ from everstep.protocol.codec import decode, encode
 from everstep.protocol.ops import Worker
 from everstep.protocol.table import PROTOCOL
 from everstep.server.serve import ServerSettings, serve
+
+JOB: dict[str, Any] = {  # of one worker, which is never started by a `WordyAgent`
+    "replicas": 1,
+    "stages": 1,
+    "microbatches": 2,
+    "steps": 3,
+    "base": ".",
+    "model": {"preset": "gpt-tiny"},
+    "data": {"kind": "synthetic"},
+}
 
 
 @contextlib.contextmanager
@@ -62,6 +74,15 @@ def served(
         stop[0]()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def call(address: str, path: str, *, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    request = urllib.request.Request(f"{address}{path}", data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
 
 
 class WordyAgent:
