@@ -31,9 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from everstep.cli.client import Client
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from everstep.protocol.ops import Worker
@@ -43,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run by
 from harness.cluster import MEASURED_POLL_S, Cluster, replayed, small_job
 from harness.crowds import Crowds, allow_many_lines, parts
 from harness.etcd import ABSENT, BINARY, Etcd
+from harness.fake_agents import Crowd, FakeAgent
 
 
 def clean_losses(folder: Path, steps: int) -> dict[int, float]:
@@ -177,23 +175,10 @@ def _leader(cluster: Cluster) -> str | None:
 # ------------------------------------------------------------------ many agents
 
 
-async def _agent(session: aiohttp.ClientSession, address: str, number: int, until: float) -> None:
-    """An agent as far as the coordinator can tell: hello, then a heartbeat four times a second."""
-    hello = {"is": "NodeJoined", "node": f"n{number}", "boot": "b", "slots": 8, "host": "127.0.0.1"}
-    await asyncio.sleep(random.random() * 5)
-    async with session.ws_connect(f"{address}/v1/agent", max_msg_size=1 << 22) as line:
-        await line.send_str(json.dumps({"hello": hello, "done": 0}))
-        await line.receive()
-        while time.monotonic() < until:
-            await line.send_str('{"beat":0,"done":0}')
-            await asyncio.sleep(0.25)
-
-
-async def _crowd(address: str, first: int, number: int, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        await asyncio.gather(*(_agent(session, address, first + i, until) for i in range(number)))
+async def _live(crowd: Crowd, seconds: float) -> None:
+    """Their lines, with a heartbeat four times a second."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(crowd.live(), seconds)
 
 
 def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -204,9 +189,12 @@ def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
         pid = cluster.coordinators["first"].pid
         os.sched_setaffinity(pid, {0})
         os.sched_setaffinity(0, set(range(1, os.cpu_count() or 2)) or {0})
-        crowd = threading.Thread(target=lambda: asyncio.run(_crowd(address, 0, number, seconds + 15)))
-        crowd.start()
-        client = Client(address=address)
+        headers = {"Authorization": f"Bearer {cluster.token}"}
+        crowd = Crowd(addresses=(address,), headers=headers)
+        crowd.agents = {name: FakeAgent(name, crowd, slots=8) for name in (f"n{i}" for i in range(number))}
+        lines = threading.Thread(target=lambda: asyncio.run(_live(crowd, seconds + 15)), daemon=True)
+        lines.start()
+        client = cluster.client
         cluster.until(lambda: len(client.get("/v1/status")["nodes"]) >= number, "all have joined")
         time.sleep(3)
         began, used = time.monotonic(), _cpu_s(pid)
@@ -219,16 +207,17 @@ def agents(number: int, seconds: float, folder: Path) -> dict[str, Any]:
             time.sleep(0.05)
         share = (_cpu_s(pid) - used) / (time.monotonic() - began)
         states = {row["state"] for row in client.get("/v1/status")["nodes"]}
-        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        asking = urllib.request.Request(f"{address}/metrics", headers=headers)
+        with urllib.request.urlopen(asking, timeout=30) as answer:
             metrics = answer.read().decode()
-        crowd.join()
-    handled = [line for line in metrics.splitlines() if line.startswith("everstep_event_handling_seconds{")]
+        lines.join()
+    handled = [line for line in metrics.splitlines() if line.startswith("everstep_event_handling_")]
     return {
         "agents": number,
         "heartbeats_per_s": number * 4,
         "cpu_share_of_one_core": round(share, 3),
         "answer_ms": _spread([x * 1e3 for x in late]),
-        "handling_s": {line.split('"')[1]: float(line.split()[-1]) for line in handled},
+        "handling_s": {line.split("_")[-2]: float(line.split()[-1]) for line in handled},
         "states": sorted(states),
     }
 
