@@ -1,5 +1,7 @@
 """The traffic of all tasks, planned from where their workers are."""
 
+from dataclasses import replace
+
 import pytest
 
 from everstep.core.worker.slices import SMALL
@@ -66,17 +68,22 @@ class Told(Overheard):
         super()._perform(action)
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("death", ["", "0:1", "1:0", "2:2"])
-def test_the_pairs_are_those_that_the_engine_makes_also_with_a_dead_worker(death: str) -> None:
+def test_the_pairs_are_those_that_the_engine_makes_also_with_a_dead_worker(death: str, per_node: int) -> None:
+    """Between nodes gradients go once per node: flows of all pairs of replicas were planned, and the plan
+    waited for bytes that never came.
+    """
     engine = Told()
-    engine.obey("task replicas=3 stages=3 microbatches=2 steps=6")
+    engine.obey(f"task replicas=4 stages=3 microbatches=2 steps=6 per_node={per_node}")
     engine.obey("run until step 1 is recorded")
     if death:
         engine.obey(f"kill {death}")
         engine.obey("run until step 4 is recorded")
     engine.sent.clear()
     engine.obey("run to the end")
-    assert engine.sent == pairs_of(engine.facts)
+    book = {w: (f"node {w.replica // per_node}", 1) for w in Shape(4, 3, 2).workers()}
+    assert engine.sent == pairs_of(replace(engine.facts, book=book))
 
 
 def test_tasks_that_come_go_and_move_are_planned_together_and_few_flows_move() -> None:

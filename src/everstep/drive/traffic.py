@@ -11,7 +11,6 @@ have reported how much they send, all flows of a task count alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import permutations
 from statistics import fmean
 
 from everstep.core.cluster.task import OVER, Task
@@ -22,6 +21,7 @@ from everstep.fabric.routing import Routing
 from everstep.fabric.topology import Topology
 from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker, parse_worker
+from everstep.protocol.routes import Routes
 from everstep.protocol.table import Json
 from everstep.protocol.work import EpochFacts
 
@@ -131,14 +131,15 @@ def routed(topology: Topology, before: Routing | None, flows: tuple[Flow, ...]) 
 
 
 def pairs_of(facts: EpochFacts) -> set[Pair]:
-    """Who sends tensors to whom in the steady steps of an epoch: all replicas of a stage to each other, and
-    the hosts of neighbouring stages of each microbatch.
+    """Who sends tensors to whom in the steady steps of an epoch: the replicas of a stage to each other, once
+    per node (`Routes`), and the hosts of neighbouring stages of each microbatch.
     """
     live = facts.members[-1].live if facts.members else ()
     found = {
         (Worker(one, stage), Worker(other, stage))
         for stage, replicas in enumerate(live)
-        for one, other in permutations(replicas, 2)
+        for one in replicas
+        for other in Routes.of(Worker(one, stage), replicas, facts.book).partners
     }
     ways = [(k, s, k) for s in range(len(live) - 1) for k in set(live[s]) & set(live[s + 1])]
     for (microbatch, stage), replica in facts.steady_hosts.items():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from everstep.protocol.ops import Replicas
+from everstep.protocol.ops import Replicas, Worker
 
 
 class Routes:
@@ -64,6 +64,13 @@ class Routes:
         for member in members:
             nodes.setdefault(hosts[member], []).append(member)
         return Routes(me, map(tuple, nodes.values()))
+
+    @staticmethod
+    def of(me: Worker, live: Replicas | tuple[int, ...], book: Mapping[Worker, tuple[str, int]]) -> Routes:
+        """By the addresses of an epoch; directly where one of them is not known."""
+        at = {k: book[worker][0] for k in live if (worker := Worker(k, me.stage)) in book}
+        is_known = len(at) == len(live)
+        return Routes.by_host(me.replica, live, at) if is_known else Routes.direct(me.replica, live)
 
     @property
     def passes_on(self) -> bool:

@@ -117,12 +117,7 @@ class Mailbox:
             self._routes = (order, {})
         found = self._routes[1]
         if row.from_step not in found:
-            me, live = self.me, row.live[self.me.stage]
-            at = {k: order.book[w][0] for k in live if (w := Worker(k, me.stage)) in order.book}
-            is_known = len(at) == len(live)
-            found[row.from_step] = (
-                Routes.by_host(me.replica, live, at) if is_known else Routes.direct(me.replica, live)
-            )
+            found[row.from_step] = Routes.of(self.me, row.live[self.me.stage], order.book)
         return found[row.from_step]
 
     def other_peers(self, step: int) -> list[Worker]:
