@@ -18,7 +18,8 @@ in mid-step that its gradients do not fit.
     everstep.exact.all_reduce(tensor)     # in place of torch.distributed.all_reduce
 """
 
-from typing import Any
+import contextlib
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def attach(model: Any) -> None:
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         kind = type(model).__name__
         raise UserError(f"everstep.exact.attach takes a DistributedDataParallel model; this is a {kind}.")
-    model.register_comm_hook(_Streams(model.process_group), _reduce_bucket)
+    model.register_comm_hook(_Buckets(model.process_group), _reduce_bucket)
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
@@ -48,7 +49,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessG
     if not _can_be_exact(tensor, op):
         raise UserError("everstep.exact.all_reduce takes SUM or AVG of floating point numbers.")
     size = dist.get_world_size(group)
-    units, numbers = _to_integers(_in_blocks(tensor.reshape(1, -1)), group, size)
+    units, numbers = _agreed(_in_blocks(tensor.reshape(1, -1)), group, size)
     _ALL_REDUCE(numbers, group=group)
     _write(tensor, numbers, units, size if op == dist.ReduceOp.AVG else 1)
 
@@ -56,8 +57,7 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessG
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: dist.ProcessGroup | None = None) -> None:
     """The same for `torch.distributed.reduce_scatter_tensor`."""
     size, own = dist.get_world_size(group), dist.get_rank(group)
-    blocks = _in_blocks(given.reshape(size, -1))
-    units, numbers = _to_integers(blocks, group, size)
+    units, numbers = _agreed(_in_blocks(given.reshape(size, -1)), group, size)
     mine = numbers.new_empty(numbers.shape[0] // size, BLOCK)
     _REDUCE_SCATTER(mine, numbers, group=group)
     _write(output, mine, units.view(size, -1)[own], size if op == dist.ReduceOp.AVG else 1)
@@ -122,57 +122,98 @@ class _Done(dist._Work):  # type: ignore[name-defined,misc]
         return self._future
 
 
-class _Streams:
-    """Of a model's hook: its group, and on a GPU a stream, so that backward waits for no peer."""
+class _Waiting(NamedTuple):
+    """A bucket whose grids the ranks are agreeing on."""
+
+    flat: Tensor
+    exponents: Tensor
+    agreed: Any  # their work
+    mean: torch.futures.Future[Tensor]
+
+
+class _Buckets:
+    """Of a model's hook. The grids of a bucket are agreed on while the bucket before it is summed: in a ring
+    that does one thing after the other no sum waits for them. On a GPU all of it has a stream of its own.
+
+        backward   bucket 0    bucket 1             bucket 2 (the last)
+        ring       grids 0     grids 1   sum 0      grids 2   sum 1   sum 2
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+        self._group, self._size = group, dist.get_world_size(group)
         self._stream: torch.cuda.Stream | None = None
+        self._waiting: _Waiting | None = None
 
-    def beside(self, tensor: Tensor) -> Any:
-        if not tensor.is_cuda:
-            return torch.no_grad()
+    def add(self, flat: Tensor, *, is_first: bool, is_last: bool) -> torch.futures.Future[Tensor]:
+        devices: Any = [flat.device] if flat.is_cuda else None
+        mean: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        before, self._waiting = None if is_first else self._waiting, None  # a backward before may have raised
+        with self._beside(flat), torch.no_grad():
+            exponents = _exponents(_in_blocks(flat.view(1, -1)))
+            agreed = _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            now = _Waiting(flat, exponents, agreed, mean)
+            if before is not None:
+                self._sum(before)
+            if is_last:
+                self._sum(now)
+            else:
+                self._waiting = now
+        return mean
+
+    def _beside(self, flat: Tensor) -> Any:
+        if not flat.is_cuda:
+            return contextlib.nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        tensor.record_stream(self._stream)
+            self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        flat.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
+
+    def _sum(self, bucket: _Waiting) -> None:
+        bucket.agreed.wait()
+        flat = bucket.flat
+        units, numbers = _to_integers(_in_blocks(flat.view(1, -1)), bucket.exponents, self._size)
+        work = _ALL_REDUCE(numbers, group=self._group, async_op=True)
+
+        def finish(sums: torch.futures.Future[Any]) -> None:
+            try:
+                sums.wait()
+                if flat.is_cuda:  # a stream of the future's own
+                    for each in (flat, units, numbers):
+                        each.record_stream(torch.cuda.current_stream(flat.device))
+                with torch.no_grad():
+                    _write(flat, numbers, units, self._size)
+                bucket.mean.set_result(flat)
+            except RuntimeError as error:
+                bucket.mean.set_exception(error)  # type: ignore[arg-type]
+
+        work.get_future().add_done_callback(finish)
 
 
 def _reduce_bucket(
-    streams: _Streams,
+    buckets: _Buckets,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the mean over all ranks. DDP reads its annotations: they are no strings."""
-    flat: Tensor = bucket.buffer()
-    with streams.beside(flat), torch.no_grad():
-        units, numbers = _to_integers(_in_blocks(flat.view(1, -1)), streams.group, streams.size)
-        work = _ALL_REDUCE(numbers, group=streams.group, async_op=True)
-
-    def mean(_: Any) -> Tensor:
-        if flat.is_cuda:  # a stream of the future's own, after the sum
-            for each in (units, numbers):
-                each.record_stream(torch.cuda.current_stream(flat.device))
-        with torch.no_grad():
-            _write(flat, numbers, units, streams.size)
-        return flat
-
-    found: torch.futures.Future[Tensor] = work.get_future().then(mean)
-    return found
+    return buckets.add(bucket.buffer(), is_first=bucket.index() == 0, is_last=bucket.is_last())
 
 
 def _can_be_exact(tensor: Tensor, op: Any) -> bool:
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point()
 
 
-def _to_integers(blocks: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
-    """A grid's unit per block, the same on all ranks (NaN: the block is), and this rank's integers."""
-    exponents = _exponents(blocks)
-    _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=group)
+def _to_integers(blocks: Tensor, exponents: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Exponents are all ranks'. A unit per block (NaN: the block is), and the integers in these units."""
     depth = _BITS - (ranks - 1).bit_length()
     is_finite, exponents = exponents < _NOT_FINITE, exponents.clamp_(max=_HIGHEST)
     units = _power_of_two(exponents - depth).masked_fill_(~is_finite, float("nan"))
     return units, (blocks * _power_of_two(depth - exponents)[:, None]).round_().to(torch.int32)
+
+
+def _agreed(blocks: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
+    exponents = _exponents(blocks)
+    _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=group)
+    return _to_integers(blocks, exponents, ranks)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
