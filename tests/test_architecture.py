@@ -9,7 +9,16 @@ import pytest
 SRC = Path(__file__).parent.parent / "src" / "everstep"
 LAB = SRC.parent / "everstep_lab"
 DIAGNOSE = SRC.parent / "everstep_diagnose"
-OF_DUMPS = {"errors", "log", "bounded_pickle", "ring", "ras_json", "cli", "cli.render"}  # leaves
+OF_DUMPS = {
+    "stack_text",
+    "errors",
+    "log",
+    "bounded_pickle",
+    "ring",
+    "ras_json",
+    "cli",
+    "cli.render",
+}  # leaves
 FLOORS = [
     "protocol",
     "core",

@@ -18,6 +18,7 @@ from rich.table import Table
 from everstep.cli import render
 from everstep.cli.render import AsJson, Console
 from everstep.errors import UserError
+from everstep.stack_text import STACKS_FILE, Frame, main_frames, of_script
 from everstep_diagnose import Diagnosis, UnusableFileError, analyse, read
 from everstep_diagnose.case import Mixed, mixed
 from everstep_diagnose.finding import ranks_text
@@ -40,7 +41,7 @@ def diagnose_command(
     """Find the hung or slow rank or link from records of communication.
 
     Reads PyTorch Flight Recorder dumps (pickle and JSON), NCCL Inspector and RAS files, and Everstep's own
-    rings. Unusable files are listed and skipped.
+    rings; and stacks of ranks of everstep run. Unusable files are listed and skipped.
 
     [bold]Examples[/bold]
 
@@ -61,12 +62,17 @@ def _diagnosed(path: Path, only: list[str], messages: Console) -> Diagnosis:
             raise UserError(f"--only {place} is not inside {path}.")
     files = [file for place in only or [""] for file in _files(path / place)]
     parts, unusable = [], []
+    places: dict[int, Frame] = {}  # of ranks whose stacks are there
     statuses: list[tuple[int, str, bytes]] = []  # of RAS, by their time: two of them tell what stands still
     with Progress(console=messages, transient=True) as bar:
         for file in bar.track(files, description="reading"):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
                 content = _content(file)
+                if file.name == STACKS_FILE and file.parent.name.isdecimal():
+                    if (frame := of_script(main_frames(content.decode(errors="replace")))) is not None:
+                        places[int(file.parent.name)] = frame
+                    continue
                 modified_ns = file.stat().st_mtime_ns
                 part = read(name, content, modified_ns=modified_ns)
                 if part.form == "ras":
@@ -85,6 +91,10 @@ def _diagnosed(path: Path, only: list[str], messages: Console) -> Diagnosis:
         raise UserError(f"{path} contains no usable dump{first}.")
     diagnosis = analyse(parts)
     diagnosis.unusable = unusable
+    suspects = {one.rank for finding in diagnosis.incidents for one in finding.suspects[:_SHOWN]}
+    diagnosis.notes += [
+        f"rank {rank} is at {places[rank]} in its last stacks" for rank in sorted(suspects & places.keys())
+    ]
     return diagnosis
 
 

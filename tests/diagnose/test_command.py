@@ -44,6 +44,24 @@ def test_json_has_the_keys_and_nothing_else_is_printed(
     assert document["imbalances"] == []
 
 
+def test_the_stacks_of_a_rank_say_where_it_is(hung: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were left out as "not a format known here", for every rank."""
+    for rank in range(4):
+        (hung / str(rank)).mkdir()
+        (hung / str(rank) / "stacks.txt").write_text(
+            'Thread 0x00007f01 (most recent call first):\n  File "/usr/lib/threading.py", line 9 in wait\n\n'
+            "Current thread 0x00007f00 (most recent call first):\n"
+            '  File "/x/torch/utils/data.py", line 3 in next\n'
+            f'  File "/home/u/hang.py", line {10 + rank} in load_batch\n'
+            '  File "/home/u/hang.py", line 40 in <module>\n'
+        )
+    assert run(["diagnose", str(hung), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "rank 2 is at hang.py:12 in load_batch in its last stacks" in document["notes"]
+    assert not any("rank 1 is at" in note for note in document["notes"]), "no suspect"
+    assert {f["file"] for f in document["unusable_files"]} == {"notes.txt", "trace_rank_7"}
+
+
 def test_words_and_table(hung: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diagnose", str(hung)]) == 0
     shown = capsys.readouterr().out

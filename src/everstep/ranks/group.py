@@ -29,6 +29,7 @@ from everstep.ranks.line import MAX_MESSAGE_BYTES
 from everstep.ranks.output import OutputStream, Pump
 from everstep.ranks.rank_main import LINE, STACKS
 from everstep.ranks.running_rank import RunningRank
+from everstep.stack_text import STACKS_FILE
 
 _MOST_SWEEPS = 10
 
@@ -100,7 +101,7 @@ class RankGroup:
         stderr = OutputStream(place.rank, place.folder / "stderr.log", None if hidden & 2 else self._errors)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / "stacks.txt"), **self._private}
+        private = {LINE: str(theirs.fileno()), STACKS: str(place.folder / STACKS_FILE), **self._private}
         inherited = os.environ if self._environment is None else self._environment
         own = rank_environment(place, inherited)
         self._marks.add(f"{MARK}={own[MARK]}".encode())

@@ -16,7 +16,6 @@ import contextlib
 import hmac
 import json
 import os
-import re
 import selectors
 import sys
 import threading
@@ -55,6 +54,7 @@ from everstep.ranks.rank_main import COPY_EVERY, EXACT, EXEC, HELD, RESTORE, SNA
 from everstep.ranks.running_rank import RunningRank
 from everstep.ranks.snapshots import NodeMemory
 from everstep.ranks.stillness import Stillness
+from everstep.stack_text import Frame, main_frames, of_script
 
 LOOK_EVERY_S = 0.25
 FAMILY_EVERY_S = 1.0  # also how often ranks are asked for their number of collectives
@@ -767,43 +767,8 @@ class _StacksQuestion:
         )
 
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _MOST_CHAIN = 1000
 _SNAPSHOT = b"everstep.snapshot"
-_OURS = ("/everstep/ranks/rank_main", "<frozen runpy>", "/runpy.py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    file: str
-    line: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.short_file}:{self.line} in {self.name}"
-
-    @property
-    def short_file(self) -> str:
-        """With its package, if the name alone says nothing."""
-        return "/".join(self.file.split("/")[-2 if self.file.endswith("/__init__.py") else -1 :])
-
-    @property
-    def is_torch(self) -> bool:
-        return "/torch/" in self.file
-
-    @property
-    def is_import(self) -> bool:
-        return self.file.startswith("<frozen importlib")
-
-
-def main_frames(text: str) -> list[Frame]:
-    """Of the main thread, innermost first, in the newest dump: faulthandler writes it last."""
-    sections = [
-        part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if part.strip()
-    ]
-    found = [match for line in (sections or [""])[-1].splitlines() if (match := _FRAME.match(line))]
-    frames = [Frame(file=m["file"], line=int(m["line"]), name=m["name"]) for m in found]
-    return [frame for frame in frames if not any(ours in frame.file for ours in _OURS)]
 
 
 def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool = False) -> RankPosition:
@@ -812,7 +777,7 @@ def position(rank: int, found: Found, *, step: int | None = None, is_busy: bool 
     frames = next((each for each in reversed(moments) if each), [])
     chains = {_chain(each) for each in moments if each}
     entered, kinds, num_ops = _entered(found.record)
-    script = next((frame for frame in frames if not frame.is_torch), frames[0] if frames else None)
+    script = of_script(frames)
     inside = not frames or frames[0].is_torch
     at = "an unknown place" if script is None else str(script)
     if importer := _importer(frames):

@@ -13,6 +13,7 @@ from everstep.ranks import looks as rank_looks
 from everstep.ranks import words
 from everstep.ranks.fork_server import RankProcess
 from everstep.ranks.output import OutputStream
+from everstep.stack_text import STACKS_FILE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class RunningRank:
 
     def stacks(self) -> str:
         try:
-            return (self.folder / "stacks.txt").read_text(errors="replace")
+            return (self.folder / STACKS_FILE).read_text(errors="replace")
         except OSError:
             return ""
 

@@ -122,10 +122,9 @@ def death(incident: Incident) -> str:
 def times(incident: Incident) -> list[str]:
     """The duration of each part of the recovery, in words; last, what is done again."""
     start = incident.evidence_at if incident.killed_at is None else incident.killed_at
-    parts = [
-        f"replanned in {_shown(_ms(incident.planned_at, incident.evidence_at))}",
-        f"resumed after {_shown(_ms(incident.resumed_at, start))}",
-    ]
+    planned = _ms(incident.planned_at, incident.evidence_at)
+    parts = [] if planned is None else [f"replanned in {_shown(planned)}"]
+    parts.append(f"resumed after {_shown(_ms(incident.resumed_at, start))}")
     if incident.killed_at is not None:
         parts.insert(0, f"noticed in {_shown(_ms(incident.evidence_at, start))}")
     if incident.restored_from is not None:
