@@ -17,6 +17,7 @@ from everstep.errors import UserError
 
 _IN_ONE_PACKET = 64 << 10  # bytes; the kernel takes 208 KiB at most, by its settings also less
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_NAME = 15  # PR_SET_NAME
 _MOST_BYTES = 64 << 20  # of a job, a command or an environment
 
 # For a process that others are forked from: what it loads may ask torch whether there is a GPU. Asked by CUDA
@@ -72,6 +73,13 @@ def received_request(line: socket.socket, most_fds: int = 0) -> tuple[dict[str, 
         request = json.loads(os.pread(memory, _MOST_BYTES, 0))
         os.close(memory)
     return request, fds
+
+
+def name_process(name: str) -> None:
+    """What `top`, `ps -o comm` and py-spy show of a forked process, whose command line is its fork server's:
+    at most 15 bytes. For the main thread to call.
+    """
+    ctypes.CDLL(None).prctl(_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -94,6 +94,15 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
         each.close()
 
 
+def test_a_rank_is_told_from_another_in_top_and_ps(keep: Keep) -> None:
+    """All were called as their fork server is, and forked, so that not even /proc/PID/environ said which."""
+    kept = keep("print(open('/proc/self/comm').read().strip())")
+    kept.hear(msg.RanksIdle)
+    kept.begin()
+    assert kept.until(msg.RanksIdle).codes == {2: 0, 3: 0}
+    assert (kept.file(2), kept.file(3)) == ("rank 2\n", "rank 3\n")
+
+
 def test_ranks_find_their_place_among_several_nodes(keep: Keep) -> None:
     kept = keep("print(*(os.environ[n] for n in sys.argv[1:]))", command=("script.py", *NAMES))
     idle = kept.hear(msg.RanksIdle)

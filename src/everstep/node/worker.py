@@ -40,6 +40,7 @@ from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
 from everstep.errors import MOST_TRACEBACK, UserError, clipped, named
+from everstep.forked import name_process
 from everstep.job.compiling import refusal, why_unable
 from everstep.job.job import Job
 from everstep.job.worker_spec import WorkerSpec
@@ -74,6 +75,7 @@ ECHO_S = 0.5  # after a shard has ended, the others' collectives fail within thi
 def main(given: Mapping[str, Any]) -> int:
     """Run the worker that a `WorkerSpec` describes; the process's exit code."""
     spec = WorkerSpec.from_dict(given)
+    name_process(f"worker {spec.sender.worker}")
     allow_many_files()  # a connection each way with every peer
     try:
         job = _surrounded(Job.from_dict(spec.job))

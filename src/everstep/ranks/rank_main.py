@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+from everstep.forked import name_process
 from everstep.hold import door
 from everstep.ranks import line as rank_line
 from everstep.ranks.line import KeeperLine
@@ -93,6 +94,8 @@ def main(arguments: list[str]) -> None:
 
 def attach() -> KeeperLine:
     """What a keeper relies on. To be called once, before anything of the script runs."""
+    if rank := os.environ.get("RANK"):
+        name_process(f"rank {rank}")
     fd = os.environ.pop(LINE, None)
     stacks = os.environ.pop(STACKS, None)
     faulthandler.enable()
