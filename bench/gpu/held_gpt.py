@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
-from tests.launch import held_kills
+from harness import held_kills
 
 import os  # isort: skip
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from everstep.core.held.ledger import AnswerError, RankBook
 from everstep.core.held.machine import (
     EndRank,
     FallBack,
@@ -197,3 +200,12 @@ def test_a_machine_is_thawed_as_it_was_frozen() -> None:
     run.handle(died(), 0.0)
     run.handle(parked(0, 1, 4, 4, Position(4, 2)), 0.1)
     assert HeldRun.thaw(run.freeze()).freeze() == run.freeze()
+
+
+def test_a_newcomer_that_issues_something_else_than_peers_wait_for_is_found_out() -> None:
+    group = RankBook(rank=2, world=3, unit=1).open_group("0", range(3))
+    group.awaited[Position(4, 0)] = "allreduce sum float32[8]"
+    assert group.answer(group.place(4), "allreduce sum float32[8]") is None
+    group.next_number = 0
+    with pytest.raises(AnswerError, match=r"was allreduce sum float32\[8\] before, and is barrier now"):
+        group.answer(group.place(4), "barrier")

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
-from tests.launch import held_kills
+from harness import held_kills
 
 held_kills.arm()
 parser = argparse.ArgumentParser()
@@ -118,7 +118,10 @@ for step in range(first, given.steps):
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     total = loss.detach().clone()
+    if given.mode == "differs" and held_kills.is_replacement():
+        total = total.expand(2).clone()
     dist.all_reduce(total)
+    total = total.reshape(-1)[0]
     print(
         f"step {step} loss {loss.item().hex()} norm {norm.item().hex()} mean {total.item().hex()}", flush=True
     )

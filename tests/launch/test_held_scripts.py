@@ -63,30 +63,56 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     [
         "0,3,forward;1,5,bucket,1",  # the second replacement asks the first; it begins after an evaluation
         "1,6,opt",
-        pytest.param("1,6,bucket,1", marks=pytest.mark.slow),
-        pytest.param("0,6,forward", marks=pytest.mark.slow),
-        pytest.param("1,6,in-bucket,0", marks=pytest.mark.slow),
-        pytest.param("0,6,after-bucket,1", marks=pytest.mark.slow),
-        pytest.param("2,6,clip", marks=pytest.mark.slow),
-        pytest.param("0,6,after-opt", marks=pytest.mark.slow),
-        pytest.param("1,6,between", marks=pytest.mark.slow),
-        pytest.param("1,4,eval", marks=pytest.mark.slow),
-        pytest.param("2,6,other", marks=pytest.mark.slow),
-        pytest.param("0,7,save", marks=pytest.mark.slow),
-        pytest.param("0,0,bucket", marks=pytest.mark.slow),
-        pytest.param("1,1,forward", marks=pytest.mark.slow),
-        pytest.param("0,6,opt;1,6,opt", marks=pytest.mark.slow),
-        pytest.param("1,6,forward;2,8,opt", marks=pytest.mark.slow),
-        pytest.param("1,6,forward,0,stop", marks=pytest.mark.slow),
-        pytest.param("1,6,bucket,0,raise", marks=pytest.mark.slow),
-        pytest.param("1,6,clip,0,exit", marks=pytest.mark.slow),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in [
+                "0,0,bucket;1,1,forward",
+                "1,3,bucket,1;0,5,forward;1,7,in-bucket,0;0,9,after-bucket,1",
+                "2,3,clip;0,5,after-opt;1,7,between;2,9,other",
+                "1,4,eval;0,7,save;2,9,opt",
+                "1,6,forward;2,8,opt",
+                "1,6,forward,0,stop",
+                "1,6,bucket,0,raise;2,8,clip,0,exit",
+            ]
+        ),
     ],
 )
 def test_a_death_at_any_moment_changes_no_number(plain: Numbers, kill: str, tmp_path: Path) -> None:
     found, document = run(tmp_path, 3, kill=kill)
     assert found == plain
     assert document["restarts"] == 0, document["incidents"]
-    assert {incident["remedy"][:7] for incident in document["incidents"]} == {"replace"}
+    assert [incident["remedy"][:7] for incident in document["incidents"]] == ["replace"] * len(
+        kill.split(";")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "0,6,opt;1,6,opt",
+        "0,6,forward;2,6,forward",
+        "1,6,forward;1,6,clip",  # the replacement dies in the step that it began with
+        "1,6,forward;1,-1,start",  # the replacement dies before it has its state
+        "1,6,bucket,0;1,-1,load",  # and just after
+        "1,6,opt;1,-1,load;0,-1,start;0,6,after-opt",
+    ],
+)
+def test_deaths_within_a_heal_change_no_number(plain: Numbers, kill: str, tmp_path: Path) -> None:
+    found, document = run(tmp_path, 3, kill=kill)
+    assert found == plain
+    assert document["restarts"] == 0, document["incidents"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["1,6,other", "1,6,between"])  # before the others' sum, and after it
+def test_a_replacement_that_does_something_else_ends_the_heal_and_all_ranks_restart(
+    kill: str, tmp_path: Path
+) -> None:
+    """Never a silent wrong number."""
+    _, document = run(tmp_path, 3, "--mode", "differs", kill=kill, options=("--copy-every", "1"))
+    assert document["restarts"] == 1
+    assert "the script does not repeat itself" in "".join(document["incidents"][0]["evidence"])
 
 
 @pytest.mark.slow

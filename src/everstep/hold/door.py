@@ -32,6 +32,15 @@ def open_door(settings: Json, say: Callable[..., None]) -> None:
 
     current = HeldRank(given, tell)
     torch_hooks.install(current)
+    os.register_at_fork(after_in_child=_close_door)
+
+
+def _close_door() -> None:
+    """What a rank forks, such as workers of a DataLoader, is no rank."""
+    global current
+    if current is not None:
+        current.is_forked = True
+    current = None
 
 
 def take(order: Json) -> None:

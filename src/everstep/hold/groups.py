@@ -17,6 +17,7 @@ Members that live and die together (a shard group) need none of this: their coll
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -68,9 +69,7 @@ class Collective:
 
     def __init__(self, kind: str, about: str, outputs: Tensors, issue: Issue, *, is_in_place: bool) -> None:
         self.kind, self.outputs, self.issue, self.is_in_place = kind, outputs, issue, is_in_place
-        forms = ", ".join(
-            f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in outputs[:4]
-        )
+        forms = ", ".join([_form(each.dtype, each.shape) for each in outputs[:4]])
         more = f" and {len(outputs) - 4} more" if len(outputs) > 4 else ""
         self.shape = f"{kind}{about} {forms}{more}".strip()
         self.in_backward = torch._C._current_graph_task_id() != -1
@@ -113,6 +112,11 @@ class Grave:
 
 def is_nccl(inner: Any) -> bool:
     return isinstance(inner, getattr(c10d, "ProcessGroupNCCL", ()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 class HeldWork(dist._Work):
@@ -230,6 +234,8 @@ class HeldGroup(ProcessGroup):
             if held.book.interval == PRELUDE and self.opening is not None:
                 self._begin_as_before(one)
                 return HeldWork(self, one)
+            if held.book.interval == PRELUDE and one.in_backward:
+                held.refuse("it trains before its first everstep.snapshot; call it first in the loop's body")
             one.position = self.ledger.place(held.book.interval)
             self.queue.append(one)
             if held.is_own_answer(self, one):
@@ -346,6 +352,11 @@ class HeldGroup(ProcessGroup):
                     with self.held.lock:  # what is answered leaves the queue without a turn
                         first = self.queue[0] if not one.is_done else one
                     self._end_first(first)
+
+    def drain(self) -> None:
+        """Until nothing that was issued is in the air."""
+        while (last := next(iter(self.queue[-1:]), None)) is not None:
+            self.wait_for(last)
 
     def _end_first(self, one: Collective) -> None:
         held = self.held

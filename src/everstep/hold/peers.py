@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from everstep.errors import EverstepError, PeerError
-from everstep.hold import state_tree
+from everstep.hold import same_gpu, state_tree
 from everstep.log import warn
 from everstep.net.handshake import Acceptor, Opener
 from everstep.net.sockets import listening
@@ -61,8 +63,9 @@ class PeerServer:
                     packed = state_tree.pack({"answer": self._answer(question)})
                 except (EverstepError, ValueError, KeyError, TypeError, RuntimeError) as error:
                     packed = state_tree.pack({"error": f"{error}"})
-                for part in packed.parts():
+                for part in packed.parts(str(question.get("gpu", ""))):
                     sock.sendall(part)
+                sock.recv(1)  # what it was given handles of is kept until it has copied that
         except Exception as error:  # a thread of ours: training does not end with it
             warn(f"a peer was not answered: {type(error).__name__}: {error}")
         finally:
@@ -71,6 +74,15 @@ class PeerServer:
 
 def ask(address: Address, key: bytes, question: dict[str, Json]) -> Any:
     """OSError: the peer is gone. EverstepError: it says why it has no answer."""
+    if gpu := same_gpu.name():
+        try:
+            return _asked(address, key, {**question, "gpu": gpu})
+        except same_gpu.NotOpenedError as error:
+            warn(f"a peer's memory cannot be read on the GPU, so it is sent: {error}")
+    return _asked(address, key, question)
+
+
+def _asked(address: Address, key: bytes, question: dict[str, Json]) -> Any:
     with socket.create_connection(address, timeout=PROOF_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opener = Opener(key)
@@ -92,6 +104,8 @@ def ask(address: Address, key: bytes, question: dict[str, Json]) -> Any:
                 view = view[got:]
 
         found = state_tree.unpack(read, read_into)
+        if "gpu" in question:
+            torch.cuda.synchronize()
     if "error" in found:
         raise EverstepError(str(found["error"]))
     return found["answer"]
@@ -101,7 +115,7 @@ def _prove(sock: socket.socket, side: Opener | Acceptor) -> None:
     while side.wants > 0:
         data = sock.recv(side.wants)
         if not data:
-            raise PeerError("the connection closed")
+            raise ConnectionResetError("the connection closed")
         if answer := side.feed(data):
             sock.sendall(answer)
 

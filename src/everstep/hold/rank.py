@@ -35,10 +35,10 @@ import torch.distributed as dist
 from everstep.core.held.ledger import Answer, RankBook
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.hold import peers, state_tree
-from everstep.hold.groups import KEPT_IN_PRELUDE, Collective, Grave, HeldGroup, Tensors
+from everstep.hold.groups import ALIKE, HEAR_S, KEPT_IN_PRELUDE, Collective, Grave, HeldGroup, Tensors
 from everstep.hold.settings import HoldSettings
 from everstep.hold.slate import Slate
-from everstep.hold.state_tree import local, mapped
+from everstep.hold.state_tree import local, mapped, shard
 from everstep.log import warn
 from everstep.protocol.held import (
     PRELUDE,
@@ -115,6 +115,7 @@ class HeldRank:
         self.loaders: list[ReferenceType[Any]] = []
         self.is_structural = self.is_in_ddp = False
         self.is_restored = False  # a newcomer's script has been given its state
+        self.is_forked = False  # this process is a child of the rank's
         self.refusal = ""
         self._own_maps = 0  # collectives of DDP's first iteration, that only a newcomer has
         self._depth = 0  # of updates within updates
@@ -123,16 +124,17 @@ class HeldRank:
         self._versions: dict[int, int] = {}
         self._kept: dict[int, Kept] = {}
         self._given: Given | None = None
-        self._is_dismissed = False
+        self.is_dismissed = False
         self._attempt = 0
-        self._prelude_bytes = self._log_bytes = 0
+        self._prelude_bytes = 0
         self._most_log = LEAST_LOG
+        self._entered: dict[str, int] = {}  # by group: the newest interval that all members have entered
         self._graves: list[Grave] = []
         self.device: Any = None  # the GPU of the script's own thread; ours begin with another one
         self._key = bytes.fromhex(settings.key)
         self._slate = Slate(Path(settings.slate))
         self._store: Any | None = None
-        self._has_begun = False
+        self._has_begun = self._has_warned = False
         self.held_s = 0.0
         if settings.born is not None:
             self.book.hold(settings.born.epoch, settings.born.absent)
@@ -187,7 +189,7 @@ class HeldRank:
                         self.changed.notify_all()
             case Bye():
                 with self.changed:
-                    self._is_dismissed = True
+                    self.is_dismissed = True
                     self.changed.notify_all()
 
     def _report(self) -> None:
@@ -208,19 +210,15 @@ class HeldRank:
                 late = f"group {unknown[0]} is made after everstep.restore"
                 raise EverstepError(f"{late}; call restore when all groups are made")
             began = time.monotonic()
-            made = {group.name: group.connect(f"everstep/held/{order.epoch}") for group in broken}
-            connected = time.monotonic()
+            connecting = _Connecting(broken, order.epoch, self.device)
             given, answers = self._fetch(order.plan)
             fetched = time.monotonic()
-        except (OSError, dist.DistError) as error:
-            if self._is_current(
-                attempt
-            ):  # a peer is gone: the machine hears of it; if not, its deadline ends this
-                warn(f"rank {self.rank} could not connect in epoch {order.epoch}: {error}")
+            made = connecting.made()
+        except (OSError, RuntimeError) as error:  # mostly a peer that has died meanwhile
+            self._could_not_rebuild(order.epoch, attempt, error, HEAR_S)
             return
-        except (EverstepError, RuntimeError, ValueError, KeyError) as error:
-            if self._is_current(attempt):
-                self._say(RankUnheld(rank=self.rank, epoch=order.epoch, because=f"{error}"[:500]))
+        except (EverstepError, ValueError, KeyError) as error:
+            self._could_not_rebuild(order.epoch, attempt, error, 0.0)
             return
         with self.changed:
             if attempt != self._attempt:
@@ -240,14 +238,16 @@ class HeldRank:
                 RankRebuilt(
                     rank=self.rank,
                     epoch=order.epoch,
-                    connect_s=connected - began,
-                    fetch_s=fetched - connected,
+                    connect_s=connecting.took_s,
+                    fetch_s=fetched - began,
                 )
             )
 
-    def _is_current(self, attempt: int) -> bool:
-        with self.lock:
-            return attempt == self._attempt
+    def _could_not_rebuild(self, epoch: int, attempt: int, error: Exception, patience_s: float) -> None:
+        """Unless another death has been heard of, which is the reason then."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: attempt != self._attempt, timeout=patience_s):
+                self._say(RankUnheld(rank=self.rank, epoch=epoch, because=f"{error}"[:500]))
 
     def bury(self, grave: Grave) -> None:
         self._graves.append(grave)
@@ -287,7 +287,11 @@ class HeldRank:
             for at, what in sorted(found.items())
             if at.interval > PRELUDE
         ]
-        return {"log": answers, "structure": [[at, what.shape, what.outputs] for at, what in group.structure]}
+        return {
+            "log": answers,
+            "awaited": [[list(one.position), one.shape] for one in group.queue if one.kind in ALIKE],
+            "structure": [[at, what.shape, what.outputs] for at, what in group.structure],
+        }
 
     def _package(self, interval: int, updates: Sequence[int]) -> Any:
         """The beginning of an interval: for each optimizer that has stepped since, before and after."""
@@ -312,8 +316,11 @@ class HeldRank:
         return {"state": kept.state, "before": before, "after": after, "hashes": hashes}
 
     def _require_unchanged(self, number: int, parameters: Tensors) -> None:
-        if self._versions.get(number, -1) not in (-1, _version(parameters)):
+        if self._has_changed(number, parameters):
             raise EverstepError("parameters are changed outside of their optimizer's step")
+
+    def _has_changed(self, number: int, parameters: Tensors) -> bool:
+        return self._versions.get(number, -1) not in (-1, _version(parameters))
 
     # -------------------------------------------------------------- what is fetched
 
@@ -337,6 +344,7 @@ class HeldRank:
                 answers[name] = {Position(*at): Answer(shape, out) for at, shape, out in about["log"]}
                 group = self.groups[name]
                 if self.book.is_new:
+                    group.ledger.awaited = {Position(*at): shape for at, shape in about["awaited"]}
                     group.structure = [(at, Answer(shape, out)) for at, shape, out in about["structure"]]
             if found["state"] is not None:
                 package = found["state"]
@@ -367,16 +375,27 @@ class HeldRank:
             group.inner = group.connect(f"everstep/held/{born.epoch}/unit")
             group.ledger.is_broken = False
             return
-        troubles = []
-        for veteran in veterans:
-            try:
-                found = peers.ask(_address(born.peers[veteran]), self._key, {"opening": group.name})
-                group.beginning = [Answer(shape, outputs) for shape, outputs in found]
-                group.opening = list(group.beginning)
-                return
-            except (OSError, EverstepError) as error:
-                troubles.append(f"rank {veteran}: {error}")
-        self.give_up(f"how group {group.name} began is not known: {'; '.join(troubles)}"[:500])
+        group.beginning = self._beginning(group.name, {rank: born.peers[rank] for rank in veterans})
+        group.opening = list(group.beginning)
+
+    def _beginning(self, name: str, veterans: Mapping[int, Address]) -> list[Answer]:
+        """As one of them knows it. If none can be reached, all of them have died: that is the machine's to
+        say, and this process is ended.
+        """
+        until = time.monotonic() + HEAR_S
+        troubles: dict[int, str] = {}
+        while time.monotonic() < until:
+            for veteran, address in veterans.items():
+                try:
+                    found = peers.ask(_address(address), self._key, {"opening": name})
+                    return [Answer(shape, outputs) for shape, outputs in found]
+                except OSError as error:
+                    troubles[veteran] = f"{error}"
+                except EverstepError as error:
+                    troubles[veteran], until = f"{error}", 0.0
+            time.sleep(0.1)
+        said = "; ".join(f"rank {rank}: {trouble}" for rank, trouble in troubles.items())
+        self.give_up(f"how group {name} began is not known: {said}"[:500])
 
     def kept_in_prelude(self, outputs: Any) -> Any:
         """What a newcomer is given there; None: what it has itself."""
@@ -404,17 +423,18 @@ class HeldRank:
         return True
 
     def entered_by_all(self, group: HeldGroup, position: Position) -> list[Answer]:
-        old = self.book.entered_by_all(group.ledger, position)
-        self._log_bytes = sum(
-            sum(each.numel() * each.element_size() for each in answer.outputs or ())
+        if self._entered.get(group.name, PRELUDE) >= position.interval:
+            return []
+        self._entered[group.name] = position.interval
+        size = sum(
+            each.numel() * each.element_size()
             for ledger in self.book.groups.values()
             for answer in ledger.log.values()
+            for each in answer.outputs or ()
         )
-        if self._log_bytes > self._most_log:
-            self.refuse(
-                f"collectives of one step give {self._log_bytes >> 20} MiB, more than is kept of them"
-            )
-        return old
+        if size > self._most_log:  # of the interval before
+            self.refuse(f"collectives of one step give {size >> 20} MiB, more than is kept of them")
+        return self.book.entered_by_all(group.ledger, position)
 
     def committed(self) -> None:
         """A collective is done: it may have been the last of a section."""
@@ -460,6 +480,7 @@ class HeldRank:
         """Nothing is held from now on; the script continues."""
         if not self.refusal:
             self.refusal = because
+            warn(f"ranks of this run cannot be held: {because}. If one dies, all are restarted")
             self._say(RankRefused(rank=self.rank, because=because))
 
     def give_up(self, because: str) -> NoReturn:
@@ -485,6 +506,8 @@ class HeldRank:
             return
         with torch.no_grad():
             now = _parameters(optimizer)
+            if self._has_changed(number, now):
+                self.refuse("its parameters are changed outside of their optimizer's step")
             kept = self._before.get(number)
             if kept is None or [each.shape for each in kept] != [each.shape for each in now]:
                 self._before[number] = [each.clone() for each in now]
@@ -497,6 +520,7 @@ class HeldRank:
         with self.changed:
             if number is not None:
                 self.book.updated(number)
+                self._refuse_several_updates(number)
                 after = self._after.get(number)
                 if after is not None and after.updates == self.book.updates[number]:
                     del self._after[number]
@@ -505,6 +529,16 @@ class HeldRank:
             if self._depth == 0:
                 self.book.leave()
                 self._report()
+
+    def _refuse_several_updates(self, number: int) -> None:
+        """Of what an optimizer changes, only what was before its last step is kept."""
+        if (kept := self._kept.get(self.book.interval)) is not None:
+            had = kept.updates[number] if number < len(kept.updates) else 0
+            if self.book.updates[number] > had + 1:
+                self.refuse(
+                    "an optimizer makes several steps from one everstep.snapshot to the next; call it once "
+                    "per optimizer step"
+                )
 
     def _enter(self, section: str) -> None:
         with self.changed:
@@ -547,8 +581,7 @@ class HeldRank:
         state = state_fn()
         self._see_device()
         for group in self.groups.values():
-            while group.queue:
-                group.wait_for(group.queue[-1])
+            group.drain()
         self._enter("snapshot")
         with self.changed:
             try:
@@ -566,8 +599,13 @@ class HeldRank:
         if arrives is not None:
             state = self._arrive(arrives, state_fn)
         interval = book.interval + 1 if arrives is None else arrives.interval
-        if carries := interval > 0 and arrives is None and self._carries_gradients():
-            warn("gradients are kept from one everstep.snapshot to the next; call it once per optimizer step")
+        carries = interval > 0 and arrives is None and self._carries_gradients()
+        if carries and not self._has_warned:
+            self._has_warned = True
+            warn(
+                "gradients are kept from one everstep.snapshot to the next; a death in such a step restarts "
+                "all ranks. Call it once per optimizer step, where gradients have been cleared"
+            )
         book.begin(interval)
         updates = tuple(book.updates)
         changing, numbers = self.managed(), itertools.count()
@@ -575,7 +613,7 @@ class HeldRank:
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             number = next(numbers)
-            if local(tensor).data_ptr() in changing:
+            if shard(tensor).data_ptr() in changing:
                 return tensor
             own[number] = _copy(tensor)
             return own[number]
@@ -640,7 +678,7 @@ class HeldRank:
             found.update(each.data_ptr() for each in _parameters(optimizer))
             for own in optimizer.state.values():
                 found.update(
-                    local(each).data_ptr() for each in own.values() if isinstance(each, torch.Tensor)
+                    [shard(each).data_ptr() for each in own.values() if isinstance(each, torch.Tensor)]
                 )
         found.discard(0)
         return found
@@ -684,14 +722,43 @@ class HeldRank:
         if not self._has_begun:
             return
         self._say(RankEnded(rank=self.rank))
-        self.wait_until(lambda: self._is_dismissed)
+        self.wait_until(lambda: self.is_dismissed)
+
+
+class _Connecting(threading.Thread):
+    """All members have to come; the state is fetched meanwhile."""
+
+    def __init__(self, groups: Sequence[HeldGroup], epoch: int, device: Any) -> None:
+        super().__init__(name="everstep-connect", daemon=True)
+        self._groups, self._epoch, self._device = groups, epoch, device
+        self._made: dict[str, dict[str, Any]] = {}
+        self._error: Exception | None = None
+        self.took_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            for group in self._groups:
+                self._made[group.name] = group.connect(f"everstep/held/{self._epoch}")
+        except (OSError, RuntimeError) as error:
+            self._error = error
+        self.took_s = time.monotonic() - began
+
+    def made(self) -> dict[str, dict[str, Any]]:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._made
 
 
 # ------------------------------------------------------------------ optimizers
 
 
 def _parameters(optimizer: Any) -> Tensors:
-    return [local(each) for group in optimizer.param_groups for each in group["params"]]
+    return [shard(each) for group in optimizer.param_groups for each in group["params"]]
 
 
 def _version(parameters: Tensors) -> int:
@@ -728,12 +795,14 @@ def _digest(tensors: Tensors) -> str:
     whole = hashlib.sha256()
     for each in tensors:
         if each.is_cuda:  # two sums on the device instead of a copy to the host
-            words = each.contiguous().view(torch.uint8).to(torch.int64)
+            flat = each.detach().contiguous().reshape(-1).view(torch.uint8)
+            words = (flat.view(torch.int32) if flat.numel() % 4 == 0 else flat).to(torch.int64)
             places = torch.arange(1, words.numel() + 1, device=each.device)
-            whole.update(f"{int(words.sum())} {int((words.reshape(-1) * places).sum())}".encode())
+            sums = torch.stack([words.sum(), (words * places).sum()]).tolist()
+            whole.update(f"{sums}".encode())
         elif each.numel():
-            flat = each.contiguous().reshape(-1).view(torch.uint8).numpy()
-            whole.update(xxhash.xxh3_128_digest(flat.data))
+            host = each.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            whole.update(xxhash.xxh3_128_digest(host.data))
     return whole.hexdigest()
 
 

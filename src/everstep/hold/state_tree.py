@@ -3,6 +3,8 @@
     {"tree": …, "buffers": [["float32", [64, 64]], …]}   a dict is {"d": [[key, value], …]}
     bytes of buffer 0, bytes of buffer 1, …              a tensor {"b": number}, a DTensor has its "mesh", too
 
+A buffer that has a handle besides (`same_gpu`) has no bytes.
+
 Nothing of it is code, and nothing is executed to read it. A state is made of what `state_dict()` gives:
 dicts, lists, tuples, numbers, texts, bytes, tensors, DTensors (of which the own shard travels) and arrays of
 numpy.
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from everstep.errors import PeerError, UserError
+from everstep.hold import same_gpu
 from everstep.protocol.table import Json
 
 MOST_HEADER = 256 << 20
@@ -36,7 +39,18 @@ ReadInto = Callable[[memoryview], None]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Of a DTensor the own shard; without a gradient."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
+    return shard(tensor).detach()
+
+
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """As above, without a new tensor: this is asked for every tensor in every step."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -54,16 +68,17 @@ class Packed:
     tensors: list[torch.Tensor] = field(default_factory=list)
     _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
-    def header(self) -> bytes:
-        buffers = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in self.tensors]
-        return json.dumps({"tree": self.tree, "buffers": buffers}, separators=(",", ":")).encode()
-
-    def parts(self) -> Iterator[memoryview]:
-        """Everything, in order."""
-        head = self.header()
-        yield memoryview(LENGTH.pack(len(head)) + head)
+    def parts(self, gpu: str = "") -> Iterator[memoryview]:
+        """Everything, in order, for a process that uses this GPU."""
+        buffers: list[list[Json]] = []
         for tensor in self.tensors:
-            if tensor.numel():
+            handle = same_gpu.shared(tensor, gpu)
+            about: list[Json] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            buffers.append(about if handle is None else [*about, handle])
+        head = json.dumps({"tree": self.tree, "buffers": buffers}, separators=(",", ":")).encode()
+        yield memoryview(LENGTH.pack(len(head)) + head)
+        for tensor, about in zip(self.tensors, buffers, strict=True):
+            if tensor.numel() and len(about) == 2:
                 yield _bytes_of(tensor)
 
     def buffer(self, tensor: torch.Tensor) -> int:
@@ -174,20 +189,22 @@ def unpack(read: Read, read_into: ReadInto) -> Any:
         raise PeerError(f"a state's header of {length} bytes is more than {MOST_HEADER}")
     try:
         header = json.loads(read(length))
-        buffers = [_room(kind, shape) for kind, shape in header["buffers"]]
+        buffers = [_room(*about) for about in header["buffers"]]
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_BYTES:
             raise PeerError("a state is larger than any")
-        for each in buffers:
-            if each.numel():
+        for each, about in zip(buffers, header["buffers"], strict=True):
+            if each.numel() and len(about) == 2:
                 read_into(each.reshape(-1).view(torch.uint8).numpy().data)
         return _value(header["tree"], buffers)
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError, RecursionError) as error:
         raise PeerError(f"not a state: {error}") from error
 
 
-def _room(kind: str, shape: list[int]) -> torch.Tensor:
+def _room(kind: str, shape: list[int], handle: list[Json] | None = None) -> torch.Tensor:
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise PeerError(f"a tensor of shape {shape}")
+    if handle is not None:
+        return same_gpu.opened(handle, _DTYPES[kind], shape)
     return torch.empty(shape, dtype=_DTYPES[kind])
 
 
@@ -271,12 +288,18 @@ def from_bytes(data: bytes) -> Any:
 
 def mapped(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same containers anew, with other tensors: later changes of the script's own do not reach it."""
+    kind = type(value)
+    if kind in _LEAVES:  # most common first: this walks a whole state in every step
+        return value
     if isinstance(value, torch.Tensor):
         return leaf(value)
-    if isinstance(value, Mapping):
+    if kind is dict or isinstance(value, Mapping):
         return {k: mapped(v, leaf) for k, v in value.items()}
-    if type(value) is list:
+    if kind is list:
         return [mapped(each, leaf) for each in value]
-    if type(value) is tuple:
-        return tuple(mapped(each, leaf) for each in value)
+    if kind is tuple:
+        return tuple([mapped(each, leaf) for each in value])
     return value
+
+
+_LEAVES = (int, float, bool, str, type(None))

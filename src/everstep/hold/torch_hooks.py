@@ -55,6 +55,8 @@ def _groups(rank: HeldRank) -> None:
     def new_group(
         size: int, own: int, ranks: Any, backend: Any, store: Any, name: Any, *more: Any, **named: Any
     ) -> Any:
+        if rank.is_forked:
+            return real(size, own, ranks, backend, store, name, *more, **named)
         config = dist.BackendConfig(dist.Backend(backend if backend else "undefined"))
         kinds = {device: str(kind) for device, kind in config.get_device_backend_map().items()}
         kinds = {device: kind for device, kind in kinds.items() if device in ("cpu", "cuda")}
@@ -84,8 +86,17 @@ def _optimizers(rank: HeldRank) -> None:
             rank.optimizers.append(weakref.ref(self))
 
     torch_optimizer.Optimizer.__init__ = begin
-    torch_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: rank.before_update(optimizer))
-    torch_optimizer.register_optimizer_step_post_hook(lambda optimizer, *_: rank.after_update(optimizer))
+
+    def before(optimizer: Any, *_: Any) -> None:
+        if not rank.is_forked:
+            rank.before_update(optimizer)
+
+    def after(optimizer: Any, *_: Any) -> None:
+        if not rank.is_forked:
+            rank.after_update(optimizer)
+
+    torch_optimizer.register_optimizer_step_pre_hook(before)
+    torch_optimizer.register_optimizer_step_post_hook(after)
 
 
 # ------------------------------------------------------------------ DDP
@@ -188,6 +199,8 @@ def _loaders(rank: HeldRank) -> None:
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Within an epoch: how much it has given, and the generator's state when it began. None: between two."""
+    if (resumed := getattr(loader, "_everstep_resumed", None)) is not None:
+        return dict(resumed)  # a newcomer's, before it has taken the first of this epoch
     iterator = getattr(loader, "_everstep_iterator", lambda: None)()
     if iterator is None or not _is_midway(iterator):
         return None

@@ -61,6 +61,7 @@ class GroupLedger:
     queue: deque[Position] = field(default_factory=deque)  # issued, and not finished
     log: dict[Position, Answer] = field(default_factory=dict)
     told: dict[Position, Answer] = field(default_factory=dict)  # by peers, and not used yet
+    awaited: dict[Position, str] = field(default_factory=dict)  # what peers have issued, and wait for
 
     def place(self, interval: int) -> Position:
         """Of the collective that is issued now."""
@@ -71,13 +72,15 @@ class GroupLedger:
 
     def answer(self, position: Position, shape: str) -> Answer | None:
         """From a peer, if it was finished before; None: it is to be issued."""
-        if (found := self.told.get(position)) is None:
-            return None
-        if found.shape != shape:
+        found = self.told.get(position)
+        expected = self.awaited.get(position, shape) if found is None else found.shape
+        if expected != shape:
             raise AnswerError(
-                f"collective {position} of group {self.name} was {found.shape} before, and is {shape} now: "
+                f"collective {position} of group {self.name} was {expected} before, and is {shape} now: "
                 "the script does not repeat itself"
             )
+        if found is None:
+            return None
         if found.outputs is None:
             raise AnswerError(
                 f"collective {position} of group {self.name} ({shape}) was finished by other ranks, and what "
@@ -95,6 +98,7 @@ class GroupLedger:
             raise InternalError(f"collective {position} of group {self.name} is finished out of order")
         self.queue.popleft()
         self.told.pop(position, None)
+        self.awaited.pop(position, None)
         self.done = position
         self.log[position] = answer
         return True

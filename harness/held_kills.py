@@ -41,6 +41,10 @@ def arm() -> None:
             _Kill(held, int(step), where, int(more[0]) if more else 0, more[1] if more[1:] else "kill").arm()
 
 
+def is_replacement() -> bool:
+    return door.current is not None and door.current.is_replacement
+
+
 class _Kill:
     def __init__(self, held: Any, step: int, where: str, nth: int, how: str) -> None:
         self._held, self._step, self._where, self._nth, self._how = held, step, where, nth, how
@@ -137,7 +141,35 @@ def at_random(mean_s: float) -> None:
         while held.book.interval < 0:
             time.sleep(0.005)
         time.sleep(time_s)
-        sys.stdout.flush()
+        if held.is_dismissed:  # all scripts have ended
+            return
+        print(f"\nkilled in {moment()}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+# By functions of a stack, outermost ones last: where a script is.
+MOMENTS = {
+    "clip_grad_norm_": "clip",
+    "backward": "backward",
+    "evaluate": "evaluation",
+    "snapshot": "snapshot",
+    "save": "save",
+    "barrier": "save",
+    "all_reduce": "logging",
+    "forward": "forward",
+}
+
+
+def moment() -> str:
+    """Of the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names: list[tuple[str, str]] = []
+    while frame is not None:
+        names.append((frame.f_code.co_name, frame.f_code.co_filename))
+        frame = frame.f_back
+    if any("/torch/optim/" in file for _, file in names):
+        return "update"
+    functions = {name for name, _ in names}
+    return next((moment for name, moment in MOMENTS.items() if name in functions), "between")
