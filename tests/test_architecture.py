@@ -19,13 +19,14 @@ OF_DUMPS = {
     "cli",
     "cli.render",
 }  # leaves
+FABRIC = SRC.parent / "everstep_fabric"
+AT_THE_WORLD = {"probe", "steer", "at_node", "files", "command", "port"}  # of the fabric; the rest is pure
 FLOORS = [
     "protocol",
     "core",
     "schedule",
     "plan",
     "layout",
-    "fabric",
     "drive",
     "job",
     "net",
@@ -38,7 +39,7 @@ FLOORS = [
     "launch",
     "cli",
 ]
-PURE = {"protocol", "core", "schedule", "plan", "layout", "fabric", "drive"}
+PURE = {"protocol", "core", "schedule", "plan", "layout", "drive"}
 NO_NUMPY = {"protocol", "core"}
 IMPURE = {
     "torch",
@@ -224,6 +225,15 @@ def test_what_dumps_are_read_with_imports_nothing_else_of_the_product() -> None:
     for name in OF_DUMPS - {"cli", "cli.render"}:
         own = {one for one in imports(SRC / f"{name}.py") if one.startswith("everstep")}
         assert own <= {"everstep", "everstep.errors", "everstep.log"}, name
+
+
+@pytest.mark.parametrize("path", sorted(FABRIC.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_fabric_is_planned_by_pure_code(path: Path) -> None:
+    for name in imports(path):
+        if path.stem not in AT_THE_WORLD:
+            assert name.split(".")[0] not in IMPURE, f"{path.name} imports {name}"
+        if path.stem != "plan":  # workers load the others
+            assert not name.startswith("everstep.core"), f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("room", [LAB / "study", SRC.parents[1] / "tests" / "storms"], ids=lambda x: x.name)

@@ -21,10 +21,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from everstep.fabric.document import topology_from
 from everstep.job.job import Job
 from everstep.launch.local import api
 from everstep.store import unix_users
+from everstep_fabric.document import topology_from
 from everstep_lab.study.request import from_document
 from tools.pages import DOCS, ROOT, Block, blocks, pages
 

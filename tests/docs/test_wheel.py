@@ -34,7 +34,12 @@ def test_a_wheel_has_all_it_needs_and_runs_without_the_tree(tmp_path: Path) -> N
         names = set(archive.namelist())
         archive.extractall(there)
     assert {f"everstep/{name}" for name in DATA} <= names
-    packages = ("everstep_lab/study/study", "everstep_convert/conversion", "everstep_diagnose/verdict")
+    packages = (
+        "everstep_lab/study/study",
+        "everstep_convert/conversion",
+        "everstep_diagnose/verdict",
+        "everstep_fabric/port",
+    )
     assert {f"{name}.py" for name in packages} <= names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "harness/"))]
     environment = {**os.environ, "PYTHONPATH": str(there)}

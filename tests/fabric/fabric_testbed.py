@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.fabric.topology import FabricNode, Link, Port, Switch, Topology
+from everstep_fabric.topology import FabricNode, Link, Port, Switch, Topology
 
 _CLONE_NEWNET = 0x40000000
 _MARK = "--inside-the-testbed"

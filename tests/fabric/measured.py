@@ -20,8 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also when run by path
 
-from everstep.fabric import allocate
-from everstep.fabric.watch import WatchLimits
+from everstep_fabric import allocate
+from everstep_fabric.watch import WatchLimits
 from tests.fabric import fabric_testbed
 from tests.fabric.fabric_testbed import Testbed
 from tests.fabric.traffic import bulk_rates, flow, watched_run

@@ -29,8 +29,8 @@ from typing import Any
 
 from everstep.cli.client import Client
 from everstep.errors import EverstepError
-from everstep.fabric.document import routes_from, topology_document
-from everstep.fabric.routing import Routing
+from everstep_fabric.document import routes_from, topology_document
+from everstep_fabric.routing import Routing
 from tests.fabric import fabric_testbed
 from tests.fabric.fabric_testbed import Testbed
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import UserError
-from everstep.fabric import Flow, Routing, Topology, allocate, clos, reallocate
-from everstep.fabric.bound import lower_bound_s
+from everstep_fabric import Flow, Routing, Topology, allocate, reallocate
+from everstep_fabric.bound import lower_bound_s
+from tests.fabric.clos import clos
 
 
 def small(spines: int = 3, leaves: int = 3) -> Topology:

@@ -6,28 +6,19 @@ import pytest
 
 from everstep.cli.main import run
 
-CLOS = """
-[clos]
-nodes = 8
-port_gbps = 100
-nodes_per_leaf = 2
-spines = 4
-uplink_gbps = 50
-[[task]]
-name = "gpt"
-replicas = 4
-stages = 2
-gradient_bytes = 1e9
-boundary_bytes = 1e7
-microbatches = 8
-workers = ["n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7"]
+FABRIC = """
+[[leaf]]
+name = "l"
+[[node]]
+name = "n0"
+ports = [{ leaf = "l", gbps = 1 }]
 """
 
 
 @pytest.fixture
 def fabric(tmp_path: Path) -> Path:
     path = tmp_path / "fabric.toml"
-    path.write_text(CLOS)
+    path.write_text(FABRIC)
     return path
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from everstep.errors import UserError
-from everstep.fabric.catalogue import Tuple4
-from everstep.fabric.topology import FabricNode, Port, Switch, Topology
 from everstep.net.envelope import Envelope
 from everstep.net.links import LinkEvents, Links
 from everstep.net.sockets import Way, progress_of
-from everstep.node.probe import REACHED, Budget, Prober, probe
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep_fabric.catalogue import Tuple4
+from everstep_fabric.probe import REACHED, Budget, Prober, probe
+from everstep_fabric.topology import FabricNode, Port, Switch, Topology
 
 HOME = Topology(
     name="home",

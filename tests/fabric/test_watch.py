@@ -3,8 +3,9 @@
 import pytest
 
 from everstep.errors import UserError
-from everstep.fabric import Flow, Topology, allocate, clos
-from everstep.fabric.watch import CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
+from everstep_fabric import Flow, Topology, allocate
+from everstep_fabric.watch import CannotMove, FlowMeasured, MoveFlow, PathWatch, WatchLimits
+from tests.fabric.clos import clos
 
 LIMITS = WatchLimits(confirm=2, min_busy_s=0.1, dead_after_s=0.75, settle_s=0.5, retry_after_s=30.0)
 

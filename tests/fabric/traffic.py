@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from everstep.fabric import Flow, Routing, allocate
-from everstep.fabric.flows import connection_name
-from everstep.fabric.watch import MoveFlow, WatchLimits
 from everstep.net.envelope import Envelope
 from everstep.net.links import Address, LinkEvents, Links
-from everstep.node.steer import PlannedPath, RoutesFile, SourcePorts, Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
 from everstep.protocol.parcels import Parcel, ParcelKind
+from everstep_fabric import Flow, Routing, allocate
+from everstep_fabric.flows import connection_name
+from everstep_fabric.steer import PlannedPath, RoutesFile, SourcePorts, Steering
+from everstep_fabric.watch import MoveFlow, WatchLimits
 from tests.fabric.fabric_testbed import Testbed, enter
 
 PORTS = range(24000, 28000)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from everstep import log
+from everstep import log, traffic
 from everstep.cli import render
 from everstep.cli.client import DEFAULT_ADDRESS
 from everstep.cli.coordinator import Signalled, until_signalled
@@ -22,7 +22,6 @@ from everstep.errors import UserError
 from everstep.net.sockets import listening
 
 if TYPE_CHECKING:
-    from everstep.node.fabric_settings import FabricSettings
     from everstep.protocol.messages import CheckResult
 
 
@@ -245,7 +244,7 @@ def agent_command(
         rack=rack,
         job_files=job_files,
         users=None if users is None else UserTable(users),
-        fabric=_fabric(fabric_ports, slots) if fabric_ports else None,
+        traffic=traffic.package().at_node(fabric_ports, slots) if fabric_ports else None,
     )
     settings.token(), settings.tls()  # report unreadable files now
     if cloud:
@@ -363,13 +362,6 @@ def _at_slots(found: Iterable[CheckResult], slots: int) -> tuple[CheckResult, ..
     except DevicesUnknownError:
         devices = ()
     return at_slots(results, devices, slots)
-
-
-def _fabric(ports: str, slots: int) -> FabricSettings:
-    from everstep.cli.fabric_files import port_range
-    from everstep.node.fabric_settings import FabricSettings
-
-    return FabricSettings(ports=port_range(ports, "--fabric-ports"), slots=slots)
 
 
 def default_slots() -> int:

@@ -10,16 +10,13 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from everstep import log
+from everstep import log, traffic
 from everstep.cli import render
 from everstep.errors import UserError
-
-if TYPE_CHECKING:
-    from everstep.fabric import Topology
 
 SAME_SIGNAL_S = 1.0
 
@@ -191,7 +188,7 @@ def coordinator_command(
         client_ca=client_ca,
         is_insecure=insecure,
         otel=otel,
-        fabric=None if fabric is None else _fabric(fabric),
+        traffic=None if fabric is None else traffic.package().planner(fabric),
         grace_s=grace,
     )
     settings.check()
@@ -230,15 +227,6 @@ class Signalled:
     gently: Callable[[str], None] | None = None
     warned: Callable[[], None] = lambda: None
     replaced: Callable[[], None] = lambda: None
-
-
-def _fabric(path: Path) -> Topology:
-    from everstep.cli.fabric_files import read_tables, topology_in
-
-    found = topology_in(read_tables(path))
-    if not any(port.address for node in found.nodes for port in node.ports):
-        raise UserError(f'--fabric {path}: no port of a node has an address; give address = "10.1.1.2".')
-    return found
 
 
 def until_signalled(work: Callable[[Signalled], Coroutine[Any, Any, None]]) -> int:

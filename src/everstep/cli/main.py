@@ -48,7 +48,6 @@ _COMMANDS = {  # name: module and function, or a typer app of subcommands
     "history": "everstep.cli.report:history_command",
     "audit": "everstep.cli.access:audit_command",
     "explain": "everstep.cli.explain:explain_command",
-    "fabric": "everstep.cli.fabric:fabric_app",
     "launch": "everstep.cli.launch:launch_app",
 }
 _USUAL_COMMANDS = {  # of other systems, and what they are called here
@@ -73,7 +72,7 @@ _USUAL_COMMANDS = {  # of other systems, and what they are called here
     "export": "it is everstep ckpt export",
     "convert": "it is everstep ckpt convert",
 }
-# Entry points: the laboratory adds its commands here, and so can others; `fabric.show` joins group `fabric`.
+# Entry points: the packages beside this one add their commands here, and so can others.
 _ADDED = "everstep.commands"
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the script belongs to the script
 

@@ -31,7 +31,7 @@ class WorkerSpec:
     beacon: str | None = None  # None: nobody looks
     faults: tuple[str, ...] = ()  # scripted ones, for demonstrations
     script: tuple[str, ...] = ()  # the user's, with its arguments; empty: the job names model and data
-    fabric: Mapping[str, Any] | None = None  # for `node.steer`: the paths that its connections take
+    traffic: Mapping[str, Any] | None = None  # for `everstep.traffic`: the paths that its connections take
     ranks: RankRules | None = None  # of a script task: this process keeps its ranks
     order: int = 0  # of this node among those of a script task
     logs: str = ""  # of a script task: the folder for files per rank

@@ -57,7 +57,6 @@ from everstep.net.strangers import StrangerLimit
 from everstep.node.agent_record import AgentRecord, Left, line_row, report_row
 from everstep.node.cloud_notice import ASK_EVERY_S, CloudNotice
 from everstep.node.coordinator_address import current
-from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import WARM_S, ForkServer, InheritedServer, Lasting
 from everstep.node.leave_notice import LOOK_S, LeaveNotice
 from everstep.node.recent_ops import recorded
@@ -73,6 +72,7 @@ from everstep.ranks.snapshots import remove_left_files
 from everstep.store.memory_server import MemoryServer
 from everstep.store.owned_folders import share, temporary_folder
 from everstep.store.unix_users import UnixUser, UserTable
+from everstep.traffic import NodeTraffic
 
 BEAT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.02
@@ -103,7 +103,7 @@ class AgentSettings:
     tls: Callable[[], ssl.SSLContext | None] = lambda: None  # asked, too: certificates are replaced
     beat_s: float = BEAT_EVERY_S
     words: Path | None = None  # a folder for what workers print
-    fabric: FabricSettings | None = None  # workers follow the coordinator's routes
+    traffic: NodeTraffic | None = None  # workers follow the coordinator's routes
     notice: Path | None = None  # a file that says when this machine will be taken away
     cloud: str = ""  # the provider whose notices are asked for
     order: int = 0  # of this node among those of a script task; the first one has rank 0
@@ -247,7 +247,7 @@ class Agent:
             bind=self.settings.bind,
             slots=self.settings.slots,
             logs=self.settings.words,
-            fabric=self.settings.fabric,
+            traffic=self.settings.traffic,
             order=self.settings.order,
             other_checks=self.settings.other_checks,
             alone_s=0.0 if self._record is None else self.settings.alone_s,
@@ -725,8 +725,8 @@ class Agent:
         if "order" in message:
             order = decode(msg.Order, unpacked(message["order"]))
             self._hear(OrderHeard(message["number"], order, term))
-        if "routes" in message and self.settings.fabric is not None:
-            self.settings.fabric.take(self.workers.settings.folder, message["routes"])
+        if "routes" in message and self.settings.traffic is not None:
+            self.settings.traffic.take(self.workers.settings.folder, message["routes"])
 
     def _hear(self, event: LineEvent) -> None:
         """Of a coordinator that is deposed nothing counts, and its line is left."""
@@ -826,10 +826,10 @@ class Agent:
         while True:
             self._commit()
             said: dict[str, Any] = {"beat": round(time.time(), 3), "done": self.state.done}
-            if (fabric := self.settings.fabric) is not None:
-                said["dead_links"] = fabric.dead
-                if fabric.wants_look(time.monotonic()):
-                    self._do_beside(partial(fabric.look, self.settings.host), fabric.looked)
+            if (traffic := self.settings.traffic) is not None:
+                said["traffic"] = traffic.seen
+                if (look := traffic.due_look(self.settings.host, time.monotonic())) is not None:
+                    self._do_beside(look, traffic.looked)
             await line.send_str(json.dumps(said))
             await asyncio.sleep(self.settings.beat_s)
 

@@ -53,7 +53,6 @@ from everstep.node.lifeline import Lifeline
 from everstep.node.line_to_agent import AgentLine, call_agent
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.stacks import answer_to_signal
-from everstep.node.steer import Steering
 from everstep.protocol import shard_messages as sh
 from everstep.protocol.messages import (
     PartWritten,
@@ -65,6 +64,7 @@ from everstep.protocol.messages import (
     WorkerReport,
 )
 from everstep.store.state_keeper import StateKeeper
+from everstep.traffic import package
 
 # By kind of sums, where the version before sums in another way: a name, a new one with each change. The
 # coordinator lets no two workers of one stage add up sums that have different names.
@@ -189,7 +189,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     if loader is not None:
         loader.device = device
     shard = 0 if group is None else group.index
-    steering = None if spec.fabric is None else Steering.of(spec.fabric, sender, spec.host, shard)
+    traffic = None if spec.traffic is None else package().of_worker(spec.traffic, sender, spec.host, shard)
     seen = spec.beacon_path if shard == 0 else None
     recorder = None
     if seen is not None:
@@ -205,7 +205,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
             computes=_computes_with(job, device),
             waits=sender.incarnation == 1,
             listener=None if group is None else group.listener,
-            way=None if steering is None else steering.ports,
+            way=None if traffic is None else traffic.way,
         ),
         _nothing if recorder is None else recorder.got,
     )
@@ -249,8 +249,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
     )
     line.where = control.where
     plane.start()
-    if steering is not None:
-        steering.start(plane.links)
+    if traffic is not None:
+        traffic.start(plane.links)
     if isinstance(line, _Pipe):
         assert group is not None
         Follower(loop, plane.inbox, group.tell).run()
@@ -262,8 +262,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         loop.run()
         line.over = True
         states.finish(loop.show_saving)
-    if steering is not None:
-        steering.stop()
+    if traffic is not None:
+        traffic.stop()
     if loader is not None:
         loader.close()
     if group is not None and shard == 0:

@@ -34,7 +34,6 @@ from everstep.job.worker_spec import WorkerSpec, lifeline_beside
 from everstep.log import trim
 from everstep.node.checks import at_slots, checked_apart
 from everstep.node.disk_orders import commit_whole, failure, work_on_disk
-from everstep.node.fabric_settings import FabricSettings
 from everstep.node.fork_server import (
     ForkedProcess,
     ForkServer,
@@ -55,6 +54,7 @@ from everstep.protocol.ops import Worker
 from everstep.store.memory_server import MemoryStore
 from everstep.store.owned_folders import remove_left
 from everstep.store.unix_users import UnixUser, UserTable, acting_as
+from everstep.traffic import NodeTraffic
 
 UNKNOWN_END = "ended while no agent ran here; how is unknown"
 PROBE_S, MOST_AT_ONCE = 3.0, 8  # for one connection to another node, and such connections
@@ -107,7 +107,7 @@ class NodeSettings:
     slots: int = 1
     logs: Path | None = None  # for what workers print, if their job names no folder
     detect: bool = True
-    fabric: FabricSettings | None = None
+    traffic: NodeTraffic | None = None
     order: int = 0  # of this node among those of a script task
     other_checks: tuple[str, ...] = ()  # options of `everstep check`
     alone_s: float = 0.0  # so long workers wait for another agent when theirs is gone; 0: they end with it
@@ -575,9 +575,9 @@ class WorkerProcesses:
             beacon=str(beacon) if settings.detect else None,
             faults=tuple(f for f in here.faults if first and parse_fault(f).worker == sender.worker),
             script=here.script,
-            fabric=None
-            if settings.fabric is None
-            else settings.fabric.of(settings.folder, (order.slot, *order.more_slots)),
+            traffic=None
+            if settings.traffic is None
+            else settings.traffic.settings(settings.folder, (order.slot, *order.more_slots)),
             ranks=here.ranks,
             order=settings.order,
             logs="" if here.ranks is None else here.ranks.logs or str(self.logs.folder / sender.task),

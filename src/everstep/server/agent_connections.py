@@ -238,7 +238,7 @@ class AgentConnections:
                 self._unanswered(node, f"node {node} is not connected any more")
                 self._term.closed.add(node)
                 if self._term.traffic is not None:
-                    self._term.traffic.heard(node, ())
+                    self._term.traffic.heard(node, None)
 
     async def _write(
         self,
@@ -266,7 +266,7 @@ class AgentConnections:
         if "beat" in message:
             self._term.machine.acknowledged(node, int(message["done"]))
             if self._term.traffic is not None:
-                self._term.traffic.heard(node, tuple(map(str, message.get("dead_links", ()))))
+                self._term.traffic.heard(node, message.get("traffic"))
             return
         if "left" in message:
             self._term.hear(msg.NodeLeft(node=node))

@@ -12,7 +12,6 @@ from pathlib import Path
 from aiohttp import web
 
 from everstep.errors import UserError
-from everstep.fabric.topology import Topology
 from everstep.log import warn
 from everstep.net.sockets import allow_many_files, in_url
 from everstep.protocol.messages import Patience, PolicySet
@@ -24,6 +23,7 @@ from everstep.server.journal import Journal, LostLeadership, SqliteJournal
 from everstep.server.record import SILENCE_S
 from everstep.server.term import Daemon
 from everstep.server.traces import IncidentTraces
+from everstep.traffic import Planner
 
 OPEN_AGAIN_S = 1.0
 NOTICES_S = 1.0  # in which agents that were told to end in the same moment say so
@@ -52,7 +52,7 @@ class ServerSettings:
     client_ca: Path | None = None  # callers are known by certificates of this authority
     is_insecure: bool = False  # beyond loopback without TLS
     otel: str = ""  # where traces of incidents go
-    fabric: Topology | None = None  # that of the workers' traffic
+    traffic: Callable[[], Planner] | None = None  # of each term: it plans paths between nodes
     grace_s: float = 0.0  # told to end, it serves nodes that leave for so long
 
     def check(self) -> None:
@@ -124,7 +124,7 @@ async def serve(
         folder=settings.folder,
         policy=policy,
         silence_s=settings.silence_s,
-        fabric=settings.fabric,
+        traffic=settings.traffic,
     )
     archive = Archive(daemon.record, settings.folder)
     listeners: list[Archive | IncidentTraces] = [archive]

@@ -31,10 +31,7 @@ from everstep.core.faults.detector import Heartbeats
 from everstep.drive.driver import BEFORE_ALL
 from everstep.drive.ports import ClusterDriver, ClusterPorts, HandledEvent
 from everstep.drive.thinking import Thinking, answered, sentence, unanswered, unchosen
-from everstep.drive.traffic import TrafficPlan, routed
 from everstep.errors import InternalError, PeerError, UserError, clipped
-from everstep.fabric.flows import Flow
-from everstep.fabric.topology import Topology
 from everstep.plan.ask import is_about, think
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import decode, encode
@@ -44,6 +41,7 @@ from everstep.server.agent_connections import AgentConnections
 from everstep.server.journal import Journal, JournalEntry, JournalFull, LostLeadership, check_entries
 from everstep.server.record import SILENCE_S, ClusterRecord
 from everstep.server.step_files import StepFiles
+from everstep.traffic import Planner
 
 TICK_S = 0.05
 # Between two answers that are prepared, and the share of time for it: often of a core that trains.
@@ -118,11 +116,9 @@ class Term:
         silence_s: float,
         clock: Callable[[], float] = time.time,
         aside: Mapping[int, str] | None = None,
-        fabric: Topology | None = None,
+        traffic: Planner | None = None,
     ) -> None:
-        """`aside`: entries of the journal that are not to be handled, with the error each led to. `fabric`:
-        that of the workers' traffic, which is planned then.
-        """
+        """`aside`: entries of the journal that are not to be handled, with the error each led to."""
         self.journal, self.record = journal, record
         self._aside = aside or {}
         self.number = journal.term  # agents refuse orders of an older one
@@ -131,7 +127,7 @@ class Term:
         self.sent_before: dict[str, int] = {}  # by node not heard yet in this term: orders sent before it
         self.closed: set[str] = set()  # nodes whose last connection was closed, and not opened again
         self.thinking = Thinking()
-        self.traffic = None if fabric is None else TrafficPlan(fabric)
+        self.traffic = traffic
         self._is_routing = False
         self.lines = AgentConnections(self)
         self.returns = Returns(self.hearts)
@@ -514,19 +510,19 @@ class Term:
     def _look_at_traffic(self) -> None:
         """Where workers came, went or moved, their flows get paths."""
         if self.traffic is not None and not self._is_routing:
-            flows = self.traffic.changed(self.machine.tasks)
-            if flows is not None:
+            question = self.traffic.question(self.machine.tasks)
+            if question is not None:
                 self._is_routing = True
-                self._in_background(self._route(self.traffic, flows))
+                self._in_background(self._route(self.traffic, question))
 
-    async def _route(self, traffic: TrafficPlan, flows: tuple[Flow, ...]) -> None:
+    async def _route(self, traffic: Planner, question: Callable[[], Any]) -> None:
         try:
-            found = await asyncio.to_thread(routed, traffic.topology, traffic.routing, flows)
+            answer = await asyncio.to_thread(question)
         except UserError as error:  # no way from one of them to another
             self.record.say(f"coordinator: routes stay as they are: {error}")
         else:
-            self.record.say(f"coordinator: routes: {found.because}")
-            self.lines.give_routes(traffic.took(found))
+            self.record.say(f"coordinator: routes: {traffic.took(answer)}")
+            self.lines.give_routes(traffic.advice)
         finally:
             self._is_routing = False
 
@@ -622,9 +618,9 @@ class Daemon:
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] | None = None,
-        fabric: Topology | None = None,
+        traffic: Callable[[], Planner] | None = None,
     ) -> None:
-        self.journal, self._fabric = journal, fabric
+        self.journal, self._traffic = journal, traffic
         self.record = ClusterRecord() if say is None else ClusterRecord(say=say)
         self.record.files = StepFiles(folder, self.record.say)
         self._policy, self._silence_s, self._clock = policy, silence_s, clock
@@ -641,7 +637,7 @@ class Daemon:
                 silence_s=self._silence_s,
                 clock=self._clock,
                 aside=dict(self._aside),
-                fabric=self._fabric,
+                traffic=None if self._traffic is None else self._traffic(),
             )
             try:
                 await term.read(self._policy)

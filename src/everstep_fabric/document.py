@@ -1,7 +1,7 @@
 """Fabrics as TOML, plans as JSON.
 
-[fabric]                      either regular:  [clos] nodes = 16, nics = 8, planes = 2, port_gbps = 200, …
-name = "lab"                  or link by link:
+[fabric]
+name = "lab"
 [[leaf]] name = "l1"          [[node]] name = "h1"
 [[spine]] name = "s1"         ports = [{ leaf = "l1", gbps = 0.1, address = "10.1.1.2" }]
 [[cable]]                     # both directions; the address where each direction arrives
@@ -9,8 +9,6 @@ leaf = "l1", spine = "s1", gbps = 0.1, spine_address = "10.10.1.2", leaf_address
 [[link]]                      # one direction only: sender, receiver, gbps, address
 [condition]                   # what is known to be broken: fraction of capacity left
 "l1>s1" = 0.0
-
-The [[task]] tables of a study are read by `everstep_lab.fabric.traffic_task`.
 """
 
 from __future__ import annotations
@@ -22,35 +20,24 @@ from typing import Any
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.flows import Flow
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import WIDTH, FabricNode, Link, Port, Switch, Topology, clos
-
-_CLOS = (
-    *("name", "nodes", "nics", "planes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps", "nic_gbps"),
-    "cross_planes",
-)
+from everstep_fabric.flows import Flow
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import WIDTH, FabricNode, Link, Port, Switch, Topology
 
 
 def topology_from(document: Mapping[str, Any]) -> Topology:
     check_fields(
         document,
         "the fabric file",
-        ("fabric", "clos", "leaf", "spine", "node", "cable", "link", "condition", "task"),
+        ("fabric", "leaf", "spine", "node", "cable", "link", "condition"),
     )
     about = document.get("fabric", {})
     check_fields(about, "[fabric]", ("name", "cross_planes"))
     condition = {str(k): number(v, f"condition of {k}") for k, v in document.get("condition", {}).items()}
-    if "clos" in document:
-        table = {"name": about.get("name", "fabric"), **document["clos"]}
-        check_fields(table, "[clos]", _CLOS)
-        for field in ("nodes", "port_gbps", "nodes_per_leaf", "spines", "uplink_gbps"):
-            required(table, field, "[clos]")
-        return clos(**table).with_condition(condition)
     leaves = tuple(_switch(row, "[[leaf]]") for row in document.get("leaf", ()))
     spines = tuple(_switch(row, "[[spine]]") for row in document.get("spine", ()))
     if not leaves or "node" not in document:
-        raise UserError("the fabric file has neither [clos] nor [[leaf]] and [[node]]; see docs/fabric.md.")
+        raise UserError("the fabric file has no [[leaf]] or no [[node]]; see docs/fabric.md.")
     return Topology(
         name=about.get("name", "fabric"),
         nodes=tuple(_node(row, leaves) for row in document["node"]),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.fabric.flows import Endpoint, Flow
-from everstep.fabric.routing import BITS
-from everstep.fabric.topology import Topology
+from everstep_fabric.flows import Endpoint, Flow
+from everstep_fabric.routing import BITS
+from everstep_fabric.topology import Topology
 
 Cut = tuple[str, Endpoint | str]  # what a flow crosses on any path: NIC out, leaf out, leaf in, NIC in
 

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from everstep.errors import UserError
-from everstep.fabric.catalogue import Catalogue, Hops, Tuple4
-from everstep.fabric.discovery import PathTrace
-from everstep.fabric.topology import Topology
+from everstep_fabric.catalogue import Catalogue, Hops, Tuple4
+from everstep_fabric.topology import Topology
 
 _IP_RECVERR = 11
 _MSG_ERRQUEUE = 0x2000
@@ -105,24 +104,6 @@ class Prober:
             if self.budget.sent == before:
                 break  # nothing may be sent any more
         return port
-
-    def trace(
-        self, source: str, target: str, port: int, *, target_port: int, most: int = 8
-    ) -> PathTrace | None:
-        """All hops to a node, until it answers itself; None if a hop does not answer."""
-        key = Tuple4(protocol="tcp", source=source, target=target, target_port=target_port)
-        self._refuse_strangers(target)
-        hops: list[str] = []
-        for ttl in range(1, most + 1):
-            if not self.budget.take(1):
-                return None
-            hop = probe(key, [port], ttl, reply_s=self.budget.reply_s).get(port)
-            if hop is None:
-                return None
-            if hop == REACHED:
-                return PathTrace(source=source, target=target, hops=tuple(hops))
-            hops.append(hop)
-        return None
 
     def _refuse_strangers(self, target: str) -> None:
         known = {port.address for node in self.topology.nodes for port in node.ports}

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from everstep.fabric.flows import Flow
-from everstep.fabric.routing import BITS, seconds_per_gbit
-from everstep.fabric.topology import Floats, Ints, Topology
+from everstep_fabric.flows import Flow
+from everstep_fabric.routing import BITS, seconds_per_gbit
+from everstep_fabric.topology import Floats, Ints, Topology
 
 
 class Loads:

@@ -3,16 +3,16 @@
     topology  what is connected to what, and how well      watch      a slow or dead path becomes moves
     flows     who sends how much to whom, and when         catalogue  which source port takes which path
     allocate  flows onto paths, whole or by few moves      fairness   the rates that paths then give (max-min)
-    bound     what no routing can beat                     discovery  a topology from traces
+    bound     what no routing can beat                     plan       the flows of all tasks, and their paths
 
-Pure: no sockets, no clock, no randomness. `everstep.node.probe` and `.steer` touch the world;
-`everstep_lab.fabric` simulates it.
+Those are pure: no sockets, no clock, no randomness. `probe`, `steer`, `at_node` and the command touch the
+world; `port` is what `everstep.traffic` asks for.
 """
 
-from everstep.fabric.allocate import allocate, reallocate
-from everstep.fabric.flows import Flow
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import FabricNode, Link, Path, Port, Switch, Topology, clos
+from everstep_fabric.allocate import allocate, reallocate
+from everstep_fabric.flows import Flow
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import FabricNode, Link, Path, Port, Switch, Topology
 
 __all__ = [
     "FabricNode",
@@ -24,6 +24,5 @@ __all__ = [
     "Switch",
     "Topology",
     "allocate",
-    "clos",
     "reallocate",
 ]

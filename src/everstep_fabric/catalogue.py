@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from everstep.errors import UserError
 
 Hops = tuple[str, ...]  # where each link of the fabric arrives: spine, far leaf
 
@@ -69,38 +66,3 @@ class Catalogue:
     def forget_all(self) -> None:
         """Routes have changed: hashes map differently."""
         self._entries.clear()
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "fresh_s": self.fresh_s,
-            "entries": [
-                {
-                    "protocol": key.protocol,
-                    "source": key.source,
-                    "target": key.target,
-                    "target_port": key.target_port,
-                    "ports": {
-                        str(port): {"hops": list(entry.hops), "seen_s": entry.seen_s}
-                        for port, entry in sorted(table.items())
-                    },
-                }
-                for key, table in sorted(self._entries.items())
-            ],
-        }
-
-    @staticmethod
-    def from_document(document: Mapping[str, Any]) -> Catalogue:
-        try:
-            catalogue = Catalogue(fresh_s=float(document["fresh_s"]))
-            for row in document["entries"]:
-                key = Tuple4(
-                    protocol=row["protocol"],
-                    source=row["source"],
-                    target=row["target"],
-                    target_port=int(row["target_port"]),
-                )
-                for port, entry in row["ports"].items():
-                    catalogue.learn(key, {int(port): tuple(entry["hops"])}, float(entry["seen_s"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"catalogue: {error!r} is missing or wrong; probe again to rewrite it.") from None
-        return catalogue

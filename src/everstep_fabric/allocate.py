@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.fabric.bound import lower_bound_s
-from everstep.fabric.colour import spread
-from everstep.fabric.flows import Endpoint, Flow
-from everstep.fabric.loads import Loads
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import WIDTH, Ints, Port, Topology, port_name
+from everstep_fabric.bound import lower_bound_s
+from everstep_fabric.colour import spread
+from everstep_fabric.flows import Endpoint, Flow
+from everstep_fabric.loads import Loads
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import WIDTH, Ints, Port, Topology, port_name
 
 _CLOSE = 1e-9
 _PATIENCE = 60  # worst links in a row that nothing improves

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from everstep.errors import UserError
-from everstep.fabric import Flow, Routing, allocate
-from everstep.fabric.document import routes_document
-from everstep.fabric.flows import connection_name
-from everstep.node.fabric_settings import FabricSettings
-from everstep.node.steer import PlannedPath, SourcePorts, Steering
 from everstep.protocol.messages import Sender
 from everstep.protocol.ops import Worker
+from everstep_fabric import Flow, Routing, allocate
+from everstep_fabric.at_node import FabricSettings
+from everstep_fabric.document import routes_document
+from everstep_fabric.flows import connection_name
+from everstep_fabric.steer import PlannedPath, SourcePorts, Steering
 from tests.fabric import fabric_testbed
 
 TESTBED = fabric_testbed.Testbed(leaves=2, spines=4, rate_mbit=40.0)
@@ -51,15 +51,15 @@ def settings(slots: int = 2) -> FabricSettings:
 def follows(folder: Path) -> tuple[Steering, list[tuple[str, int]]]:
     """A worker's steering, and the peers whose connections it closes."""
     moved: list[tuple[str, int]] = []
-    found = Steering.of(settings().of(folder, [1]), ME, "10.1.1.2", 0)
+    found = Steering.of(settings().settings(folder, [1]), ME, "10.1.1.2", 0)
     found.move = moved.append
     return found, moved
 
 
 def test_each_worker_and_each_of_its_shards_has_ports_of_its_own(tmp_path: Path) -> None:
-    assert settings().of(tmp_path, [0])["ports"] == [[24000, 24499]]
-    assert settings().of(tmp_path, [1])["ports"] == [[24500, 24999]]
-    assert settings(4).of(tmp_path, [2, 3])["ports"] == [[24500, 24749], [24750, 24999]]
+    assert settings().settings(tmp_path, [0])["ports"] == [[24000, 24499]]
+    assert settings().settings(tmp_path, [1])["ports"] == [[24500, 24999]]
+    assert settings(4).settings(tmp_path, [2, 3])["ports"] == [[24500, 24749], [24750, 24999]]
 
 
 def test_too_few_ports_are_one_sentence() -> None:
@@ -129,8 +129,8 @@ def test_routes_that_cannot_be_read_change_nothing(tmp_path: Path, capfd: pytest
 
 LOOK = """
 import json
-from everstep.node.fabric_settings import FabricSettings
-from everstep.fabric.document import topology_document
+from everstep_fabric.at_node import FabricSettings
+from everstep_fabric.document import topology_document
 from tests.fabric.fabric_testbed import Testbed
 from pathlib import Path
 import tempfile

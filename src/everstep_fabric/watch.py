@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from everstep.errors import UserError
-from everstep.fabric.allocate import reallocate
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Path, Topology
+from everstep_fabric.allocate import reallocate
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import Path, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from everstep.fabric.fairness import LinkUsage, max_min
-from everstep.fabric.flows import Flow
-from everstep.fabric.topology import Floats, Ints, Path, Topology
+from everstep_fabric.fairness import max_min
+from everstep_fabric.flows import Flow
+from everstep_fabric.topology import Floats, Ints, Path, Topology
 
 BITS = 8.0 / 1e9  # bytes to Gbit
 DEAD = 1e12  # seconds per Gbit on a dead link: worse than anything, and still a number
@@ -58,16 +58,7 @@ class Routing:
     @cached_property
     def rates(self) -> Floats:
         """Gbit/s of each flow if all send at once, each for itself; 0 on a dead path."""
-        count = len(self.flows)
-        usage = LinkUsage.of(self.paths, np.arange(count), np.ones(count), count)
-        return max_min(usage, self.topology.capacity)
-
-    @cached_property
-    def completion_s(self) -> float:
-        """When the last flow is done, if all start at once and none speeds up when others end."""
-        if not self.flows:
-            return 0.0
-        return float(np.max(self.gbit / np.maximum(self.rates, 1.0 / DEAD)))
+        return max_min(self.paths, self.topology.capacity)
 
     def _link_sums(self, members: Sequence[int]) -> Floats:
         rows = self.paths[members]

@@ -1,7 +1,7 @@
 """What the workers of a node must know to follow the plan of a fabric: `everstep agent --fabric-ports`.
 
-A coordinator with a fabric file plans the paths of all tasks (`drive.traffic`) and sends them to every agent,
-which writes them down here for its workers (`node.steer`). Each of them has a range of source ports that no
+A coordinator with a fabric file plans the paths of all tasks (`plan`) and sends them to every agent,
+which writes them down here for its workers (`steer`). Each of them has a range of source ports that no
 other worker of the node uses. When it joins, and every minute, the agent looks which links of the fabric are
 dead, and its heartbeats tell the coordinator.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import UserError
-from everstep.fabric.document import topology_from
-from everstep.fabric.topology import Topology
 from everstep.log import say, warn
-from everstep.node.probe import Budget, Prober, dead_links
+from everstep_fabric.document import topology_from
+from everstep_fabric.probe import Budget, Prober, dead_links
+from everstep_fabric.topology import Topology
 
 LEAST_PORTS = 64  # per worker: enough to find every path among a few dozen
 LOOK_EVERY_S = 60.0  # at the links: those that died, and those that were repaired
@@ -27,7 +28,7 @@ LOOK_PACKETS, LOOK_S = 65_536, 30.0
 
 class FabricSettings:
     def __init__(self, *, ports: range, slots: int) -> None:
-        self.dead: tuple[str, ...] = ()  # links that no probe from here comes over
+        self.seen: tuple[str, ...] = ()  # links that no probe from here comes over
         self._topology: Topology | None = None
         self._looked_at: float | None = None
         self._ports, self._each = ports, len(ports) // slots
@@ -36,8 +37,8 @@ class FabricSettings:
                 f"--fabric-ports has {len(ports)} ports for {slots} slots; give at least {LEAST_PORTS} each."
             )
 
-    def of(self, folder: Path, slots: Sequence[int]) -> dict[str, Any]:
-        """For `node.steer.Steering.of`; a worker has a slot for each of its shards."""
+    def settings(self, folder: Path, slots: Sequence[int]) -> dict[str, Any]:
+        """For `Steering.of`; a worker has a slot for each of its shards."""
         firsts = [self._ports[slot * self._each] for slot in slots]
         return {
             "routes": str(_file(folder)),
@@ -58,13 +59,12 @@ class FabricSettings:
         except OSError as error:  # training needs no routes
             warn(f"the routes cannot be written down for workers: {error}")
 
-    def wants_look(self, now: float) -> bool:
-        """Asked often; a look takes seconds and is had beside."""
+    def due_look(self, host: str, now: float) -> Callable[[], tuple[str, ...]] | None:
         is_due = self._looked_at is None or now - self._looked_at > LOOK_EVERY_S
         if self._topology is None or not is_due:
-            return False
+            return None
         self._looked_at = now
-        return True
+        return partial(self.look, host)
 
     def look(self, host: str) -> tuple[str, ...]:
         """Which links are dead, as far as this node can tell."""
@@ -78,8 +78,8 @@ class FabricSettings:
         return tuple(found)
 
     def looked(self, found: Any) -> None:
-        if isinstance(found, tuple) and found != self.dead:  # else the look has failed, and was told
-            self.dead = found
+        if isinstance(found, tuple) and found != self.seen:  # else the look has failed, and was told
+            self.seen = found
             say(f"links of the fabric that carry nothing: {', '.join(found) or 'none any more'}")
 
 

@@ -1,7 +1,4 @@
-"""`everstep fabric probe`: which source port takes which path of a leaf-spine network.
-
-The laboratory adds `plan`, `simulate` and `show` (`everstep_lab.cli.fabric`).
-"""
+"""`everstep fabric probe`: which source port takes which path of a leaf-spine network."""
 
 from __future__ import annotations
 
@@ -12,23 +9,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from everstep.cli import render
-from everstep.cli.fabric_files import (
-    addresses_of,
-    nodes_only,
-    port_range,
-    read_tables,
-    topology_in,
-    write_text,
-)
 from everstep.cli.render import AsJson
 from everstep.errors import UserError
+from everstep_fabric.catalogue import Tuple4
+from everstep_fabric.document import topology_from
+from everstep_fabric.files import addresses_of, port_range, read_tables
+from everstep_fabric.probe import Budget, Prober
 
 fabric_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure the paths of a network, plan the flows of training on them, simulate the effect.",
+    help="Measure the paths of a network.",
 )
 
 FabricFile = Annotated[Path, typer.Argument(help="Fabric file (TOML); see docs/fabric.md.")]
@@ -46,13 +40,6 @@ def probe_command(
     protocol: Annotated[str, typer.Option(help="Protocol of the data: tcp or udp.")] = "tcp",
     packets: Annotated[int, typer.Option(help="Maximum number of packets.")] = 4096,
     seconds: Annotated[float, typer.Option(help="Maximum time in seconds.")] = 10.0,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Trace all hops, to discover unknown switches.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write the catalogue as JSON; with --trace, the fabric file."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure which source port takes which path. Run it on the source node; it needs no root.
@@ -61,22 +48,12 @@ def probe_command(
 
       everstep fabric probe fabric.toml --from h1 --to h2 --ports 24000-24255
     """
-    from everstep.node.probe import Budget, Prober
-
-    document = read_tables(fabric)
-    topology = nodes_only(document) if trace else topology_in(document)
+    topology = topology_from(read_tables(fabric))
     prober = Prober(
         topology=topology, ports=port_range(ports), budget=Budget(packets=packets, seconds=seconds)
     )
     ends = addresses_of(topology, source, targets or [n.name for n in topology.nodes if n.name != source])
-    if trace:
-        found = _discover(prober, ends, target_port)
-        if out is not None:
-            write_text(out, json.dumps(found["fabric"], indent=1))
-    else:
-        found = _learn(prober, ends, target_port, protocol)
-        if out is not None:
-            write_text(out, json.dumps(prober.catalogue.document(), indent=1))
+    found = _learn(prober, ends, target_port, protocol)
     found |= {"packets": prober.budget.sent}
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
@@ -87,9 +64,9 @@ def probe_command(
 # ---------------------------------------------------------------------- work
 
 
-def _learn(prober: Any, ends: tuple[str, dict[str, str]], target_port: int, protocol: str) -> dict[str, Any]:
-    from everstep.fabric.catalogue import Tuple4
-
+def _learn(
+    prober: Prober, ends: tuple[str, dict[str, str]], target_port: int, protocol: str
+) -> dict[str, Any]:
     source, targets = ends
     found: dict[str, Any] = {}
     for name, address in targets.items():
@@ -107,33 +84,10 @@ def _learn(prober: Any, ends: tuple[str, dict[str, str]], target_port: int, prot
     return {"from": source, "to": found}
 
 
-def _discover(prober: Any, ends: tuple[str, dict[str, str]], target_port: int) -> dict[str, Any]:
-    from everstep.fabric.discovery import topology_of
-    from everstep.fabric.document import topology_document
-
-    source, targets = ends
-    traces = [
-        trace
-        for address in targets.values()
-        for port in prober.ports
-        if (trace := prober.trace(source, address, port, target_port=target_port)) is not None
-    ]
-    if not traces:
-        raise UserError(f"no probe from {source} reached its destination; nothing is discovered.")
-    topology = topology_of(traces, link_gbps=1.0, port_gbps=1.0)
-    return {"from": source, "traces": len(traces), "fabric": topology_document(topology)}
-
-
 # ---------------------------------------------------------------------- printing
 
 
 def _print_probed(found: Mapping[str, Any]) -> None:
-    from rich.table import Table
-
-    if "to" not in found:
-        fabric = found["fabric"]
-        print(f"{found['traces']} traces: {len(fabric['leaf'])} leaves, {len(fabric['spine'])} spines.")
-        return
     table = Table("to", "path", "ports", "first of them")
     for name, row in found["to"].items():
         for path, ports in sorted(row["paths"].items()):

@@ -1,6 +1,6 @@
 """The plan's paths made real: which source port a connection takes, how it fares, and when it must move.
 
-    coordinator: `drive.traffic` ──► agent ──► routes.json ──┐ looked at by every worker of the node
+    coordinator: `plan` ──► agent ──► routes.json ──┐ looked at by every worker of the node
                                                              ▼
       a port whose probed path is the planned one ◄── SourcePorts ◄── reassign ◄── PathWatch
                          └──► Links ──► the kernel's counts of each socket (TCP_INFO) ──┘
@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everstep.errors import UserError
-from everstep.fabric.catalogue import Hops, Tuple4
-from everstep.fabric.document import ends_of, hops_of, routes_from
-from everstep.fabric.flows import connection_name
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Topology
-from everstep.fabric.watch import Action, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 from everstep.log import say
 from everstep.net.links import Address, Links
 from everstep.net.sockets import Way, progress_of
-from everstep.node.probe import Budget, Prober
 from everstep.protocol.messages import Sender
+from everstep_fabric.catalogue import Hops, Tuple4
+from everstep_fabric.document import ends_of, hops_of, routes_from
+from everstep_fabric.flows import connection_name
+from everstep_fabric.probe import Budget, Prober
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import Topology
+from everstep_fabric.watch import Action, FlowMeasured, MoveFlow, PathWatch, WatchLimits
 
 _PROBE_PACKETS = 1024  # of one connection
 _PROBE_S = 2.0
@@ -164,6 +164,9 @@ class Steering:
         found = cls(me, RoutesFile(Path(fabric["routes"])), SourcePorts(host, range(first, last + 1)))
         found.look_at_routes()
         return found
+
+    def way(self, host: str, port: int) -> Way | None:
+        return self.ports(host, port)
 
     def start(self, links: Links) -> None:
         self.sockets, self.move = links.sockets, lambda peer: links.move(Address(*peer))

@@ -10,20 +10,21 @@ have reported how much they send, all flows of a task count alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from statistics import fmean
 
 from everstep.core.cluster.task import OVER, Task
-from everstep.fabric.allocate import allocate, reallocate
-from everstep.fabric.document import routes_document
-from everstep.fabric.flows import Endpoint, Flow, connection_name
-from everstep.fabric.routing import Routing
-from everstep.fabric.topology import Topology
 from everstep.protocol.messages import TimesReported
 from everstep.protocol.ops import Worker, parse_worker
 from everstep.protocol.routes import Routes
 from everstep.protocol.table import Json
 from everstep.protocol.work import EpochFacts
+from everstep_fabric.allocate import allocate, reallocate
+from everstep_fabric.document import routes_document
+from everstep_fabric.flows import Endpoint, Flow, connection_name
+from everstep_fabric.routing import Routing
+from everstep_fabric.topology import Topology
 
 MOST_FLOWS = 10_000  # placing them takes about a second; the smallest of more take the paths of hashes
 UNKNOWN = 1.0  # bytes per second of a flow that no worker has reported
@@ -31,14 +32,14 @@ Pair = tuple[Worker, Worker]  # sender, receiver
 
 
 class TrafficPlan:
-    """`changed` says which flows are to be placed, `routed` places them, `took` makes that the plan."""
+    """Of all tasks, while one coordinator leads."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology  # with the links that nodes have found dead
         self._described = topology
         self._dead: dict[str, tuple[str, ...]] = {}  # by node
         self.routing: Routing | None = None
-        self.document: Json = None  # for agents: the fabric, and every flow with its path
+        self.advice: Json = None  # the fabric, and every flow with its path
         self._at: dict[str, Endpoint] = {
             port.address: (node.name, port.nic)
             for node in topology.nodes
@@ -59,13 +60,19 @@ class TrafficPlan:
                 sent[pair] = count / report.seconds if is_steered else 0.0
                 self._unknown.get(report.task, set()).discard(pair)
 
-    def heard(self, node: str, dead: tuple[str, ...]) -> None:
+    def heard(self, node: str, seen: Json) -> None:
         """Over these links no probe of a node comes. It says so again and again."""
+        dead = tuple(map(str, seen)) if isinstance(seen, list) else ()
         if self._dead.get(node, ()) != dead:
             self._dead[node] = dead
             known = {link for links in self._dead.values() for link in links if link in self.topology.index}
             self.topology = self._described.with_condition(dict.fromkeys(known, 0.0))
             self._planned = None
+
+    def question(self, tasks: Mapping[str, Task]) -> Callable[[], Routing] | None:
+        """To be thought about in a thread, where flows are others than those planned."""
+        flows = self.changed(tasks)
+        return None if flows is None else partial(routed, self.topology, self.routing, flows)
 
     def changed(self, tasks: Mapping[str, Task]) -> tuple[Flow, ...] | None:
         """The flows of all tasks, if they are others than those planned."""
@@ -85,9 +92,9 @@ class TrafficPlan:
         flows.sort(key=lambda flow: -flow.bytes)
         return tuple(flows[:MOST_FLOWS])
 
-    def took(self, routing: Routing) -> Json:
-        self.routing, self.document = routing, routes_document(routing)
-        return self.document
+    def took(self, answer: Routing) -> str:
+        self.routing, self.advice = answer, routes_document(answer)
+        return answer.because
 
     def _crossing(self, facts: EpochFacts) -> list[Pair]:
         """Pairs whose flow leaves a node for another one of the fabric."""
