@@ -60,6 +60,11 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def one_sentence(text: str) -> str:
+    """With a full stop at its end, also where it quotes a sentence that has one."""
+    return f"{text.rstrip().removesuffix('.')}."
+
+
 def printable(text: str) -> str:
     """Escapes are written out: names in files and words of other programs must not move a cursor."""
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from everstep.errors import one_sentence
 from everstep.launch.local.api import Result
 from everstep.launch.local.data_needs import DataWaits
-from everstep.launch.local.report import incident_line, summary_line
+from everstep.launch.local.report import death, incident_line, summary_line, times
 from everstep.protocol.incidents import Incident, Remedy, Verdict
 from everstep.protocol.ops import Worker
 
@@ -51,6 +52,17 @@ def test_a_run_that_a_callback_has_stopped_says_so() -> None:
     line = summary_line(run(steps=320, stopped=stopped, ended=ended))
     assert line.startswith("2 of 320 steps, loss 2.500000, 1 incident healed; ")
     assert line.endswith(f"8 committed once; {stopped}")
+
+
+def test_a_sentence_that_a_worker_raised_ends_once() -> None:
+    """It ended in "..", and went on with ".; replanned in ?, resumed after 0 ms"."""
+    assert one_sentence("raised UserError: leave it out.") == "raised UserError: leave it out."
+    assert one_sentence("killed by SIGKILL") == "killed by SIGKILL."
+    raised = Incident(
+        number=1, workers=[Worker(0, 0)], what="UserError: leave it out.", step=3, evidence_at=0.0
+    )
+    assert death(raised) == "worker 0:0 UserError: leave it out"
+    assert not any("replanned" in one for one in times(raised)), "there was no plan"
 
 
 def test_a_result_is_printed_as_one_line() -> None:

@@ -18,7 +18,7 @@ import typer
 from everstep.cli import render
 from everstep.cli.render import AsJson, Console
 from everstep.cli.train import own_page
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError, UserError, one_sentence
 from everstep.job.job import Job
 from everstep.protocol.ops import Worker
 
@@ -259,7 +259,7 @@ def _watcher(
 
 def _finished(outcome: Outcome) -> Outcome:
     if outcome.failure is not None:
-        raise EverstepError(f"the demo's training ended: {outcome.failure}.")
+        raise EverstepError(f"the demo's training ended: {one_sentence(outcome.failure)}")
     return outcome
 
 

@@ -12,7 +12,7 @@ import typer
 from everstep import log
 from everstep.cli import render
 from everstep.cli.render import AsJson
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError, UserError, one_sentence
 from everstep.job.job import Job, load_job
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def train_command(
     if as_json:
         render.emit(document)
     if outcome.failure is not None:
-        raise EverstepError(f"training ended: {outcome.failure}.")
+        raise EverstepError(f"training ended: {one_sentence(outcome.failure)}")
     render.note(report.summary_line(document))
     return int(outcome.unsaved)
 

@@ -114,9 +114,10 @@ def tried(incident: Incident) -> str:
 
 
 def death(incident: Incident) -> str:
+    what = incident.what.removesuffix(".")  # a sentence that a worker raised: a clause of ours follows
     if not incident.workers:
-        return incident.what
-    return f"worker {' and '.join(str(worker) for worker in incident.workers)} {incident.what}"
+        return what
+    return f"worker {' and '.join(str(worker) for worker in incident.workers)} {what}"
 
 
 def times(incident: Incident) -> list[str]:
