@@ -31,7 +31,7 @@ def test_what_a_given_up_node_did_is_not_on_record(tmp_path: Path) -> None:
     agents: dict[str, subprocess.Popen[bytes]] = {}
     # Slowly, on both nodes: else all is over before the stopped agent is given up.
     slow = ("stage=0,replica=0,step=1,how=slow,factor=30",)
-    with served(tmp_path / "state", patience=Patience(lonely_silence_s=2.0)) as address:
+    with served(tmp_path / "state", patience=Patience(cut_silence_s=2.0)) as address:
         client = Client(address=address)
 
         def start(node: str) -> None:
