@@ -4,7 +4,8 @@ and beside NCCL held to one ring, and whose bits stay when ranks change places.
     python -m bench.gpu.exact_sums                 # 350M, 2 ranks; then 3 ranks in three orders
     python -m bench.gpu.exact_sums --cpu --small   # the same logic with gloo
 
-NCCL talks through sockets here, as it does between machines.
+NCCL talks through sockets here, as it does between machines. Under MPS, for without it the ranks' kernels take
+turns, and each small collective waits for two of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # where nothing can be installed
+
+from harness.mps import mps  # noqa: E402
+
 NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -43,6 +48,13 @@ def main() -> None:
     if given.rank is not None:
         one_rank(**given.rank)
         return
+    with mps(not given.cpu):
+        document = measured(given)
+    print(json.dumps(document, indent=None if given.json else 1))
+    sys.exit(0 if document["same_bits"] == {"plain": False, "exact": True} else 1)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
     shape = "small" if given.small else "350m"
     times: dict[str, list[float]] = {}
     for _ in range(given.turns):
@@ -59,17 +71,18 @@ def main() -> None:
     for order in ((0, 1, 2), (2, 0, 1)):
         for sums in ("plain", "exact"):
             bits.setdefault(sums, []).append(ranks(3, order, sums, small, 6, given.cpu, {})["weights"])
-    ring = {"NCCL_ALGO": "Tree", "NCCL_MIN_NCHANNELS": "3"}
-    bits["exact"].append(ranks(3, (0, 1, 2), "exact", small, 6, given.cpu, ring)["weights"])
+            print(f"{sums}, ranks {order}: {bits[sums][-1][:12]}", file=sys.stderr)
+    tree = {"NCCL_ALGO": "ring;allreduce:tree"}
+    for sums in ("plain", "exact"):
+        bits[sums].append(ranks(3, (0, 1, 2), sums, small, 6, given.cpu, tree)["weights"])
+        print(f"{sums}, by a tree: {bits[sums][-1][:12]}", file=sys.stderr)
     medians = {kind: median(found) for kind, found in times.items()}
-    document = {
+    return {
         "step_s": medians,
         "turns": times,
         "exact_over_plain": medians["exact"] / medians["plain"],
         "same_bits": {sums: len(set(found)) == 1 for sums, found in bits.items()},
     }
-    print(json.dumps(document, indent=None if given.json else 1))
-    sys.exit(0 if document["same_bits"] == {"plain": False, "exact": True} else 1)  # type: ignore[comparison-overlap]
 
 
 def ranks(

@@ -49,7 +49,6 @@ import everstep
 """
 # What a page has told its reader before a block, by (page, number of its Python block).
 BEFORE = {
-    ("README.md", 0): "",
     ("cookbook.md", 0): TEXT,
     ("cookbook.md", 2): "",
     ("cookbook.md", 3): "",
