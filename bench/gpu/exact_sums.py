@@ -4,7 +4,7 @@ and beside NCCL held to one ring, and whose bits stay when ranks change places.
     python -m bench.gpu.exact_sums                 # 350M, 2 ranks; then 3 ranks in three orders
     python -m bench.gpu.exact_sums --cpu --small   # the same logic with gloo
 
-NCCL talks through sockets here, as it does between machines. Under MPS, for without it the ranks' kernels take
+NCCL talks through sockets here, as between machines. Under MPS, for without it the ranks' kernels take
 turns, and each small collective waits for two of them.
 """
 
