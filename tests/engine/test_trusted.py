@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from everstep.engine.layers import linear
 from everstep.engine.layers import trusted as trust
 from everstep.engine.layers.trusted import not_trusted, trusted
 from everstep.engine.sums import kernels
+from everstep.errors import DeviceError
+from everstep.node.worker import refuse_other_kernels
 
 NO = RuntimeError("no")
 GPU = torch.device("cuda", 0)
@@ -71,3 +75,29 @@ def test_all_fast_kernels_are_tried_in_one_way(monkeypatch: pytest.MonkeyPatch) 
         assert not kernels.usable(GPU, torch.int64)
     assert fails == [trust.ATTEMPTS] * 2
     assert not_trusted(GPU) == (kernels.KERNELS, linear.GROUPS)
+
+
+class Shards:
+    """This shard and another one."""
+
+    index, count = 0, 2
+
+    def __init__(self, other: tuple[str, ...]) -> None:
+        self._other = other
+
+    def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        said: list[torch.Tensor] = []
+        other = cast(Any, SimpleNamespace(index=1, gather=lambda theirs: said.append(theirs) or [theirs]))
+        refuse_other_kernels(self._other, other, torch.device("cpu"))
+        return [mine, *said]
+
+
+def test_the_shards_of_a_worker_use_the_same_kernels() -> None:
+    """Only the first of them says to the coordinator what it uses."""
+    cpu = torch.device("cpu")
+    for same in ((), ("a",)):
+        refuse_other_kernels(same, cast(Any, Shards(same)), cpu)
+    with pytest.raises(DeviceError, match="shard 0 uses all"):
+        refuse_other_kernels((), cast(Any, Shards(("a",))), cpu)
+    with pytest.raises(DeviceError, match="shard 0 does not use a"):
+        refuse_other_kernels(("a",), cast(Any, Shards(())), cpu)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -27,7 +28,7 @@ from everstep.engine.layers.software import computes_with
 from everstep.engine.layers.trusted import not_trusted
 from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
-from everstep.engine.shards.collectives import GroupCollectives
+from everstep.engine.shards.collectives import Collectives, GroupCollectives
 from everstep.engine.shards.marks import GroupWaits, ShardMark
 from everstep.engine.sums import kernels
 from everstep.engine.sums.sum_units import kept_as
@@ -39,7 +40,7 @@ from everstep.engine.worker.follower import Follower
 from everstep.engine.worker.leader import FollowerSays, ShardLeader
 from everstep.engine.worker.ports import Ports
 from everstep.engine.worker.worker_loop import WorkerLoop
-from everstep.errors import MOST_TRACEBACK, UserError, clipped, named
+from everstep.errors import MOST_TRACEBACK, DeviceError, UserError, clipped, named
 from everstep.forked import name_process
 from everstep.job.compiling import refusal, why_unable
 from everstep.job.job import Job
@@ -220,6 +221,7 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         leader = ShardLeader(group.count, group.tell, line.say) if shard == 0 else None
         _watch(group, plane.inbox, sender, line, leader)
         shards = _meet(group, spec, job, signs, device)
+        refuse_other_kernels(_tried_kernels(job, device), shards, device)
     states = StateKeeper(
         sender,
         job,
@@ -302,6 +304,16 @@ def _tried_kernels(job: Job, device: torch.device) -> tuple[str, ...]:
     if job.precision == "bf16":
         groups_trusted(device)
     return not_trusted(device)
+
+
+def refuse_other_kernels(without: tuple[str, ...], shards: Collectives, device: torch.device) -> None:
+    """Of a worker's shards only the first one says what it uses."""
+    mine = torch.tensor([crc32(repr(without).encode())], device=device)
+    if any(not torch.equal(mine, other) for other in shards.gather(mine)):
+        said = f"does not use {' and '.join(without)}" if without else "uses all"
+        raise DeviceError(
+            f"the shards of this worker do not use the same fast kernels: shard {shards.index} {said}"
+        )
 
 
 def _meet(
