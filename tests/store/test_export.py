@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,16 @@ SMALL = {
     "intermediate_size": 48,
     "num_key_value_heads": 2,
 }
-LLAMA = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
-MIXTRAL = transformers.MixtralConfig(**SMALL, num_local_experts=4)
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+
+
+def mixtral() -> Any:
+    return transformers.MixtralConfig(**SMALL, num_local_experts=4)
+
+
 TOKENS = torch.arange(24).reshape(2, 12)
 
 
@@ -51,8 +60,11 @@ def logits(model: Any) -> Tensor:
         return model.eval()(input_ids=TOKENS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=["tied", "experts in pieces"])
-def test_an_exported_model_has_the_trained_weights_and_logits(config: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [llama, mixtral], ids=["tied", "experts in pieces"])
+def test_an_exported_model_has_the_trained_weights_and_logits(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    config = make()
     values = trained(hf(config), tmp_path / "checkpoints")
     made = everstep.export(tmp_path / "checkpoints", tmp_path / "out")
     assert (made.step, made.from_checkpoint, made.from_base) == (7, len(values), 0)
@@ -91,7 +103,7 @@ def test_a_config_with_an_infinity_is_exported(tmp_path: Path) -> None:
 def base(tmp_path: Path) -> Path:
     torch.manual_seed(2)
     path = tmp_path / "base"
-    transformers.AutoModelForCausalLM.from_config(LLAMA).save_pretrained(path)
+    transformers.AutoModelForCausalLM.from_config(llama()).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return path
 
