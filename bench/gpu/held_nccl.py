@@ -104,6 +104,7 @@ def run(trial: Trial, logs: Path, limit_s: float) -> tuple[Ran, bytes, list[str]
         logs=str(logs),
         hold="auto" if trial.is_held else "off",
         copy_every=10**6,
+        standby="parked",
         max_restarts=0,
     )
     output, said = io.BytesIO(), list[str]()

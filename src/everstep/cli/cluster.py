@@ -151,6 +151,14 @@ def submit_command(
             help="Calls of everstep.snapshot from one copy in memory to the next.",
         ),
     ] = None,
+    standby: Annotated[
+        scripts.Standby | None,
+        typer.Option(
+            rich_help_panel=_SCRIPTS,
+            show_default="none",
+            help="parked: each node has a process with the GPU open (0.5 GB) for the next replacement.",
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -223,6 +231,7 @@ def submit_command(
             hold=scripts.hold_choice(hold),
             unit=unit,
             copy_every=copy_every,
+            standby=standby,
             exact=exact,
             environment=scripts.environment(env or []),
         ).table()

@@ -189,6 +189,14 @@ def run_command(
             help="Calls of everstep.snapshot from one copy in memory to the next.",
         ),
     ] = None,
+    standby: Annotated[
+        scripts.Standby | None,
+        typer.Option(
+            rich_help_panel=_ANY,
+            show_default="none",
+            help="parked: each node has a process with the GPU open (0.5 GB) for the next replacement.",
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -236,6 +244,7 @@ def run_command(
             "--hold": hold,
             "--unit": unit,
             "--copy-every": copy_every,
+            "--standby": standby,
             "--exact": exact,
         }
         for name, value in given.items():
@@ -274,6 +283,7 @@ def run_command(
         hold=scripts.hold_choice(hold),
         unit=unit,
         copy_every=copy_every,
+        standby=standby,
         exact=exact,
     )
     if most == 1:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def environment(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
+class Standby(StrEnum):
+    PARKED = "parked"
+    NONE = "none"
+
+
 def hold_choice(hold: bool | None) -> str | None:
     return None if hold is None else "on" if hold else "off"
 
@@ -74,6 +80,7 @@ class ScriptCommand:
     hold: str | None = None
     unit: int | None = None
     copy_every: int | None = None
+    standby: Standby | None = None
     exact: bool = False
     role: str = "default"
     hidden: dict[int, int] = field(default_factory=dict)
@@ -102,6 +109,7 @@ class ScriptCommand:
             "hold": self.hold,
             "unit": self.unit,
             "copy_every": self.copy_every,
+            "standby": None if self.standby is None else str(self.standby),
             "exact": self.exact,
             "role": self.role,
             "hidden": self.hidden,

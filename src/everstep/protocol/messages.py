@@ -472,6 +472,7 @@ class RankRules:
     hold: str = "auto"  # survivors wait for a replacement. auto: if the script names everstep; on; off
     unit: int = 0  # ranks next to each other that hold one replica; 0: as its parameters say
     copy_every: int = 10  # snapshots from one copy in memory to the next
+    standby: str = "none"  # parked: each node has a process with its GPU open for the next replacement
     exact: bool = False  # sums over ranks are exact (`everstep.exact`)
     environment: Mapping[str, str] = field(default_factory=dict)
 

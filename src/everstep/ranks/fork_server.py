@@ -19,6 +19,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -53,6 +54,7 @@ class RankStart:
     stderr: int
     line: int
     folder: str = ""  # where it is started; empty: here
+    is_replacement: bool = False  # a parked process takes its place, if there is one
 
 
 class RankProcess(Protocol):
@@ -71,6 +73,9 @@ class RankStarter(Protocol):
     @property
     def fork_store(self) -> Callable[[int], int] | None:
         """Starts `rank_store.host` on a file descriptor where torch is loaded, if anywhere; its pidfd."""
+
+    def park(self) -> None:
+        """Have a process ready for the next replacement, if that is of any use."""
 
     def end_orphans(self) -> None:
         """SIGKILL to what ranks that have ended left behind, as far as this starter knows it."""
@@ -112,6 +117,9 @@ class PlainStarter:
     def start(self, start: RankStart) -> RankProcess:
         return StartedProcess(start)
 
+    def park(self) -> None:
+        """What takes long here is to load what a script imports, and nobody knows that."""
+
     def end_orphans(self) -> None:
         """None is known here: these processes have an environment of their own to be found by."""
 
@@ -140,6 +148,23 @@ class ForkedRank:
         os.close(self.pidfd)
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A process that waits on its line to be told which rank it is."""
+
+    process: ForkedRank
+    line: socket.socket
+
+    def becomes(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
+        """False: it has died meanwhile."""
+        with self.line:
+            if select.select([self.process.pidfd], [], [], 0.0)[0]:
+                self.process.reap()
+                return False
+            send_request(self.line, request, fds)
+            return True
+
+
 class ForkingStarter:
     """`preload`: modules to load before the first fork, each with names that it is asked for (module:name).
     `environment`: of the ranks. `is_chosen`: by a person, who is told what goes wrong.
@@ -151,6 +176,7 @@ class ForkingStarter:
         self._preload, self._environment, self._is_chosen = tuple(preload), environment, is_chosen
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._parked: Parked | None = None
 
     def open(self) -> ForkingStarter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -188,8 +214,20 @@ class ForkingStarter:
         assert self._socket is not None, "the fork server is not open"
         cwd = start.folder or os.getcwd()
         request = {"command": list(start.command), "environment": start.environment, "cwd": cwd}
-        pid, pidfd = self._ask(request, [start.stdout, start.stderr, start.line])
-        return ForkedRank(pid, pidfd, self._socket)
+        fds = [start.stdout, start.stderr, start.line]
+        if start.is_replacement and (parked := self._parked) is not None:
+            self._parked = None
+            if parked.becomes(request, fds):
+                return parked.process
+        return ForkedRank(*self._ask(request, fds), self._socket)
+
+    def park(self) -> None:
+        assert self._socket is not None, "the fork server is not open"
+        if self._parked is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                process = ForkedRank(*self._ask({"park": True}, [theirs.fileno()]), self._socket)
+            self._parked = Parked(process, ours)
 
     @property
     def fork_store(self) -> Callable[[int], int] | None:
@@ -215,6 +253,9 @@ class ForkingStarter:
         return json.loads(data)["pid"], received[0]
 
     def close(self) -> None:
+        if self._parked is not None:
+            self._parked.line.close()
+            os.close(self._parked.process.pidfd)
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -284,7 +325,11 @@ def _serve(fd: int, settings: Mapping[str, Any]) -> None:
         pid = os.fork()
         if pid == 0:
             line.close()
-            _host_store(fds[0], server) if "store" in request else _live(request, fds, server)
+            if "store" in request:
+                _host_store(fds[0], server)
+            if "park" in request:
+                request, fds = _told_who_it_is(fds[0], server)
+            _live(request, fds, server)
         forked.add(pid)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(line, [json.dumps({"pid": pid}).encode()], [pidfd])
@@ -299,6 +344,33 @@ def _host_store(fd: int, server: int) -> None:
     rank_main.die_with_parent(server)
     rank_store.host(fd)
     os._exit(0)
+
+
+def _told_who_it_is(fd: int, server: int) -> tuple[dict[str, Any], list[int]]:
+    """In a fork that is to be a rank one day. To open a GPU takes longer than all else before a script."""
+    from everstep.ranks import rank_main
+
+    rank_main.die_with_parent(server)
+    _open_gpu()
+    with socket.socket(fileno=fd) as line:
+        request, fds = received_request(line, 3)
+    if request is None:
+        os._exit(0)
+    return request, fds
+
+
+def _open_gpu() -> None:
+    """Of several it is not known which one is wanted. Nothing random is drawn, and no library is set up whose
+    settings a script may still change.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.device_count():
+        return
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.init()
+        if torch.cuda.device_count() == 1:
+            torch.ones(1, device="cuda")
+            torch.cuda.synchronize()
 
 
 def _live(request: dict[str, Any], fds: list[int], server: int) -> None:

@@ -88,14 +88,17 @@ class RankGroup:
         self._marks.clear()
         return {place.rank: self.start_one(place) for place in places}
 
-    def start_one(self, place: RankPlace) -> int:
+    def park(self) -> None:
+        self._starter.park()
+
+    def start_one(self, place: RankPlace, *, is_replacement: bool = False) -> int:
         """Also in the middle of a life, in place of one that is gone; its pid."""
         assert place.rank not in self.ranks, "a second process of one rank"
         with contextlib.suppress(OSError):  # a full disk; its output is shown all the same
             place.folder.mkdir(parents=True, exist_ok=True)
-        return self._start(place)
+        return self._start(place, is_replacement=is_replacement)
 
-    def _start(self, place: RankPlace) -> int:
+    def _start(self, place: RankPlace, *, is_replacement: bool) -> int:
         hidden = self._hidden.get(place.local_rank, 0)
         stdout = OutputStream(place.rank, place.folder / "stdout.log", None if hidden & 1 else self._output)
         stderr = OutputStream(place.rank, place.folder / "stderr.log", None if hidden & 2 else self._errors)
@@ -113,6 +116,7 @@ class RankGroup:
                 stderr=stderr.writer,
                 line=theirs.fileno(),
                 folder=self._folder,
+                is_replacement=is_replacement,
             )
         )
         theirs.close()

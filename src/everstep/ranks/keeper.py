@@ -70,6 +70,7 @@ BUSY_IO_BYTES = 1 << 16  # while stacks are taken; who reads or writes more than
 # A flight recorder of 2,000 collectives takes a rank some 60 ms to write: a thousandth of its time.
 FIRST_PACE_S, PACE_EVERY_S = 10.0, 60.0  # looks for slow ranks; the first ones come sooner
 MOST_PACES, MOST_PACED_GROUPS = 32, 4  # collectives of a group, and groups, of which a rank tells
+PARK_AFTER_S = 2.0  # from the start of ranks, or of a replacement
 IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
 
 Say = Callable[[Any], None]  # a row of RankReport
@@ -137,6 +138,7 @@ class _Life:
     slates: dict[int, Slate] = field(default_factory=dict)
     ending: set[int] = field(default_factory=set)  # ranks that are to be replaced: their end is no failure
     said: list[RankWord] = field(default_factory=list)  # and not told yet
+    park_at: float | None = None  # a process for the next replacement
     terminate_at: float | None = None  # those that were saying last words
     kill_at: float | None = None  # it is ending
     is_killed: bool = False
@@ -304,6 +306,7 @@ class Keeper:
             pids = self._group.start(life.places.values(), private)
             for rank in here if life.unit else ():
                 self._settle_rank(life, rank)
+            life.park_at = self._park_at() if life.unit else None
         except (OSError, EverstepError) as error:
             self._could_not_start(self._life, error)
             return
@@ -349,14 +352,18 @@ class Keeper:
             known.discard(rank)
         for about in (life.codes, life.raised_at):
             about.pop(rank, None)
-        life.unit = order.unit
+        life.unit, life.park_at = order.unit, self._park_at()
         try:
-            self._group.start_one(life.places[rank])
+            self._group.start_one(life.places[rank], is_replacement=True)
         except (OSError, EverstepError) as error:
             self._could_not_start(life, error)
             return
         self._settings.note(f"rank {rank} is replaced: {order.because}.")
         self._settle_rank(life, rank, Born(epoch=order.epoch, absent=order.absent, peers=order.peers))
+
+    def _park_at(self) -> float | None:
+        """Once those that run have what they need of the machine."""
+        return time.monotonic() + PARK_AFTER_S if self._rules.standby == "parked" else None
 
     def _gone(self, life: _Life, event: words.RankExited) -> None:
         life.ending.discard(event.rank)
@@ -591,6 +598,10 @@ class Keeper:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
+        if life.park_at is not None and now >= life.park_at and life.kill_at is None:
+            life.park_at = None
+            with contextlib.suppress(EverstepError):  # without a fork server no rank starts; that is said
+                self._group.park()
         if now >= self._family_at:
             self._family_at = now + FAMILY_EVERY_S
             self._group.look_at_families()
