@@ -206,18 +206,19 @@ class HeldGroup(ProcessGroup):
             made |= {device: inner for device, kind in self.kinds.items() if kind == backend}
         return made
 
-    def abandon(self) -> None:
-        """Under the lock. What an inner group still does reaches nothing of the script."""
+    def abandon(self) -> Grave:
+        """Under the lock. It is still to be ended: that may take half a second, and others wait to hear that
+        this rank is parked. What an inner group still does reaches nothing of the script."""
         grave = Grave(
             inner=self.inner,
             works=[each.work for each in self.queue if each.work is not None],
             stages=[each.stage for each in self.queue],
         )
         self.held.bury(grave)
-        grave.end()
         self.inner = {}
         for each in self.queue:
             each.work = each.inner = each.stage = None
+        return grave
 
     # -------------------------------------------------------------- a collective
 

@@ -168,11 +168,12 @@ class HeldRank:
                     if not self.book.hold(order.epoch, order.absent):
                         return
                     self._attempt += 1
-                    for group in self.groups.values():
-                        if group.ledger.is_broken and group.inner:
-                            group.abandon()
+                    broken = [group for group in self.groups.values() if group.ledger.is_broken]
+                    graves = [group.abandon() for group in broken if group.inner]
                     self.changed.notify_all()
                     self._report()
+                for grave in graves:
+                    grave.end()
             case Rebuild():
                 with self.changed:
                     self._attempt += 1
