@@ -53,15 +53,15 @@ SIZES = {
     "small": ["--layers", "4", "--width", "256"],
     "tiny": ["--layers", "1", "--width", "64", "--batch", "1", "--length", "64"],
 }
-KILLS = [
+KILLS = [  # two seconds apart at least: another process is parked meanwhile
     "1,5,in-bucket,2",
-    "0,8,opt",
-    "1,11,forward",
-    "0,14,bucket,1",
-    "1,17,after-bucket,1",
-    "0,20,clip",
-    "1,23,after-opt",
-    "0,26,between",
+    "0,12,opt",
+    "1,19,forward",
+    "0,26,bucket,1",
+    "1,33,after-bucket,1",
+    "0,40,clip",
+    "1,47,after-opt",
+    "0,54,between",
 ]
 HELD = re.compile(r"held \d+\.\d+ s.*")
 Numbers = dict[tuple[str, str], set[str]]
@@ -82,9 +82,9 @@ class Trial:
 def trials(size: str) -> list[Trial]:
     kills3 = [f"2{KILLS[0][1:]}", *KILLS[1:7], f"2{KILLS[7][1:]}"]
     return [
-        Trial(name="plain2", ranks=2, size=size, steps=30, is_held=False),
-        Trial(name="held2", ranks=2, size=size, steps=30, like="plain2"),
-        Trial(name="kills2", ranks=2, size=size, steps=30, like="plain2", kills=tuple(KILLS)),
+        Trial(name="plain2", ranks=2, size=size, steps=60, is_held=False),
+        Trial(name="held2", ranks=2, size=size, steps=60, like="plain2"),
+        Trial(name="kills2", ranks=2, size=size, steps=60, like="plain2", kills=tuple(KILLS)),
         Trial(name="plain3", ranks=3, size="small", steps=60, is_held=False),
         Trial(name="held3", ranks=3, size="small", steps=60, like="plain3"),
         Trial(name="kills3", ranks=3, size="small", steps=60, like="plain3", kills=tuple(kills3)),

@@ -70,7 +70,7 @@ BUSY_IO_BYTES = 1 << 16  # while stacks are taken; who reads or writes more than
 # A flight recorder of 2,000 collectives takes a rank some 60 ms to write: a thousandth of its time.
 FIRST_PACE_S, PACE_EVERY_S = 10.0, 60.0  # looks for slow ranks; the first ones come sooner
 MOST_PACES, MOST_PACED_GROUPS = 32, 4  # collectives of a group, and groups, of which a rank tells
-PARK_AFTER_S = 2.0  # from the start of ranks, or of a replacement
+PARK_AFTER_S = 1.0  # from the start of ranks, or of a replacement
 IDLE_SHARE = 0.02  # of one core; a rank below it is not using the CPU
 
 Say = Callable[[Any], None]  # a row of RankReport
