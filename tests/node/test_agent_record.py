@@ -27,8 +27,8 @@ from everstep.node import fork_server as module
 from everstep.node.agent_record import AgentRecord, Left, held, line_row, report_row
 from everstep.node.fork_server import InheritedServer
 from everstep.node.line_to_agent import call_agent
-from everstep.node.process_facts import born, end_leftovers
 from everstep.node.worker_lines import WorkerLines
+from everstep.procfs import born, end_leftovers
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import EndWorker, PlantFaults, Sender
 from everstep.protocol.ops import Worker

@@ -17,7 +17,7 @@ from everstep.errors import EverstepError
 from everstep.job.job import Job
 from everstep.launch.local.api import run_job
 from everstep.node.fork_server import InheritedServer
-from everstep.node.process_facts import born
+from everstep.procfs import born
 from harness.cluster import small_job
 from tests.support.processes import until
 from tests.support.served import served

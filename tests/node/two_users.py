@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from everstep.node.process_facts import parent_of
+from everstep.procfs import parent_of
 from everstep.store.unix_users import UnixUser, found
 from harness.cluster import Cluster, small_job
 from tests.support.processes import until

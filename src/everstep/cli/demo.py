@@ -161,7 +161,6 @@ def story(job: Job) -> Script:
 
 def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
     """All that the demo claims, from what was measured."""
-    from everstep.cli.live import relative
     from everstep.launch.local.report import document, healthy_step_s
 
     calm, ours = clean.by_step(), healed.by_step()
@@ -170,7 +169,7 @@ def summary(job: Job, clean: Outcome, healed: Outcome) -> dict[str, Any]:
         "replicas": job.replicas,
         "stages": job.stages,
         "microbatches_per_replica": job.microbatches,
-        "max_relative_loss_difference": max(relative(ours[step].loss, calm[step].loss) for step in calm),
+        "max_relative_loss_difference": max(_relative(ours[step].loss, calm[step].loss) for step in calm),
         "replayed_ops_elsewhere": sum(i["replayed_ops_elsewhere"] for i in healed_run["incidents"]),
         "losses_without_faults": {str(step): calm[step].loss for step in sorted(calm)},
         **healed_run,
@@ -206,7 +205,8 @@ def _run_twice(
         restarts_per_place=3 if page is None else 1_000_000,  # people like to click
     )
     console.print("[bold]1[/bold]  with two SIGKILLs")  # first: it is what people want to see
-    with _watcher(job, console, as_json=as_json) as watch:
+    every = 10 if as_json or not sys.stderr.isatty() else None
+    with render.watching(job, as_json=as_json, every=every) as watch:
         healed = _finished(
             api.run_job(
                 job,
@@ -219,8 +219,7 @@ def _run_twice(
         )
     _say_done(console, healed)
     console.print("[bold]2[/bold]  the same job without failures, for comparison")
-    losses = {step: row.loss for step, row in healed.by_step().items()}
-    with _watcher(job, console, as_json=as_json, other=losses) as watch:
+    with render.watching(job, as_json=as_json, every=every) as watch:
         clean = _finished(api.run_job(job, watch=watch, fork_server=fork_server))
     _say_done(console, clean)
     return clean, healed
@@ -240,21 +239,6 @@ def _page() -> Iterator[RunPage]:
 
 def _say_done(console: Console, outcome: Outcome) -> None:
     console.print(f"   done: loss {outcome.rows[0].loss:.3f} → {outcome.rows[-1].loss:.3f}\n")
-
-
-@contextlib.contextmanager
-def _watcher(
-    job: Job, console: Console, *, as_json: bool, other: Mapping[int, float] | None = None
-) -> Iterator[Watcher]:
-    if as_json or not sys.stderr.isatty():
-        from everstep.launch.local.plain_lines import PlainLines
-
-        yield PlainLines(job, every=10)
-        return
-    from everstep.cli.live import LiveView
-
-    with LiveView(job, console=console, other=other, other_name="with two kills") as view:
-        yield view
 
 
 def _finished(outcome: Outcome) -> Outcome:
@@ -285,14 +269,7 @@ def _title(console: Console, job: Job, script: Script, *, web: bool) -> None:
 
 
 def _show(console: Console, found: Mapping[str, Any]) -> None:
-    calm = {int(step): loss for step, loss in found["losses_without_faults"].items()}
-    ours = {int(step): loss for step, loss in found["losses"].items()}
-    console.print("[bold]loss[/bold]   · without failures   ○ with two kills   ● both   [red]✗[/red] a kill")
-    marks = {incident["step"]: "✗" for incident in found["incidents"]}
-    for line in render.plot(calm, ours, marks=marks):
-        console.print(line.replace("✗", "[red]✗[/red]").replace("●", "[green]●[/green]"))
     difference, batches = found["max_relative_loss_difference"], found["microbatches"]
-    console.print()
     for name, value in (
         (
             "largest loss difference",
@@ -312,6 +289,11 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     for incident in found["incidents"]:
         what = f"step {incident['step']}, worker {incident['worker']}"
         console.print(f"  {what:<24} {_costs(incident)}")
+
+
+def _relative(a: float, b: float) -> float:
+    """How far two losses are apart, as a part of the larger."""
+    return abs(a - b) / max(abs(a), abs(b), 1e-300) if a != b else 0.0
 
 
 def _costs(incident: Mapping[str, Any]) -> str:

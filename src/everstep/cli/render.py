@@ -1,4 +1,4 @@
-"""What commands print: notes on stderr, one JSON document on stdout, and curves as text."""
+"""What commands print: notes on stderr, one JSON document on stdout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,57 +89,14 @@ def show(picture: RenderableType) -> None:
 def watching(
     job: Job, *, as_json: bool, decisions: bool = False, every: int | None = None
 ) -> Iterator[Watcher]:
-    """Live on a terminal; lines elsewhere, and where every decision is asked for."""
-    if as_json or decisions or every is not None or not sys.stderr.isatty():
-        from everstep.launch.local.plain_lines import PlainLines
+    """One live line on a terminal; lines elsewhere, and where every decision is asked for."""
+    from everstep.launch.local.plain_lines import LiveLine, PlainLines
 
+    if as_json or decisions or every is not None or not sys.stderr.isatty():
         yield PlainLines(job, decisions=decisions, every=every)
         return
-    from everstep.cli.live import LiveView
-
-    with LiveView(job) as view:
-        yield view
-
-
-def plot(
-    first: Mapping[int, float],
-    second: Mapping[int, float],
-    *,
-    marks: Mapping[int, str] | None = None,
-    width: int = 64,
-    height: int = 11,
-) -> list[str]:
-    """Two curves over steps in one picture of text: · first, ○ second, ● both in the same place."""
-    steps = sorted({*first, *second})
-    values = [v for v in (*first.values(), *second.values()) if math.isfinite(v)]
-    if not steps or not values:
-        return []
-    low, high = min(values), max(values)
-    span = max(1, steps[-1] - steps[0])
-
-    def cells(curve: Mapping[int, float]) -> set[tuple[int, int]]:
-        """In every column the value of the step nearest to it."""
-        found = ((x, curve.get(steps[0] + round(x / (width - 1) * span), math.nan)) for x in range(width))
-        return {
-            (round((high - v) / ((high - low) or 1) * (height - 1)), x) for x, v in found if math.isfinite(v)
-        }
-
-    ours, theirs = cells(first), cells(second)
-    lines = []
-    for y in range(height):
-        label = f"{high - (high - low) * y / (height - 1):8.3f} ┤" if y % 5 == 0 else f"{'':8} │"
-        row = "".join(" ·○●"[((y, x) in ours) + 2 * ((y, x) in theirs)] for x in range(width))
-        lines.append(label + row.rstrip())
-    marked = {round((step - steps[0]) / span * (width - 1)): mark for step, mark in (marks or {}).items()}
-    return [*lines, f"{'':8} └{_axis(marked, width)}", _labels(steps, width)]
-
-
-def _axis(marks: Mapping[int, str], width: int) -> str:
-    return "".join(marks.get(x, "─") for x in range(width))
-
-
-def _labels(steps: Sequence[int], width: int) -> str:
-    return f"{'':10}{'step ' + str(steps[0]):<{max(0, width - len(str(steps[-1])))}}{steps[-1]}"
+    with LiveLine(job) as line:
+        yield line
 
 
 def _plain(value: Any) -> Any:

@@ -38,7 +38,7 @@ WEB = typer.Option(
     help="Port of the page, on this machine only; 0 for any free port.",
 )
 EVERY = typer.Option(
-    "--every", min=1, metavar="N", help="Print one line every N steps instead of the live view."
+    "--every", min=1, metavar="N", help="Print one line every N steps instead of the live line."
 )
 GRACE = typer.Option(
     "--grace", min=0, metavar="SECONDS", help="On SIGTERM: time to finish the step and save its state."

@@ -45,7 +45,7 @@ from everstep.forked import (
     send_request,
 )
 from everstep.log import warn
-from everstep.node.process_facts import born, end_leftovers
+from everstep.procfs import born, end_leftovers, wait_status
 from everstep.protocol.codec import decode
 from everstep.protocol.messages import Sender
 from everstep.store.owned_folders import remove_all_left
@@ -338,14 +338,10 @@ class ForkServer:
 
 
 def exit_reason(pid: int) -> str:
-    """Why a child that is not reaped yet has ended, in words. Field 52 of /proc/PID/stat is its wait
-    status.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    """Why a child that is not reaped yet has ended, in words."""
+    status = wait_status(pid)
+    if status is None:
         return "ended"
-    status = int(fields[49])
     if os.WIFSIGNALED(status):
         return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"exited with code {os.WEXITSTATUS(status)}"

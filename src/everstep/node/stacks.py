@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from everstep import procfs
+
 SIGNAL = signal.SIGUSR2
 WITHIN_S, LOOK_S = 2.0, 0.02
 PY_SPY_S = 10.0
@@ -41,7 +43,8 @@ def stacks_of(pid: int, beacon: Path) -> dict[str, Any]:
     """How they were read, and the text; or why there is none."""
     if (tool := shutil.which("py-spy")) is not None:
         try:
-            how = "--nonblocking" if _is_stopped(pid) else "--native"  # it cannot suspend what is stopped
+            is_held = procfs.is_stopped(pid) or procfs.is_traced(pid)
+            how = "--nonblocking" if is_held else "--native"  # it cannot suspend what is stopped
             command = [tool, "dump", how, "--pid", str(pid)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
         except (OSError, subprocess.TimeoutExpired):
@@ -52,13 +55,12 @@ def stacks_of(pid: int, beacon: Path) -> dict[str, Any]:
     return _asked(pid, place_of(beacon))
 
 
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-
-
 def _asked(pid: int, path: Path) -> dict[str, Any]:
     try:
-        if not _answers(pid):
+        answers = procfs.catches(pid, SIGNAL)
+        if answers is None:
+            return {"error": "its process is gone"}
+        if not answers:
             return {"error": "it has not begun to train: its code is still being loaded"}
         before = path.stat().st_size
         os.kill(pid, SIGNAL)
@@ -76,11 +78,3 @@ def _asked(pid: int, path: Path) -> dict[str, Any]:
     if not text:
         return {"error": f"it does not answer within {WITHIN_S:g} s: it is stopped, or in the kernel"}
     return {"how": "faulthandler", "text": text}
-
-
-def _answers(pid: int) -> bool:
-    """Does it catch the signal?"""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
-    return False

@@ -43,10 +43,10 @@ from everstep.node.fork_server import (
 )
 from everstep.node.lifeline import Bell, Lifeline
 from everstep.node.pair_check import PairServer, measured
-from everstep.node.process_facts import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.node.shard_group import SHARDS
 from everstep.node.slot_devices import NodeDevices, SlotDevice
 from everstep.node.worker_lines import Loop, WorkerLines
+from everstep.procfs import active_s, born, end_leftovers, is_stopped, parent_of
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.messages import PlantFaults, RankRules, Sender, TaskNeeds

@@ -5,6 +5,7 @@ the lines that are worth keeping.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -106,8 +107,8 @@ _CLEAR = "\r\x1b[K"
 class LiveLine:
     """A watcher. Incidents, evaluations and what went wrong are lines of their own, as without a terminal."""
 
-    def __init__(self, job: Job, *, width: int = 100) -> None:
-        self.job, self._width = job, width
+    def __init__(self, job: Job) -> None:
+        self.job, self._width = job, shutil.get_terminal_size((100, 24)).columns - 1
         self.pace = Pace(steps=job.steps)
         self._lines = PlainLines(job, every=job.steps + 1, say=self._say)
         self._drawn_at, self._frame = 0.0, 0

@@ -22,6 +22,25 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] == [b"T"]
 
 
+def is_traced(pid: int) -> bool:
+    """Is it stopped by a debugger?"""
+    return _stat(pid)[:1] == [b"t"]
+
+
+def catches(pid: int, number: int) -> bool | None:
+    """Has it a handler for this signal? None: there is no such process."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return None
+
+
+def wait_status(pid: int) -> int | None:
+    """Of a process that has ended and is not reaped yet, its own or another's child; None: there is none."""
+    fields = _stat(pid)
+    return int(fields[49]) if fields else None
+
+
 def parent_of(pid: int) -> int:
     """0: there is no such process."""
     fields = _stat(pid)
