@@ -52,7 +52,7 @@ class Crew:
         self.hung_disks: set[str] = set()  # nodes that do not answer searches
         self.hang_at_start: set[Worker] = set()  # their processes never report
         self.sums: dict[str, str] = {}  # by node: how its version sums gradients
-        self.without: tuple[str, ...] = ()  # fast kernels that newly started workers do not use
+        self.kernels = ev.UsesKernels()  # of workers that start from now on
         self.checks: dict[str, tuple[msg.CheckResult, ...]] = {}  # what each node's checks find
         # What a node measures of the network to another one.
         self.pairs: Callable[[str, msg.MeasurePair], msg.PairMeasured | None] | None = None
@@ -137,7 +137,7 @@ class Crew:
             address = (self._host or node, _port(node, order.slot))
             worker, sums = order.worker, self.sums.get(node, "")
             started = ev.WorkerStarted(
-                worker=worker, incarnation=order.incarnation, address=address, sums=sums, without=self.without
+                worker=worker, incarnation=order.incarnation, address=address, sums=sums, kernels=self.kernels
             )
             self.says(order.task, worker, started)
 

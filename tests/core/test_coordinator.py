@@ -65,25 +65,39 @@ def test_a_worker_whose_version_sums_otherwise_takes_no_part(members: str, newco
     assert not told.closed, "its place is empty"
 
 
-@pytest.mark.parametrize("members", [(), ("kernels",)])
+USES, DOES_NOT = (ev.UsesKernels(device="one GPU", without=without) for without in ((), ("fast",)))
+
+
+def test_workers_on_other_devices_need_not_use_the_same_kernels() -> None:
+    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
+    cluster.crew.kernels = USES
+    cluster.submit()
+    cluster.seal()
+    cluster.crew.kernels = ev.UsesKernels(device="another GPU", without=("fast",))
+    cluster.exits(Worker(1, 1), "killed by SIGKILL")
+    cluster.wait(5)
+    assert ("t", Worker(1, 1)) in cluster.crew.actors
+
+
+@pytest.mark.parametrize(("members", "newcomer"), [(USES, DOES_NOT), (DOES_NOT, USES)])
 def test_a_worker_that_uses_other_kernels_takes_no_part_until_a_new_process_uses_the_same(
-    members: tuple[str, ...],
+    members: ev.UsesKernels, newcomer: ev.UsesKernels
 ) -> None:
     """Its microbatches would have other bits: only a line of a log said so."""
     cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
-    cluster.crew.without = members
+    cluster.crew.kernels = members
     cluster.submit()
     cluster.seal()
     lost = Worker(1, 1)
-    cluster.crew.without = () if members else ("kernels",)
+    cluster.crew.kernels = newcomer
     cluster.exits(lost, "killed by SIGKILL")
     cluster.wait(5)
     assert ("t", lost) not in cluster.crew.actors
-    (told,) = [one for one in cluster.coordinator.log.incidents if "both use kernels" in one.what]
+    (told,) = [one for one in cluster.coordinator.log.incidents if "same fast kernels" in one.what]
     assert told.verdict is not None
     assert told.verdict.kind == "mixed versions"
     assert {node.state for node in cluster.coordinator.nodes.values()} == {NodeState.UP}
-    cluster.crew.without = members
+    cluster.crew.kernels = members
     for _ in range(4):
         cluster.wait(5)
         cluster.seal()

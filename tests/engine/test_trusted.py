@@ -11,7 +11,7 @@ import torch
 
 from everstep.engine.layers import linear
 from everstep.engine.layers import trusted as trust
-from everstep.engine.layers.trusted import not_trusted, trusted
+from everstep.engine.layers.trusted import rounds_without, trusted
 from everstep.engine.sums import kernels
 from everstep.errors import DeviceError
 from everstep.node.worker import refuse_other_kernels
@@ -39,22 +39,22 @@ def answers(*given: bool | Exception) -> Callable[[], bool]:
 
 def test_an_error_that_passes_does_not_turn_a_kernel_off() -> None:
     """Any error, at any moment, turned it off for as long as the process lived, and no peer heard of it."""
-    assert trusted("kernels", GPU, answers(RuntimeError("no handle"), True))
-    assert not_trusted(GPU) == ()
+    assert trusted("kernels", GPU, answers(RuntimeError("no handle"), True), rounds=True)
+    assert rounds_without(GPU) == ()
 
 
 @pytest.mark.parametrize("given", [(False,), (NO, NO), (NO, False)])
-def test_what_is_not_trusted_is_known_for_peers(given: tuple[bool | Exception, ...]) -> None:
+def test_what_is_rounds_without_is_known_for_peers(given: tuple[bool | Exception, ...]) -> None:
     for _ in range(2):  # asked once
-        assert not trusted("kernels", GPU, answers(*given))
-    assert not_trusted(GPU) == ("kernels",)
-    assert not_trusted(torch.device("cpu")) == ()
+        assert not trusted("kernels", GPU, answers(*given), rounds=True)
+    assert rounds_without(GPU) == ("kernels",)
+    assert rounds_without(torch.device("cpu")) == ()
 
 
 def test_memory_that_is_lacking_says_nothing_of_a_kernel() -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        trusted("kernels", GPU, answers(torch.OutOfMemoryError("CUDA out of memory.")))
-    assert trusted("kernels", GPU, answers(True))
+        trusted("kernels", GPU, answers(torch.OutOfMemoryError("CUDA out of memory.")), rounds=True)
+    assert trusted("kernels", GPU, answers(True), rounds=True)
 
 
 def test_all_fast_kernels_are_tried_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_all_fast_kernels_are_tried_in_one_way(monkeypatch: pytest.MonkeyPatch) 
         assert not linear.groups_trusted(GPU)
         assert not kernels.usable(GPU, torch.int64)
     assert fails == [trust.ATTEMPTS] * 2
-    assert not_trusted(GPU) == (kernels.KERNELS, linear.GROUPS)
+    assert rounds_without(GPU) == (linear.GROUPS,), "strict sums have the same bits without their kernels"
 
 
 class Shards:

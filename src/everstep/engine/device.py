@@ -30,6 +30,10 @@ def pick(name: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def seed(device: torch.device, value: int) -> None:
     """Seed every generator that code on `device` may draw from: torch's of the device and of the CPU, that of
     Python and that of numpy. No other: `torch.manual_seed` would wake CUDA.

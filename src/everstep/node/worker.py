@@ -25,7 +25,7 @@ from everstep.engine.layers import regions
 from everstep.engine.layers.linear import groups_trusted
 from everstep.engine.layers.shard_plan import Cut
 from everstep.engine.layers.software import computes_with
-from everstep.engine.layers.trusted import not_trusted
+from everstep.engine.layers.trusted import rounds_without
 from everstep.engine.prepare.fitting import room, take_share
 from everstep.engine.prepare.program import Program
 from everstep.engine.shards.collectives import Collectives, GroupCollectives
@@ -55,6 +55,7 @@ from everstep.node.line_to_agent import AgentLine, call_agent
 from everstep.node.shard_group import ShardGroup, fork
 from everstep.node.stacks import answer_to_signal
 from everstep.protocol import shard_messages as sh
+from everstep.protocol.events import UsesKernels
 from everstep.protocol.messages import (
     PartWritten,
     SaveFailed,
@@ -259,8 +260,8 @@ def train(spec: WorkerSpec, program: Program, line: AgentLine | _Pipe, group: Sh
         states.finish(lambda: None)
     else:
         line.listen(plane.inbox)
-        sums, without = NEW_SUMS.get(job.sums, ""), _tried_kernels(job, device)
-        line.say(control.started(plane.links.address, sums, without).report)
+        uses = UsesKernels(device=devices.name_of(device), without=_tried_kernels(job, device))
+        line.say(control.started(plane.links.address, NEW_SUMS.get(job.sums, ""), uses).report)
         loop.run()
         line.over = True
         states.finish(loop.show_saving)
@@ -296,14 +297,16 @@ def _computes_with(job: Job, device: torch.device) -> str:
 
 
 def _tried_kernels(job: Job, device: torch.device) -> tuple[str, ...]:
-    """Those that are not trusted here. All are tried before any peer hears of this worker."""
+    """Those that round in their own way and are not trusted here. All are tried before any peer hears of this
+    worker.
+    """
     if job.accumulate == "fp32" or device.type != "cuda":
         return ()
     if (kept := kept_as(job.sums, late=True)) is not None:
         kernels.usable(device, *kept)
     if job.precision == "bf16":
         groups_trusted(device)
-    return not_trusted(device)
+    return rounds_without(device)
 
 
 def refuse_other_kernels(without: tuple[str, ...], shards: Collectives, device: torch.device) -> None:

@@ -28,6 +28,14 @@ class Event:
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsesKernels:
+    """Which of the fast kernels that round in their own way a worker does not use, and on which device."""
+
+    device: str = ""
+    without: tuple[str, ...] = ()
+
+
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} has started")
 class WorkerStarted(Event):
     """A process for this place is up, has built its layers and can be reached."""
@@ -36,7 +44,7 @@ class WorkerStarted(Event):
     incarnation: int
     address: tuple[str, int] | None = None  # where its peers reach it
     sums: str = ""  # how it sums gradients, where versions differ in it
-    without: tuple[str, ...] = ()  # fast kernels that it does not use, where all must use the same
+    kernels: UsesKernels = UsesKernels()  # where all of a stage must use the same
 
 
 @message(by=WORKER, fences=(INCARNATION,), says="worker {worker} of {task} exited: {reason}")

@@ -10,7 +10,7 @@ by state, and no report of a worker makes this walk over all places.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from operator import itemgetter
@@ -31,6 +31,7 @@ from everstep.core.task.states import (
     Starting,
 )
 from everstep.protocol.actions import Action, CopyState, StartWorker
+from everstep.protocol.events import UsesKernels
 from everstep.protocol.lifecycle import become
 from everstep.protocol.ops import Worker
 from everstep.protocol.work import Ledger
@@ -48,7 +49,9 @@ class Places:
     restarts: dict[Worker, int]  # on the machine it has now, none of which has helped for long
     transfers: int = 0  # how many copies of a state were ordered
     sums: dict[int, str] = field(default_factory=dict)  # by stage: how its processes sum gradients
-    without: dict[int, tuple[str, ...]] = field(default_factory=dict)  # and the fast kernels they do not use
+    kernels: dict[Worker, UsesKernels] = field(default_factory=dict)
+    # By stage and device: what those of its processes do not use that have started.
+    without: dict[tuple[int, str], tuple[str, ...]] = field(default_factory=dict)
     _others: dict[type[PlaceState], set[Worker]] = field(init=False)  # by state: all but the members
     _there: Counter[tuple[type[PlaceState], int]] = field(init=False)  # by state and stage: how many
     _started_again: set[Worker] = field(init=False)  # more than one restart
@@ -106,25 +109,31 @@ class Places:
         self.to(worker, Starting(incarnation))
         return StartWorker(worker=worker, incarnation=incarnation, because=because)
 
-    def started(self, worker: Worker, incarnation: int, *, sums: str, without: tuple[str, ...] = ()) -> None:
+    def started(self, worker: Worker, incarnation: int, *, sums: str, kernels: UsesKernels) -> None:
         self.to(worker, Started(incarnation))
-        self.sums[worker.stage], self.without[worker.stage] = sums, without
+        self.sums[worker.stage], self.kernels[worker] = sums, kernels
+        self.without[worker.stage, kernels.device] = kernels.without
 
     def sums_differ(self, worker: Worker, sums: str) -> Worker | None:
         """A peer that is up and sums gradients in another way: together they would train with wrong ones."""
-        return None if self.sums.get(worker.stage, "") == sums else self._up_beside(worker)
+        same = self.sums.get(worker.stage, "") == sums
+        return None if same else next(self._up_beside(worker), None)
 
-    def kernels_differ(
-        self, worker: Worker, without: tuple[str, ...]
-    ) -> tuple[Worker, tuple[str, ...]] | None:
-        """A peer that is up and uses other kernels, and those that it does not use."""
-        theirs = self.without.get(worker.stage, ())
-        peer = None if theirs == without else self._up_beside(worker)
-        return None if peer is None else (peer, theirs)
+    def kernels_differ(self, worker: Worker, kernels: UsesKernels) -> Worker | None:
+        """A peer that is up and uses other kernels on such a device. Those of other devices have other bits
+        anyway.
+        """
+        if self.without.get((worker.stage, kernels.device), kernels.without) == kernels.without:
+            return None
+        for peer in self._up_beside(worker):
+            theirs = self.kernels.get(peer, kernels)
+            if theirs.device == kernels.device and theirs.without != kernels.without:
+                return peer
+        return None
 
-    def _up_beside(self, worker: Worker) -> Worker | None:
+    def _up_beside(self, worker: Worker) -> Iterator[Worker]:
         up = (w for w, place in self.states.items() if not isinstance(place, Absent | Starting))
-        return next((w for w in up if w.stage == worker.stage), None)
+        return (w for w in up if w.stage == worker.stage)
 
     def clear_restarts(self, worker: Worker) -> None:
         """It has another machine: what happened on the last one does not count."""

@@ -58,8 +58,8 @@ from everstep.protocol.table import TABLE, AnyMessage, Document, Fence, Handlers
 from everstep.protocol.work import Members, is_quiet
 
 OTHER_KERNELS = (
-    "worker {peer} and this worker do not both use {kernels}, so a microbatch has other bits on each. A new "
-    'process tries again; on GPUs of several kinds, set accumulate = "fp32".'
+    "worker {peer} does not use the same fast kernels on {device}: a microbatch has other bits on each of "
+    "them. A new process tries again."
 )
 OTHER_SUMS = (
     "worker {peer} runs a version of Everstep that sums gradients of this job differently. Save and stop the "
@@ -288,7 +288,7 @@ class Recovery:
     def _started(self, event: ev.WorkerStarted, now: float) -> list[Action]:
         if not isinstance(self.places[event.worker], Starting):
             return []
-        self._places.started(event.worker, event.incarnation, sums=event.sums, without=event.without)
+        self._places.started(event.worker, event.incarnation, sums=event.sums, kernels=event.kernels)
         if isinstance(self.phase, Running):
             return self._places.feed_joiners()
         return self._phases.restore_if_assembled()
@@ -297,12 +297,8 @@ class Recovery:
         """Why this worker must not take part beside those of its stage that do."""
         if (peer := self._places.sums_differ(event.worker, event.sums)) is not None:
             return OTHER_SUMS.format(peer=peer)
-        found = self._places.kernels_differ(event.worker, event.without)
-        if found is None:
-            return None
-        peer, theirs = found
-        odd = sorted({*theirs, *event.without} - ({*theirs} & {*event.without}))
-        return OTHER_KERNELS.format(peer=peer, kernels=" and ".join(odd))
+        peer = self._places.kernels_differ(event.worker, event.kernels)
+        return None if peer is None else OTHER_KERNELS.format(peer=peer, device=event.kernels.device)
 
     @on
     def _exited(self, event: ev.WorkerExited, now: float) -> list[Action]:

@@ -38,6 +38,9 @@ from everstep.protocol.work import LinkBroke, LinkOpened, PeerAddress, StateDire
 ControlEvent = WorkerOrder | LinkBroke | LinkOpened | TimePassed
 
 
+SAME_KERNELS = ev.UsesKernels()
+
+
 @dataclass(frozen=True, slots=True)
 class SendReport:
     report: WorkerReport
@@ -201,12 +204,14 @@ class WorkerControl:
         self._waits_for = waits_for
         return True
 
-    def started(self, address: PeerAddress, sums: str = "", without: tuple[str, ...] = ()) -> SendReport:
-        """`sums`: how it sums gradients. `without`: which fast kernels it does not use."""
+    def started(
+        self, address: PeerAddress, sums: str = "", kernels: ev.UsesKernels = SAME_KERNELS
+    ) -> SendReport:
+        """`sums`: how it sums gradients."""
         _, worker, incarnation = self.sender
         return self._event(
             ev.WorkerStarted(
-                worker=worker, incarnation=incarnation, address=address, sums=sums, without=without
+                worker=worker, incarnation=incarnation, address=address, sums=sums, kernels=kernels
             )
         )
 

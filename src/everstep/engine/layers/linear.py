@@ -218,7 +218,7 @@ GROUPS = "torch's products of groups"
 
 def groups_trusted(device: torch.device) -> bool:
     """Is torch's product of groups used here? It rounds to 16 bits where single products do not."""
-    return trusted(GROUPS, device, partial(_groups_agree, device))
+    return trusted(GROUPS, device, partial(_groups_agree, device), rounds=True)
 
 
 def _groups_agree(device: torch.device) -> bool:
