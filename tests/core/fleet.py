@@ -279,8 +279,8 @@ class Fleet:
         def ask() -> None:
             if action.version != self.machine.version:
                 return
-            asked, thought = self.thinking.question(self.machine, self.now)
-            if asked is not None and thought is None:
+            asked, thought = self.thinking.question(self.machine, self.now), None
+            if asked is not None:
                 began = time.process_time()
                 thought = think(asked)
                 self.busy.think_s += time.process_time() - began

@@ -7,7 +7,8 @@ from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.copy_placement import Keepers, copied_at_end, copies_for
 from everstep.core.cluster.snapshot import digest, freeze, thaw
 from everstep.core.cluster.task import TaskState
-from everstep.plan.change_times import PACE, copying_s
+from everstep.plan.change_times import AGREE_S, PACE, TRANSITION_S, Changes
+from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.messages import FailedRead
@@ -468,7 +469,11 @@ def test_a_snapshot_keeps_what_is_in_memory_and_what_is_to_come() -> None:
 def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_the_last_move() -> None:
     cluster = four_nodes()
     task = cluster.coordinator.tasks["t"]
-    assert copying_s(task) is None
+
+    def copying_s() -> float:
+        return Changes([task], cluster.coordinator.log, Measurements()).of(task).copy_s
+
+    assert copying_s() == TRANSITION_S - AGREE_S
     for stage, size in enumerate((10**9, 3 * 10**9)):
         worker = Worker(0, stage)
         part = {"file": "x", "bytes": size}
@@ -477,10 +482,10 @@ def test_what_a_change_costs_follows_from_the_bytes_that_move_and_the_pace_of_th
             "t", worker, msg.PartWritten(task="t", step=1, stage=stage, attempt=1, part=part, memory_of=node)
         )
     cluster.seal()
-    assert copying_s(task) == 3 * 10**9 / PACE
+    assert copying_s() == 3 * 10**9 / PACE
     for worker in (Worker(0, 0), Worker(0, 1)):
         moved = msg.StateFetched(
             task="t", worker=worker, step=1, bytes_here=0, bytes_elsewhere=10**9, seconds=1.0
         )
         cluster.report("t", worker, moved)
-    assert copying_s(task) == 3.0
+    assert copying_s() == 3.0

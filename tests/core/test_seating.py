@@ -12,7 +12,6 @@ from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin
 from everstep.core.cluster.roster import Roster
 from everstep.core.cluster.task import KeptState, Seat, Task
-from everstep.plan.ahead import after
 from everstep.protocol import messages as msg
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
@@ -180,14 +179,3 @@ def test_the_workers_that_a_smaller_task_gives_up_are_those_of_the_fullest_stage
     if task.seats:
         cluster.hear(msg.ResizeRequested(task="t", workers=wanted))
         assert set(task.seats) == set(left)
-
-
-def test_a_lost_node_leaves_its_workers_to_others_in_what_is_prepared_for() -> None:
-    cluster = FakeCluster(nodes={"a": 2, "b": 2, "c": 2})
-    cluster.submit()
-    task = cluster.coordinator.tasks["t"]
-    node = task.seats[Worker(0, 0)].node
-    then = after("lose", node, cluster.coordinator).tasks["t"]
-    assert len(then.seats) == len(task.seats) == 4
-    assert node not in {seat.node for seat in then.seats.values()}
-    assert task.seats[Worker(0, 0)].node == node, "it has not happened"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
+
 from everstep.core.cluster.slowness import slow_links
 from everstep.core.task.states import Gathering, Running
 from everstep.drive.thinking import Thinking
 from everstep.plan.measured import TaskMeasurements
-from everstep.plan.shapes import offered, throughput_now
+from everstep.plan.throughput import TaskSpeed
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.actions import ComputePlan
@@ -16,7 +18,6 @@ from everstep.protocol.incidents import Incident
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.shape import Shape
 from everstep.protocol.work import Ledger
-from everstep.schedule.instance import Grid, Instance
 from everstep.schedule.task_scheduler import TaskScheduler
 from tests.support.fake_cluster import FakeCluster
 
@@ -255,24 +256,15 @@ def test_a_slow_worker_is_slow_in_any_shape() -> None:
     """The planner took the fastest worker of each stage for all of them, and a real run left its shape for
     nothing. With four peers in one stage there really is more to be gained than with two.
     """
-    own, *others = offered(Shape(2, 2, 4), range(1, 5), 6, TaskMeasurements(), {SLOW: 3.0}, live=4)
-    best = {stages: max(o.at(4) for o in others if o.shape.stages == stages) for stages in (1, 2, 4)}
-    assert best[2] <= 1.001 * own.at(4)
-    assert best[4] < own.at(4) < best[1] < 4.0
-
-
-def test_what_a_move_gains_is_known_where_op_times_are_measured() -> None:
-    """The measured times had the slow worker in them, whoever the planner took for slow: it saw no gain, and
-    in real runs nothing moved.
-    """
-    times: Grid = ((1.0, 1.0), (1.0, 3.0))
-    instance = Instance(
-        replicas=2, stages=2, microbatches=4, forward=times, input_grad=times, weight_grad=times
-    )
-    known = TaskMeasurements(instance=instance, slow={SLOW: 3.0})
-    shape, nobody = Shape(2, 2, 4), frozenset[Worker]()
-    today, after = (throughput_now(shape, nobody, known, slow) for slow in ({SLOW: 3.0}, {}))
-    assert after > 1.3 * today
+    speed = TaskSpeed(Shape(2, 2, 4), TaskMeasurements(), {SLOW: 3.0})
+    own, others = speed.own((2, 2)).throughput[4], speed.others(range(1, 5), (), 6)
+    best = {
+        stages: max(o.throughput[min(4, len(o.throughput) - 1)] for o in others if o.shape.stages == stages)
+        for stages in (1, 2, 4)
+    }
+    assert own == pytest.approx(speed.now((2, 2)))
+    assert best[2] <= 1.001 * own
+    assert best[4] < own < best[1] < 4.0
 
 
 def slow_link(cluster: FakeCluster, worker: Worker, peer: Worker) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from everstep.cli.main import run as everstep
 from everstep.errors import UserError
-from everstep.plan import reroute
-from everstep.plan.curve import from_table
-from everstep.plan.holes import ratio, with_holes
-from everstep.plan.pipeline_orders import RESCHEDULED
+from everstep_lab.plan import reroute
+from everstep_lab.plan.curve import from_table
+from everstep_lab.plan.holes import ratio, with_holes
+from everstep_lab.plan.pipeline_orders import RESCHEDULED
 from everstep_lab.study import readers, sources
 from everstep_lab.study.failures import CAUSES, Failure, Seen, Trace
 from everstep_lab.study.life import StudyTask

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
-from everstep.plan.cluster import Assignment, Cluster, PlanNode
-from everstep.plan.task import TaskSpec
 from everstep.protocol.durations import duration
+from everstep_lab.plan.cluster import Assignment, Cluster, PlanNode
+from everstep_lab.plan.task import TaskSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from itertools import product
 
 import numpy as np
 
-from everstep.plan.task_shape import Floats
 from everstep_lab.plan import memory
 from everstep_lab.plan.hardware import GPUS, Gpu, Stack
 from everstep_lab.plan.models import PRESETS, ModelFigures
 from everstep_lab.plan.stacks import EVERSTEP, LLAMA3, MEGATRON_2021, MEGATRON_2022
+from everstep_lab.plan.task_shape import Floats
 from everstep_lab.plan.throughput import PlannedCut, StepTime, step_time
 
 

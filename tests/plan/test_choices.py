@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.plan import Assignment, Cluster, Costs, TaskSpec, decide, from_table, replicated
-from everstep.plan.explain import least_change
-from everstep.plan.option import OptionKind
-from everstep.plan.reroute import throughput_ratio
-from everstep.plan.task_shape import ParallelShape
-from everstep.plan.transition import StateSource
 from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
+from everstep_lab.plan import Assignment, Cluster, Costs, TaskSpec, decide, from_table, replicated
 from everstep_lab.plan.assign import assign
+from everstep_lab.plan.explain import least_change
+from everstep_lab.plan.option import OptionKind
+from everstep_lab.plan.reroute import throughput_ratio
+from everstep_lab.plan.task_shape import ParallelShape
+from everstep_lab.plan.transition import StateSource
 from tests.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, random_world, seated, table_task
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from everstep.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec
-from everstep.plan.curve import Curve, from_table
-from everstep.plan.holes import num_moving, per_stage, ratio, with_holes
-from everstep.plan.option import OptionKind
-from everstep.plan.reroute import throughput_ratio
-from everstep.plan.task_shape import ParallelShape, StepShares
 from everstep.protocol.ops import Worker
+from everstep_lab.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec
 from everstep_lab.plan.assign import assign
+from everstep_lab.plan.curve import Curve, from_table
 from everstep_lab.plan.hardware import gpu
+from everstep_lab.plan.holes import num_moving, per_stage, ratio, with_holes
 from everstep_lab.plan.models import model
+from everstep_lab.plan.option import OptionKind
+from everstep_lab.plan.reroute import throughput_ratio
 from everstep_lab.plan.stacks import stack
+from everstep_lab.plan.task_shape import ParallelShape, StepShares
 from everstep_lab.plan.throughput import PlannedCut, from_model, step_time
 
 BATCH = 64

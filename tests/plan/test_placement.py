@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from everstep.plan import Assignment, Cluster, ParallelShape, PlanNode, SlotPlace, TaskSpec, replicated
+from everstep_lab.plan import Assignment, Cluster, ParallelShape, PlanNode, SlotPlace, TaskSpec, replicated
 from everstep_lab.plan.assign import assign
 from tests.plan.events import PlanWorld, after
 from tests.plan.worlds import nodes, pipeline, seated

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from everstep.plan.curve import from_table
-from everstep.plan.pipeline_orders import ORDERS
 from everstep.schedule import Instance, plan, uniform
 from everstep_lab.plan import memory
+from everstep_lab.plan.curve import from_table
 from everstep_lab.plan.hardware import GPUS
 from everstep_lab.plan.models import PRESETS
+from everstep_lab.plan.pipeline_orders import ORDERS
 from everstep_lab.plan.stacks import EVERSTEP, MEGATRON, MEGATRON_2022, MEGATRON_ZERO_1
 from everstep_lab.plan.throughput import from_model
 from tests.plan.published import ROWS

@@ -1,11 +1,10 @@
-"""A change of shape waits until staying has cost as much; which shape is wished for meanwhile may change."""
+"""A change of shape waits until nothing has come or gone for as long as it takes to pay for itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from everstep.core.cluster.wishes import WishedShape
-from everstep.plan.ask import next_event_s
+from everstep.plan.ask import LONGEST_WAIT_S, next_event_s
 from everstep.plan.measured import ENOUGH_STEPS
 from everstep.protocol import messages as msg
 from everstep.protocol.shape import Shape
@@ -28,37 +27,6 @@ def cluster_of(*, steps_before: int, step_s: float = 1.0) -> FakeCluster:
 
 def decided(cluster: FakeCluster) -> list[msg.AssignmentChosen]:
     return [event for event in cluster.heard if isinstance(event, msg.AssignmentChosen)]
-
-
-def test_another_wish_that_is_as_good_does_not_start_the_wait_anew() -> None:
-    cluster = cluster_of(steps_before=8)
-    task, first = cluster.coordinator.tasks["t"], decided(cluster)[-1]
-    assert first.review_s is not None
-    assert task.wish is not None
-    other = Shape(4, 1, 3)
-    assert task.wish.shape != other
-    cluster.wait(first.review_s / 2)
-    again = msg.AssignmentChosen(
-        version=cluster.coordinator.version,
-        workers=first.workers,
-        because="noise",
-        wishes={"t": other},
-        losses=first.losses,
-        review_s=first.review_s / 2,
-    )
-    cluster.hear(again)
-    assert task.wish.shape == other
-    cluster.wait(first.review_s / 2 + 0.1)
-    assert task.next_shape is not None, "both halves count"
-
-
-def test_what_staying_has_cost_is_added_up_while_the_wish_or_the_circumstances_are_the_same() -> None:
-    here, other = Shape(3, 1, 4), Shape(4, 1, 3)
-    wish = WishedShape(here, 10.0, rate=2.0, missed=1.0, circumstances="4 slots")
-    assert wish.missed_at(13.0, here, "4 slots") == pytest.approx(7.0)
-    assert wish.missed_at(13.0, here, "3 slots") == pytest.approx(7.0)
-    assert wish.missed_at(13.0, other, "4 slots") == pytest.approx(7.0)
-    assert wish.missed_at(13.0, other, "3 slots") == 0.0, "a node is lost: that is another matter"
 
 
 def test_a_task_whose_steps_are_not_measured_yet_keeps_its_shape_however_long_a_step_takes() -> None:
@@ -87,21 +55,35 @@ def test_once_enough_steps_are_measured_the_change_is_made() -> None:
     assert task.shape == Shape(3, 1, 4)
 
 
+def test_a_change_that_takes_long_to_pay_for_itself_waits_for_a_bounded_time() -> None:
+    cluster = cluster_of(steps_before=8)
+    task = cluster.coordinator.tasks["t"]
+    cluster.thinking.measured.of("t").reshape_s = 5000.0
+    cluster.hear(msg.NodeJoined(node="x", boot="1", slots=0, host="127.0.0.1"))
+    chosen = decided(cluster)[-1]
+    assert chosen.wishes
+    assert chosen.review_s == pytest.approx(LONGEST_WAIT_S, abs=0.1)
+    cluster.wait(LONGEST_WAIT_S - 1)
+    assert task.next_shape is None
+    cluster.wait(2)
+    assert task.next_shape is not None
+
+
 @pytest.mark.parametrize(
-    ("seen", "now", "expected"),
+    ("seen", "now", "expected", "elapsed"),
     [
-        ([], 100.0, 1e6),
-        ([50.0], 100.0, 1024.0),  # 100 s x (ln 10,000 - 0.577)
-        ([50.0, 60.0, 70.0], 100.0, 64.0),
-        ([float(second) for second in range(0, 300, 3)], 300.0, 4.0),
-        ([float(second) for second in range(0, 300, 3)], 3600.0, 512.0),
-        ([50.0], 2e6, 1e6),
+        ([], 100.0, 1e6, 100.0),
+        ([50.0], 100.0, 1e6, 100.0),
+        ([50.0, 60.0, 70.0], 100.0, 50.0, 100.0),
+        ([float(second) for second in range(0, 300, 3)], 300.0, 24.0 / 6, 24.0),
+        ([float(second) for second in range(0, 300, 3)], 3600.0, 3324.0 / 6, 3324.0),
+        ([50.0, 51.0], 2e6, 1e6, 2e6),
     ],
 )
 def test_many_failures_outweigh_the_published_rate_and_calm_outweighs_them(
-    seen: list[float], now: float, expected: float
+    seen: list[float], now: float, expected: float, elapsed: float
 ) -> None:
-    assert next_event_s(1e6, seen, 0.0, now) == expected
+    assert next_event_s(1e6, seen, 0.0, now) == pytest.approx((expected, elapsed))
 
 
 def test_where_failures_come_every_few_seconds_no_shape_is_changed() -> None:

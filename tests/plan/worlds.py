@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from everstep.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, from_table, replicated
+from everstep_lab.plan import Assignment, Cluster, Costs, PlanNode, TaskSpec, from_table, replicated
 from everstep_lab.plan.assign import assign
 from tests.plan.events import PlanWorld, after
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.core.cluster.coordinator import Coordinator
+from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
 from everstep.protocol.incidents import Incident
@@ -85,11 +86,11 @@ def test_a_worker_that_has_ended_and_its_node_are_suspected() -> None:
 def test_waf_falls_with_a_death_and_full_stays() -> None:
     machine, seats = running(nodes=2)
     start_all(machine, seats)
-    now, full = waf(machine)
+    now, full = waf(machine, Measurements())
     assert now == full > 0
     exited = ev.WorkerExited(worker=Worker(0, 0), incarnation=1, reason="killed by SIGKILL")
     told(machine, seats[Worker(0, 0)], msg.TaskEvent(task="t", event=exited))
-    less, same = waf(machine)
+    less, same = waf(machine, Measurements())
     assert less < now
     assert same == full
 

@@ -8,7 +8,6 @@ Times of steps are derived from what is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.slowness import slow_links
@@ -18,17 +17,13 @@ from everstep.drive.link_watch import LinkWatch
 from everstep.drive.ports import HandledEvent
 from everstep.drive.slowness_watch import Watch
 from everstep.errors import clipped
-from everstep.plan.ahead import ReadyAnswers
-from everstep.plan.ask import PlanQuestion, Thought, chosen, nothing_to_share, question, think
-from everstep.plan.change_times import copying_s
+from everstep.plan.ask import PlanQuestion, Thought, chosen, question, think
 from everstep.plan.measured import Measurements
 from everstep.protocol import events as ev
 from everstep.protocol import messages as msg
-from everstep.schedule.modes import training_mode
+from everstep.schedule.modes import STAGGERED, training_mode
 from everstep.schedule.recovery_answer import plain_answer
 from everstep.schedule.task_scheduler import TaskScheduler
-
-MOST_AHEAD = 512  # workers of all tasks: a look at what may come next takes 25 us for each of them
 
 
 class Thinking:
@@ -37,7 +32,6 @@ class Thinking:
     def __init__(self) -> None:
         self.schedulers: dict[str, TaskScheduler] = {}
         self.measured = Measurements()
-        self.ready = ReadyAnswers()
         self._watches: dict[str, Watch] = {}
         self._links: dict[str, LinkWatch] = {}
 
@@ -72,17 +66,19 @@ class Thinking:
     ) -> list[msg.ClusterEvent]:
         """How many workers each task gets, and in which shape."""
         try:
-            asked, prepared = self.question(machine, now)
-            thought = prepared or (None if asked is None else think(asked))
-            return [self.chosen(machine, action, thought, now, is_prepared=prepared is not None)]
+            asked = self.question(machine, now)
+            return [self.chosen(machine, action, None if asked is None else think(asked), now)]
         except Exception as error:  # whatever a planner can raise: tasks must not wait without end
             return unchosen(machine, action, sentence(error))
 
-    def question(self, machine: Coordinator, now: float) -> tuple[PlanQuestion | None, Thought | None]:
-        """What the planner is asked, if anything, and its answer where that is there already."""
-        self._measure_ops(machine)
-        asked = question(machine, now, self.measured)
-        return asked, None if asked is None else self.ready.table.get(asked.key)
+    def question(self, machine: Coordinator, now: float) -> PlanQuestion | None:
+        """What the planner is asked, if anything."""
+        for name, scheduler in self.schedulers.items():
+            if (task := machine.tasks.get(name)) is not None:
+                known = self.measured.of(name)
+                known.times = scheduler.profile.stages(task.speeds.slow)
+                known.is_staggered = scheduler.mode == STAGGERED
+        return question(machine, now, self.measured)
 
     def chosen(
         self,
@@ -90,51 +86,24 @@ class Thinking:
         action: msg.ChooseAssignment,
         thought: Thought | None,
         now: float,
-        *,
-        is_prepared: bool = False,
     ) -> msg.AssignmentChosen:
-        if thought is None:
-            return nothing_to_share(action.version)
-        found = chosen(machine, action.version, action.because, thought, self.measured, now)
-        return replace(found, is_prepared=is_prepared)
-
-    def think_ahead(self, machine: Coordinator, now: float) -> int:
-        """In an idle moment: prepare the planner's answer to one of the events that may come next. Of large
-        tasks the question takes longer than its answer, and must be asked when the event comes all the same.
-        """
-        if not machine.policy.planned or sum(len(t.seats) for t in machine.tasks.values()) > MOST_AHEAD:
-            return 0
-        self._measure_ops(machine)
-        return self.ready.prepare(machine, now, self.measured)
+        return chosen(machine, action.version, action.because, thought, self.measured, now)
 
     def handled(self, one: HandledEvent, machine: Coordinator) -> None:
         """Learn from what was handled, also from what is read from the journal."""
-        if isinstance(one.event, msg.AssignmentChosen) and one.event.version == machine.version:
-            for task_name, gain in one.event.gains.items():
-                self.measured.promised(task_name, gain)
         for action in one.actions:
             match action:
                 case msg.RecordRow():
                     if (task := machine.tasks.get(action.task)) is not None:
                         self.measured.stepped(task.name, task.shape, _members(task), one.at)
                 case msg.TaskReshaped():
-                    known = machine.tasks.get(action.task)
-                    self.measured.reshaped(action.task, None if known is None else copying_s(known))
+                    self.measured.reshaped(action.task)
                     self.forget(action.task)
                 case msg.TaskEnded(state=state):
                     self.measured.paused(action.task) if state == "paused" else self.measured.ended(
                         action.task
                     )
                     self.forget(action.task)
-
-    def _measure_ops(self, machine: Coordinator) -> None:
-        for name, scheduler in self.schedulers.items():
-            if (task := machine.tasks.get(name)) is not None:
-                known = self.measured.of(name)
-                measured = scheduler.profile.measured(task.speeds.slow)
-                known.instance = measured
-                known.mode = scheduler.mode
-                known.slow = dict(task.speeds.slow)
 
     def outdated(self, task: Task, step: int, first: int) -> msg.PlanAnswered | None:
         """After this step: another schedule, if times have changed. `first`: the first step of this run."""

@@ -1,19 +1,20 @@
-"""What changes of a running task take, in seconds: measured in this task, else in other tasks of the cluster,
+"""What changes of a running task take, in seconds: measured in this task, else in any task of the cluster,
 else as the model says.
 
-Of a change of shape, what another task took is split into copying, which goes with the bytes of a state, and
-the rest (to agree, and for other processes to start), which is taken to be the same for all tasks.
+    agree     fewer workers in the same shape: a new epoch
+    copy      more workers: each copies a stage's state while training continues
+    reshape   another shape: training stops until other workers have the states, from memory
+    restore   a stage has no worker left: the newest kept state is loaded, and the work since then redone
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from everstep.core.cluster.task import Task
-from everstep.plan.measured import Measurements, TaskMeasurements
-from everstep.plan.offers import ChangeTimes, TimeSource
-from everstep.plan.shapes import rounded
+from everstep.plan.measured import Measurements
 from everstep.protocol.incidents import IncidentLog
 
 TRANSITION_S = 2.0  # of a task of whose state nothing is known yet
@@ -24,52 +25,48 @@ PACE = 500e6  # bytes/s at which a worker takes over a state, until a move has b
 HEALS = 5  # the last ones count
 
 
-def change_times(task: Task, tasks: Iterable[Task], log: IncidentLog, measured: Measurements) -> ChangeTimes:
-    known = measured.of(task.name)
-    heals = [
-        incident.resumed_at - incident.planned_at
-        for incident in log.incidents
-        if incident.task == task.name
-        and incident.stops_training
-        and incident.resumed_at is not None
-        and incident.planned_at is not None
-    ][-HEALS:]
-    agree_s = rounded(max(median(heals), 1e-3)) if heals else AGREE_S
-    copying = copying_s(task, tasks)
-    copy_s = rounded(TRANSITION_S - AGREE_S if copying is None else copying)
-    reshape_s, source = _reshape_s(known, measured.usual_reshape_s(copying), copy_s)
-    kept = max(task.checkpoints.newest, task.copies.newest or 0)
-    redone = 1 << max(0, task.next_step - 1 - kept).bit_length()  # coarse: it changes with every step
-    step_s = known.step_s(known.last) if known.last is not None else None
-    return ChangeTimes(
-        agree_s=agree_s,
-        copy_s=copy_s,
-        reshape_s=rounded(reshape_s),
-        restore_s=rounded(RESTORE_S + redone * (step_s or 0.0)),
-        reshape_from=source,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeTimes:
+    agree_s: float
+    copy_s: float
+    reshape_s: float
+    restore_s: float
 
 
-def _reshape_s(known: TaskMeasurements, usual_s: float | None, copy_s: float) -> tuple[float, TimeSource]:
-    """As measured in this task, else in others, else as the model says."""
-    if known.reshape_s:
-        return known.reshape_s, TimeSource.OWN
-    if usual_s is not None:
-        return max(AGREE_S, usual_s), TimeSource.OTHERS
-    return AGREE_S + START_S + copy_s, TimeSource.MODEL
+class Changes:
+    """Of all tasks; looks through them once."""
 
+    def __init__(self, tasks: Iterable[Task], log: IncidentLog, measured: Measurements) -> None:
+        self._measured = measured
+        self._heals: dict[str, list[float]] = {}
+        for one in log.incidents:
+            if one.stops_training and one.resumed_at is not None and one.planned_at is not None:
+                self._heals.setdefault(one.task, []).append(one.resumed_at - one.planned_at)
+        paces = [pace for task in tasks if (pace := _pace(task)) is not None]
+        self._pace = median(paces) if paces else PACE
 
-def copying_s(task: Task, others: Iterable[Task] = ()) -> float | None:
-    """Until a worker that comes has fetched a stage's state, at the last move's pace: this task's, else that
-    of others. None: how large the states are is not known. Copies in memory are files with a size.
-    """
-    kept = task.copies.states.get(task.copies.newest or 0)
-    if kept is None:
-        return None
-    parts = [part for copies in kept.copies.values() for part in copies.values()]
-    paces = [pace for other in others if (pace := _pace(other)) is not None]
-    pace = _pace(task) or (median(paces) if paces else PACE)
-    return max(int(part.get("bytes", 0)) for part in parts) / pace
+    def of(self, task: Task) -> ChangeTimes:
+        known = self._measured.of(task.name)
+        heals = self._heals.get(task.name, [])[-HEALS:]
+        copy_s = self.copying_s(task)
+        reshape_s = self._measured.reshape_s if known.reshape_s is None else known.reshape_s
+        kept = max(task.checkpoints.newest, task.copies.newest or 0)
+        return ChangeTimes(
+            agree_s=max(median(heals), 1e-3) if heals else AGREE_S,
+            copy_s=copy_s,
+            reshape_s=AGREE_S + START_S + copy_s if reshape_s is None else max(AGREE_S, reshape_s),
+            restore_s=RESTORE_S + max(0, task.next_step - 1 - kept) * (known.step_s() or 0.0),
+        )
+
+    def copying_s(self, task: Task) -> float:
+        """Until a worker that comes has fetched a stage's state, at the last move's pace: this task's, else
+        that of others. Copies in memory are files with a size.
+        """
+        kept = task.copies.states.get(task.copies.newest or 0)
+        if kept is None:
+            return TRANSITION_S - AGREE_S
+        parts = [part for copies in kept.copies.values() for part in copies.values()]
+        return max(int(part.get("bytes", 0)) for part in parts) / (_pace(task) or self._pace)
 
 
 def _pace(task: Task) -> float | None:

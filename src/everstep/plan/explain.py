@@ -1,160 +1,169 @@
-"""Why this plan: what every task gains and pays, and when the moves have paid."""
+"""Why this plan: a sentence for the log, and what each task could have done instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-from everstep.plan.cluster import Cluster
-from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.options import Options
-from everstep.plan.running import Period
-from everstep.plan.task import TaskSituation
-from everstep.plan.task_shape import ParallelShape
-from everstep.plan.transition import StateSource
+from everstep.plan.options import Decision, Kind, Option, TaskAsked
 from everstep.protocol.durations import span
+from everstep.protocol.messages import WeighedOption
+
+MOST_TASKS = 16  # whose alternatives are shown
+SAID = 6  # tasks in the sentence
+VERBS = {
+    Kind.KEEP: "keeps its workers",
+    Kind.DROP: "drops workers",
+    Kind.GROW: "gets more workers",
+    Kind.SPREAD: "moves workers between stages",
+    Kind.RESHAPE: "changes shape",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
-    """One task's part of a plan."""
-
-    kind: OptionKind
-    workers_before: int
-    workers_after: int
-    shape_before: ParallelShape | None
-    shape_after: ParallelShape | None
-    throughput_before: float
-    throughput_after: float
-    damaged: bool
-    transition_s: float
-    source: StateSource
-    reward: float
-    cost: float
-    way_back: float
-    moves: int = 0  # workers on slots the task did not have, once places are chosen
-    taken_from: Mapping[str, int] = field(default_factory=dict)  # of those: how many another task had
-
-    @property
-    def ratio(self) -> float:
-        return self.throughput_after / self.throughput_before if self.throughput_before else 0.0
-
-
-def gains_of(situations: Mapping[str, TaskSituation], choices: Mapping[str, TaskOption]) -> dict[str, Gain]:
-    return {
-        name: Gain(
-            kind=choice.kind,
-            workers_before=situations[name].workers,
-            workers_after=choice.workers,
-            shape_before=situations[name].shape,
-            shape_after=choice.shape if choice.workers else None,
-            throughput_before=situations[name].throughput,
-            throughput_after=choice.throughput,
-            damaged=situations[name].damaged,
-            transition_s=choice.transition_s,
-            source=situations[name].source,
-            reward=choice.reward,
-            cost=choice.cost,
-            way_back=choice.way_back,
-        )
-        for name, choice in choices.items()
-    }
-
-
-def reasons(
-    cluster: Cluster,
-    event: str,
-    period: Period,
-    every: Mapping[str, Options],
-    choices: Mapping[str, TaskOption],
-    gains: Mapping[str, Gain],
-    unpromised: Mapping[str, TaskOption] | None = None,
-) -> tuple[str, float | None]:
-    """The sentence for the log, and when the voluntary changes have paid for themselves.
-
-    `unpromised` is what would have been chosen without promised repair times.
-    """
-    changed = [name for name, gain in gains.items() if gain.kind is not OptionKind.KEEP and _is_news(gain)]
-    parts = [_explained(name, gains[name]) for name in changed[:6]]
-    if len(changed) > 6:
-        parts.append(f"{len(changed) - 6} more tasks change")
+def sentence(decision: Decision, later: str = "") -> str:
+    """`later`: what changes if nothing else happens."""
+    tasks = {name: options.task for name, options in decision.options.items()}
+    choices = decision.choices
+    changed = [name for name, choice in choices.items() if _is_news(tasks[name], choice)]
+    parts = [_said(tasks[name], choices[name]) for name in changed[:SAID]]
+    if len(changed) > SAID:
+        parts.append(f"{len(changed) - SAID} more tasks change")
     if not changed:
-        parts = ["nothing changes, because no move would earn back its cost"]
-    elif len(changed) < len(gains):
+        parts = (
+            ["nothing changes now"]
+            if later
+            else ["nothing changes, because no move would earn back its cost"]
+        )
+    elif len(changed) < len(choices):
         parts.append("the others keep what they have")
-    payback_s = _payback(every, choices)
-    if payback_s is not None:
-        parts.append(f"the move has paid for itself after {span(payback_s)}")
-    if period.repaired:
-        back = ", ".join(period.repaired[:3]) + (" and others" if len(period.repaired) > 3 else "")
-        due = min(n.back_in_s or 0.0 for n in cluster.nodes if n.name in period.repaired)
-        parts.append(f"{back} should be back in {span(due)}{_otherwise(choices, unpromised)}")
-    opening = f"{event}: " if event else ""
-    return f"{opening}{'; '.join(parts)}.", payback_s
+    if (pays_s := _pays_after(tasks, choices)) is not None:
+        parts.append(f"the move has paid for itself after {span(pays_s)}")
+    return f"{'; '.join([*parts, later] if later else parts)}."
 
 
-def _otherwise(choices: Mapping[str, TaskOption], unpromised: Mapping[str, TaskOption] | None) -> str:
-    """What the promise of a repair has changed."""
-    other = [
-        f"{name} would {choice.kind.infinitive} ({choice.workers} workers)"
-        for name, choice in (unpromised or {}).items()
-        if not choice.same(choices[name])
-    ]
-    return f"; without that, {', '.join(other[:3])}" if other else ", which changes nothing now"
+def _is_news(task: TaskAsked, choice: Option) -> bool:
+    return choice.kind is not Kind.KEEP and (task.today is not None or choice.workers > 0)
 
 
-def _is_news(gain: Gain) -> bool:
-    return gain.workers_before > 0 or gain.workers_after > 0
-
-
-def _explained(name: str, gain: Gain) -> str:
-    count = f"{gain.workers_before} → {gain.workers_after} workers"
-    if gain.kind is OptionKind.START:
-        shape = f", {gain.shape_after}" if gain.shape_after else ""
-        return f"{name} starts on {gain.workers_after} workers{shape}"
-    if gain.kind is OptionKind.STOP:
-        if not gain.throughput_before:  # a stage has none, or there are fewer than its user wants
-            return f"{name} has too few workers ({gain.workers_before}), and others may take their slots"
+def _said(task: TaskAsked, choice: Option) -> str:
+    name, today = task.name, task.today
+    if today is None or (choice.kind is Kind.START and not today.workers):
+        return f"{name} starts on {_workers(choice.workers)}, {shape_of(choice)}"
+    count = f"{today.workers} → {choice.workers} workers"
+    if choice.kind is Kind.STOP:
+        if today.throughput <= 0 or today.workers < task.least:
+            return f"{name} has too few workers ({today.workers}), and others may take their slots"
         return f"{name} stops ({count})"
-    kept = f", {gain.ratio:.0%} of its throughput" if gain.throughput_before else ""
-    shape = ""
-    if gain.kind is OptionKind.RESHAPE and gain.shape_after is not None:
-        shape = f" to {gain.shape_after}"
-    state = (
-        ""
-        if gain.source is StateSource.LIVE or gain.kind is OptionKind.REROUTE
-        else f", state from {gain.source}"
+    if choice.kind is Kind.START:
+        return f"{name} gets what it lacks to train as {shape_of(choice)} ({count})"
+    share = f", {choice.throughput / today.throughput:.0%} of its throughput" if today.throughput else ""
+    to = f" to {shape_of(choice)}" if choice.kind is Kind.RESHAPE else ""
+    return f"{name} {VERBS[choice.kind]}{to} ({count}{share})"
+
+
+def _pays_after(tasks: Mapping[str, TaskAsked], choices: Mapping[str, Option]) -> float | None:
+    """Against leaving everything as it is."""
+    rate = sum(
+        tasks[name].weight * (choice.throughput - today.throughput)
+        for name, choice in choices.items()
+        if (today := tasks[name].today) is not None
     )
-    for owner, slots in list(gain.taken_from.items())[:2]:
-        state += f", {slots} from {owner}"
-    verb = gain.kind.verb
-    if gain.damaged and gain.kind is OptionKind.GROW:
-        verb = "replaces what it lost"
-    return f"{name} {verb}{shape} ({count}{kept}{state})"
+    paid = sum(choice.pays for choice in choices.values())
+    return paid / rate if rate > 0 and paid > 0 else None
 
 
-def _payback(every: Mapping[str, Options], choices: Mapping[str, TaskOption]) -> float | None:
-    """Against the least that could be done: whole tasks stay as they are, damaged ones use what is left."""
-    extra_cost = extra_rate = 0.0
-    for name, choice in choices.items():
-        least = least_change(every[name])
-        if least.same(choice):
-            continue
-        weight = every[name].task.weight
-        extra_cost += choice.cost - least.cost
-        extra_rate += weight * (choice.throughput - least.throughput)
-    if extra_rate <= 0 or extra_cost <= 0:
-        return None
-    return extra_cost / extra_rate
+def weighed(decision: Decision) -> tuple[WeighedOption, ...]:
+    """The chosen option of each task first, then the others that it has while all other tasks get what they
+    get: the best of each kind, the best kind first.
+    """
+    names = sorted(decision.choices, key=lambda name: decision.choices[name].kind is Kind.KEEP)
+    return tuple(row for name in names[:MOST_TASKS] for row in _of_task(decision, name))
 
 
-def least_change(options: Options) -> TaskOption:
-    """What a task does without a plan."""
-    today = options.situation
-    if not today.workers:
-        return options.choice(0)
-    stay = options.layers[-1]
-    for index in range(len(stay.units)):
-        if OptionKind(int(stay.kind[index])) in (OptionKind.KEEP, OptionKind.REROUTE):
-            return options.written_out(stay, index)
-    return options.choice(0)
+def _of_task(decision: Decision, name: str) -> Sequence[WeighedOption]:
+    options, chosen = decision.options[name], decision.choices[name]
+    rows = options.each_kind(chosen.units + decision.spare)
+    best = max(worth for _, worth in rows)
+    others = sorted((row for row in rows if row[0].kind is not chosen.kind), key=lambda row: -row[1])
+    task = options.task
+    return [
+        _row(task, chosen, 0.0, _why_best(task, chosen, decision.running_s), is_chosen=True),
+        *(
+            _row(task, other, best - worth, _why_not(task, chosen, other, decision.running_s))
+            for other, worth in others
+        ),
+    ]
+
+
+def _row(
+    task: TaskAsked, option: Option, behind: float, because: str, *, is_chosen: bool = False
+) -> WeighedOption:
+    return WeighedOption(
+        task=task.name,
+        what=named(task, option),
+        workers=option.workers,
+        shape=shape_of(option) if option.workers else "",
+        throughput=option.throughput,
+        transition_s=option.transition_s,
+        earns=option.earns,
+        pays=option.pays,
+        behind=max(0.0, behind),
+        chosen=is_chosen,
+        because=because,
+    )
+
+
+def shape_of(option: Option) -> str:
+    return str(option.shape)
+
+
+def named(task: TaskAsked, option: Option) -> str:
+    today = task.today
+    match option.kind:
+        case Kind.KEEP:
+            assert today is not None
+            places = today.shape.replicas * today.shape.stages
+            return "continue unchanged" if today.workers >= places else "continue with rerouting"
+        case Kind.GROW | Kind.START if today is not None and option.shape == today.shape:
+            missing = option.workers - today.workers
+            return f"fill {missing} empty place{'s' if missing > 1 else ''}"
+        case Kind.DROP:
+            return f"continue with {_workers(option.workers)}"
+        case Kind.SPREAD:
+            return "move workers to the stages that lack most"
+        case Kind.STOP:
+            return "wait" if today is None or today.throughput <= 0 else "pause"
+        case _ if today is not None:
+            return f"change shape to {shape_of(option)}"
+        case _:
+            return f"start on {_workers(option.workers)}"
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _why_best(task: TaskAsked, option: Option, running_s: float) -> str:
+    if option.kind is Kind.KEEP:
+        expected = f"{span(running_s)}, the expected time to the next event"
+        return f"no change would earn back its cost within {expected}"
+    if option.kind is Kind.STOP:
+        return "the slots earn more elsewhere, or there are not enough for one worker per stage"
+    gain = task.weight * (option.throughput - (task.today.throughput if task.today is not None else 0.0))
+    if gain <= 0:
+        return "its slots earn more in other tasks"
+    return f"pays for itself after {span(option.pays / gain)}; expected to hold for {span(running_s)}"
+
+
+def _why_not(task: TaskAsked, chosen: Option, other: Option, running_s: float) -> str:
+    """Which term decided."""
+    if other.kind is Kind.STOP:
+        return f"{task.name} would stop"
+    reward = other.earns - chosen.earns
+    if reward < 0:
+        share = -reward / chosen.earns
+        more = ", and it costs more" if other.pays > chosen.pays else ""
+        return f"it would train {share:.{1 if share < 0.095 else 0}%} slower{more}"
+    if reward > 0:
+        after_s = (other.pays - chosen.pays) * running_s / reward
+        return f"it would pay after {span(after_s)}, and the next event is expected in {span(running_s)}"
+    return "it earns no more and costs more"

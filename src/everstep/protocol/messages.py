@@ -1047,7 +1047,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedOption:
-    """One thing a task could do, in the best plan of the whole cluster in which it does that.
+    """One thing a task could do, while all others get what the plan gives them.
 
     Amounts are in the work of one worker in one second, times the task's weight.
     """
@@ -1059,8 +1059,8 @@ class WeighedOption:
     throughput: float  # in the work of one worker
     transition_s: float
     earns: float  # until the next event
-    pays: float  # for the change, and for the way back after a promised repair
-    behind: float  # how much less the whole cluster's plan is worth than the best plan
+    pays: float  # for the change
+    behind: float  # how much less it is worth than the chosen option
     chosen: bool
     because: str
 
@@ -1314,10 +1314,10 @@ class MovedWorker:
 class AssignmentChosen(OtherEvent):
     """The planner's answer to `ChooseAssignment`: how many workers each task shall have, and in which shape.
 
-    `shapes`: changes of shape, now. `wishes`: changes that would pay if nothing else happened; they are made
-    once staying has cost as much as the change would, which is when `review_s` have passed. `losses`: what
-    staying costs those tasks per second. `gains`: by how much changes of shape were expected to be faster.
-    `spread`: tasks whose stages have lost unevenly, and of whom live workers shall change their stage.
+    `shapes`: changes of shape, now. `wishes`: changes of shape that are made later, if nothing else happens.
+    `review_s`: when the planner is to be asked again, though nothing has happened. `costs`: of each stage of
+    a task, where they differ. `spread`: tasks whose stages have lost unevenly, and of whom live workers shall
+    change their stage.
     `moved`: tasks of which a slow worker, or all workers of a node with a slow link, shall go to free slots.
     """
 
@@ -1326,13 +1326,11 @@ class AssignmentChosen(OtherEvent):
     because: str
     shapes: Mapping[str, ChosenShape] = field(default_factory=dict)
     wishes: Mapping[str, Shape] = field(default_factory=dict)
-    losses: Mapping[str, float] = field(default_factory=dict)
-    gains: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     spread: tuple[str, ...] = ()
     moved: Mapping[str, MovedWorker] = field(default_factory=dict)
     review_s: float | None = None
     weighed: tuple[WeighedOption, ...] = ()
-    is_prepared: bool = False  # the answer was thought of before it was asked for
 
 
 @message(says="worker {worker} of {task} is slow")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean, median_low
+from typing import NamedTuple
 
 from everstep.protocol.ops import Kind, Worker
 from everstep.protocol.shape import Shape
@@ -35,6 +36,18 @@ ALLOCATED, PEAK = (
     "memory",
     "memory.peak",
 )  # likewise: on its GPU now, and the most since the last report
+
+
+class StageTimes(NamedTuple):
+    """Seconds of each stage's ops on a worker that is not slow, of its reduce and update together, and of a
+    hop.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    closing: tuple[float, ...]
+    hop: float
 
 
 class Profile:
@@ -137,29 +150,33 @@ class Profile:
         """
         self._slow = dict(slow or {})
         self._planned, self._planned_hop = self._shares(), self.hop()
-        return self._with_speeds(self._slow)
+        return self._instance(self._even(self._slow), self._slow)
 
-    def measured(self, slow: Mapping[Worker, float]) -> Instance | None:
-        """The same, for comparisons; None: a stage has not reported its times."""
-        return None if self._shares() is None else self._with_speeds(slow)
+    def stages(self, slow: Mapping[Worker, float]) -> StageTimes | None:
+        """Of workers that are not slow; None: a stage has not reported its times."""
+        if self._shares() is None:
+            return None
+        even, stages = self._even(slow), range(self.shape.stages)
+        f, i, w = (tuple(_stage_time(even, s, kind, otherwise=1.0) for s in stages) for kind in WORK)
+        closing = tuple(_stage_time(even, s, Kind.R) + _stage_time(even, s, Kind.U) for s in stages)
+        return StageTimes(f, i, w, closing, self.hop())
 
-    def _with_speeds(self, slow: Mapping[Worker, float]) -> Instance:
+    def _even(self, slow: Mapping[Worker, float]) -> dict[Worker, Mapping[Kind, float]]:
+        """Times of the others, and of a stage that is slow as a whole as if it were not."""
         even = {w: times for w, times in self._times.items() if w not in slow}
         for worker in slow.keys() & self._times.keys():  # where a whole stage is slow
             if all(w.stage != worker.stage for w in even):
                 even[worker] = {kind: seconds / slow[worker] for kind, seconds in self._times[worker].items()}
-        return self._instance(even, slow)
+        return even
 
     def _instance(
         self, times: Mapping[Worker, Mapping[Kind, float]], slow: Mapping[Worker, float] | None = None
     ) -> Instance:
         stages, factors = range(self.shape.stages), slow or {}
+        usual = {kind: [_stage_time(times, s, kind, otherwise=1.0) for s in stages] for kind in WORK}
         grids = {
             kind: tuple(
-                tuple(
-                    _stage_time(times, s, kind, otherwise=1.0) * factors.get(Worker(k, s), 1.0)
-                    for s in stages
-                )
+                tuple(usual[kind][s] * factors.get(Worker(k, s), 1.0) for s in stages)
                 for k in range(self.shape.replicas)
             )
             for kind in WORK

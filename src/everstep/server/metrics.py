@@ -22,12 +22,14 @@ from everstep import __version__
 from everstep.core.cluster.coordinator import Coordinator
 from everstep.core.cluster.node_states import NodeState
 from everstep.core.cluster.progress import SHOWN_STATES
-from everstep.core.cluster.task import TaskState
+from everstep.core.cluster.task import Task, TaskState
+from everstep.core.task.states import Member
 from everstep.drive.goodput import STEPS, Cause
 from everstep.errors import UserError
 from everstep.job.job import Job
 from everstep.job.presets import flops_per_token
-from everstep.plan.ask import worth
+from everstep.plan.measured import Measurements
+from everstep.plan.throughput import TaskSpeed
 from everstep.protocol.incidents import RECOVERY_EDGES_S, ForgottenIncidents
 from everstep.server import views
 from everstep.server.record import ClusterRecord
@@ -160,7 +162,7 @@ class ClusterMetrics(Collector):
         self._tasks(found)
         self._goodput(found)
         recoveries = self._incidents(found)
-        now, full = waf(self.record.machine)
+        now, full = waf(self.record.machine, self.record.measured)
         found.set("everstep_waf_workers", now)
         found.set("everstep_waf_full_workers", full)
         found.set("everstep_journal_entries", self.record.number)
@@ -272,13 +274,24 @@ def _recoveries(recoveries: list[float], forgotten: ForgottenIncidents) -> Metri
     )
 
 
-def waf(machine: Coordinator) -> tuple[float, float]:
-    """The sum over running tasks of weight times work, in the work of one worker of a full pipeline; and
-    what it is with every place taken.
+def waf(machine: Coordinator, measured: Measurements) -> tuple[float, float]:
+    """What the planner maximises: the sum over running tasks of weight times throughput, in the work of one
+    slot; and what it is with every place taken and no worker slow.
     """
     now = full = 0.0
     for task in machine.tasks.values():
         if task.state is TaskState.RUNNING:
-            now += worth(task, 0 if task.recovery is None else task.recovery.num_members)
-            full += worth(task, task.shape.replicas * task.shape.stages)
+            speed = TaskSpeed(task.shape, measured.of(task.name), task.speeds.slow)
+            now += task.weight * speed.now(_live(task))
+            full += task.weight * speed.now((task.shape.replicas,) * task.shape.stages, {})
     return round(now, 4), round(full, 4)
+
+
+def _live(task: Task) -> list[int]:
+    """Workers of each stage that train."""
+    if task.managed is None:
+        return [0 if task.recovery is None else task.recovery.num_members] * task.shape.stages
+    live = [0] * task.shape.stages
+    for worker, place in task.managed.places.items():
+        live[worker.stage] += isinstance(place, Member)
+    return live

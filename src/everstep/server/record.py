@@ -21,6 +21,7 @@ from everstep.drive.ports import HandledEvent
 from everstep.drive.recent_events import RecentEvents
 from everstep.drive.step_rows import StepRows, begins_training, metric_names, rows_document, rows_from
 from everstep.log import say
+from everstep.plan.measured import Measurements
 from everstep.protocol import messages as msg
 from everstep.protocol.codec import encode
 from everstep.protocol.table import OPERATOR, TABLE
@@ -52,6 +53,7 @@ class ClusterRecord:
         self.leads = False
         self.number = 0  # of the last event
         self.ahead_s = 0.0  # from the machine's moments to those of the wall clock
+        self.measured = Measurements()  # of the tasks; the coordinator's
         self.steps: dict[str, StepRows] = {}
         self.news: deque[dict[str, Any]] = deque(maxlen=KEPT_NEWS)
         self.plans: deque[dict[str, Any]] = deque(maxlen=KEPT_PLANS)
@@ -148,7 +150,6 @@ class ClusterRecord:
             "shapes": {task: [s.shape.replicas, s.shape.stages] for task, s in chosen.shapes.items()},
             "wishes": {task: [s.replicas, s.stages] for task, s in chosen.wishes.items()},
             "review_s": chosen.review_s,
-            "prepared": chosen.is_prepared,
             "weighed": [encode(option) for option in chosen.weighed],
         }
         self.plans.append(plan)

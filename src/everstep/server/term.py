@@ -44,8 +44,6 @@ from everstep.server.step_files import StepFiles
 from everstep.traffic import Planner
 
 TICK_S = 0.05
-# Between two answers that are prepared, and the share of time for it: often of a core that trains.
-AHEAD_S, AHEAD_SHARE = 0.5, 0.005
 SNAPSHOT_EVERY = 5000  # entries
 # What a restart may have to replay, in CPU seconds: then a snapshot is taken, in an idle moment or in any.
 REPLAY_IDLE_S, REPLAY_MOST_S = 0.3, 0.8
@@ -169,6 +167,7 @@ class Term:
         self._unsaved = Unsaved(after=number)
         self.driver = self._driver(Moment(at, number))
         self.record.begin(self.machine, self.hearts, number, steps)
+        self.record.measured = self.thinking.measured
         while entries := await self.journal.entries(after=self.driver.number):
             await self._replay(entries)
         self._began_at, self._began = max(self._clock(), self.driver.now), time.monotonic()
@@ -352,7 +351,7 @@ class Term:
         """`_tick` looks often enough."""
 
     async def _tick(self) -> None:
-        last = ahead_at = forget_at = collect_at = time.monotonic()
+        last = forget_at = collect_at = time.monotonic()
         handled = self.driver.number
         while True:
             await asyncio.sleep(TICK_S)
@@ -374,10 +373,6 @@ class Term:
                 collect_new()
             if self._unsaved.wants_snapshot(handled, is_idle=is_idle):
                 self._is_replay_long.set()
-            if now > ahead_at:
-                self.thinking.think_ahead(self.machine, self._clock())
-                took_s = time.monotonic() - now
-                ahead_at = now + max(AHEAD_S, took_s / AHEAD_SHARE)
 
     # -------------------------------------------------------------- the journal
 
@@ -490,15 +485,13 @@ class Term:
             return
         events: list[msg.ClusterEvent]
         try:
-            asked, thought = thinking.question(machine, self._clock())
-            is_prepared = thought is not None
-            if asked is not None and thought is None:
+            asked, thought = thinking.question(machine, self._clock()), None
+            if asked is not None:
                 thought = await asyncio.wait_for(asyncio.to_thread(think, asked), MOST_THINK_S)
                 if not is_about(asked, machine):
                     self.choose(action)
                     return
-            now = self._clock()
-            events = [thinking.chosen(machine, action, thought, now, is_prepared=is_prepared)]
+            events = [thinking.chosen(machine, action, thought, self._clock())]
         except TimeoutError:
             events = unchosen(machine, action, f"no answer within {MOST_THINK_S:g} s")
         except Exception as error:  # whatever a planner can raise: tasks must not wait without end

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.plan.answer import Decision, decide, split
-from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.explain import Gain, gains_of, reasons
-from everstep.plan.option import NEVER, OptionKind, TaskOption
-from everstep.plan.options import Options
-from everstep.plan.running import Period
-from everstep.plan.task import TaskSpec
 from everstep.protocol.durations import span
+from everstep_lab.plan.answer import Decision, decide, split
+from everstep_lab.plan.cluster import Assignment, Cluster
+from everstep_lab.plan.explain import Gain, gains_of, reasons
+from everstep_lab.plan.option import NEVER, OptionKind, TaskOption
+from everstep_lab.plan.options import Options
 from everstep_lab.plan.placement import Placement, Unplaceable, place
+from everstep_lab.plan.running import Period
+from everstep_lab.plan.task import TaskSpec
 
 MOST_RETRIES = 64
 RUNNERS_CONSIDERED = 8  # tasks whose choice is taken away in turn to find what came second
@@ -65,7 +65,7 @@ def assign(
     `now` is who sat where before: a place whose node is lost (or whose slot is bad) is a worker the task has
     lost. Tasks that finished are simply not among `tasks`; new ones have no places in `now`.
 
-    >>> from everstep.plan import Assignment, Cluster, PlanNode, TaskSpec, replicated
+    >>> from everstep_lab.plan import Assignment, Cluster, PlanNode, TaskSpec, replicated
     >>> from everstep_lab.plan.assign import assign
     >>> nodes = [PlanNode(name=f"node-{i}", slots=2) for i in range(3)]
     >>> curve = replicated(stages=1, per_replica=1.0, most_replicas=4)

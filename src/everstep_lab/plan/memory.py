@@ -17,11 +17,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.task_shape import Floats
 from everstep.schedule.footprint import ADAM, MASTERS, USABLE, WEIGHTS
 from everstep_lab.plan.hardware import Gpu, Stack
 from everstep_lab.plan.models import ModelFigures
+from everstep_lab.plan.pipeline_orders import ORDERS
+from everstep_lab.plan.task_shape import Floats
 
 WEIGHT, OPTIMIZER = WEIGHTS["bf16"], MASTERS + ADAM  # bytes per parameter
 STATE = WEIGHT + OPTIMIZER  # what a worker needs to continue: gradients are computed again

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep.plan.cluster import Assignment, Cluster, PlanNode
-from everstep.plan.curve import Curve
-from everstep.plan.task import TaskSpec
 from everstep_lab.plan.assign import assign
+from everstep_lab.plan.cluster import Assignment, Cluster, PlanNode
+from everstep_lab.plan.curve import Curve
 from everstep_lab.plan.hardware import GPUS
 from everstep_lab.plan.models import PRESETS
 from everstep_lab.plan.stacks import MEGATRON_2022
+from everstep_lab.plan.task import TaskSpec
 from everstep_lab.plan.throughput import from_model
 
 RISING = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)

@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.plan.cluster import Assignment, Cluster, SlotPlace
-from everstep.plan.holes import per_stage
-from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.task_shape import ParallelShape
+from everstep_lab.plan.cluster import Assignment, Cluster, SlotPlace
+from everstep_lab.plan.holes import per_stage
+from everstep_lab.plan.option import OptionKind, TaskOption
+from everstep_lab.plan.task_shape import ParallelShape
 
 Groups = dict[tuple[int, int], tuple[SlotPlace, ...]]  # (replica, stage) -> places
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.errors import UserError
-from everstep.plan.pipeline_orders import OURS
 from everstep.schedule.footprint import REDUCED, SUMS
 from everstep_lab.plan.hardware import Stack
+from everstep_lab.plan.pipeline_orders import OURS
 
 MEGATRON_2021 = Stack(name="megatron-2021", schedule="interleaved", most_chunks=2)
 MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", most_chunks=3, sequence_parallel=True)

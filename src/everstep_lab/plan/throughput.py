@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everstep.plan.curve import Curve, SameCut
-from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.task_shape import RECOMPUTE, Floats, ParallelShape
 from everstep.schedule.footprint import REDUCED
 from everstep_lab.plan import memory
+from everstep_lab.plan.curve import Curve, SameCut
 from everstep_lab.plan.hardware import Gpu, Stack
 from everstep_lab.plan.models import ModelFigures
+from everstep_lab.plan.pipeline_orders import ORDERS
+from everstep_lab.plan.task_shape import RECOMPUTE, Floats, ParallelShape
 
 WHOLE_TRAFFIC, SPLIT_TRAFFIC, SCORE_TRAFFIC = 11.0, 16.0, 6.0  # bf16 elements moved, forward, a token
 MICROBATCHES = (1, 2, 4, 8)
@@ -158,7 +158,7 @@ def shard_traffic(model: ModelFigures, gpu: Gpu, stack: Stack, cut: PlannedCut) 
 
 def from_model(model: ModelFigures, gpu: Gpu, stack: Stack, *, most: int, slots_per_node: int = 8) -> Curve:
     """The best shape for each number of workers up to `most`. Cuts know larger shapes too: a task runs them
-    with places empty (`everstep.plan.holes`).
+    with places empty (`everstep_lab.plan.holes`).
     """
     best = np.zeros(most + 1)
     cut_of = np.full(most + 1, -1, dtype=np.int64)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.plan import Curve
-from everstep.plan.task_shape import ParallelShape
+from everstep_lab.plan import Curve
+from everstep_lab.plan.task_shape import ParallelShape
 
 KINDS = ("detection", "transition", "replay", "waiting", "sub-healthy", "overhead")
 

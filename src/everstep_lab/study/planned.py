@@ -1,6 +1,6 @@
 """Cluster-wide policies: Unicron as published, ours, and what no policy can reach.
 
-Both plan with the real planner (`everstep.plan`), on the same curves and the same costs of a change. Unicron
+Both plan with the real planner, on the same curves and the same costs of a change. Unicron
 here is the planner with what its paper does not have taken away: it gives whole nodes, does not re-route,
 and does not know when a repair will end. That is kind to Unicron: its one constant for every transition
 is replaced by our costs, which know the task, the shapes and where the state is.
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from everstep.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
-from everstep.plan.holes import per_stage
-from everstep.plan.option import OptionKind, TaskOption
-from everstep.plan.pipeline_orders import RESCHEDULED
-from everstep.plan.task_shape import Floats
+from everstep_lab.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, TaskSpec, decide
+from everstep_lab.plan.holes import per_stage
+from everstep_lab.plan.option import OptionKind, TaskOption
+from everstep_lab.plan.pipeline_orders import RESCHEDULED
 from everstep_lab.plan.placement import Unplaceable, place
+from everstep_lab.plan.task_shape import Floats
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
 from everstep_lab.study.policies import Policy, concave_hull, ratio_without

@@ -1,8 +1,8 @@
 """What other systems do when something fails. One small class each; constants with where they come from.
 
-All run on the same throughput model (`everstep.plan`), so what differs is policy alone: how fast a failure is
-seen, what is lost, how long the change takes, and what a task runs on afterwards. Only the task that was hit
-reacts, and a repaired node returns to it, as in Unicron's comparison; cluster-wide policies are in
+All run on the same throughput model (`everstep_lab.plan`), so what differs is policy alone: how fast a
+failure is seen, what is lost, how long the change takes, and what a task runs on afterwards. Only the task
+that was hit reacts, and a repaired node returns to it, as in Unicron's comparison; cluster-wide ones are in
 `planned.py`. Sources: [U] Unicron's accounting, [O] the simulators of Oobleck's artifact, [F] Meta's FT-HSDP,
 [G] GEMINI, [C] C4's table of overheads (recalled), [T] TrainMover's measurements of others, [A] an assumption
 of ours. Some have two rows: charged with what they are known to pay, and `idealised`, with what their own
@@ -18,13 +18,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from everstep.plan import Costs
-from everstep.plan.holes import num_moving, ratio
-from everstep.plan.pipeline_orders import RESCHEDULED
-from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
-from everstep.plan.task_shape import Floats
-from everstep.plan.transition import StateSource
+from everstep_lab.plan import Costs
+from everstep_lab.plan.holes import num_moving, ratio
 from everstep_lab.plan.memory import STATE
+from everstep_lab.plan.pipeline_orders import RESCHEDULED
+from everstep_lab.plan.reroute import dead_groups, live_per_stage, throughput_ratio
+from everstep_lab.plan.task_shape import Floats
+from everstep_lab.plan.transition import StateSource
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
 from everstep_lab.study.templates import by_templates

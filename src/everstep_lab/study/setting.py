@@ -1,4 +1,4 @@
-"""Clusters and tasks by name: what a study is about, with throughput from `everstep.plan`."""
+"""Clusters and tasks by name: what a study is about, with throughput from `everstep_lab.plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from everstep.errors import UserError
-from everstep.plan.curve import Curve, SameCut
+from everstep_lab.plan.curve import Curve, SameCut
 from everstep_lab.plan.hardware import gpu
 from everstep_lab.plan.mixes import MIXES
 from everstep_lab.plan.models import model

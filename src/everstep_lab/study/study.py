@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from everstep.errors import UserError
-from everstep.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec
+from everstep_lab.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec
 from everstep_lab.plan.assign import assign
 from everstep_lab.study.failures import Failure, Trace
 from everstep_lab.study.life import Life, StudyTask, lost_by_kind

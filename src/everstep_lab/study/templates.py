@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everstep.plan.curve import Curve, Ints, SameCut
-from everstep.plan.task_shape import Floats
+from everstep_lab.plan.curve import Curve, Ints, SameCut
+from everstep_lab.plan.task_shape import Floats
 
 
 def by_templates(curve: Curve, workers: int) -> float:

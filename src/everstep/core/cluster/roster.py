@@ -21,6 +21,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from everstep.core.cluster.node import Node
 from everstep.core.cluster.node_states import NodeAdmin, NodeLiveness, NodeState
+from everstep.core.cluster.stages import load_at
 from everstep.core.cluster.task import OVER, Seat, Task
 from everstep.protocol.ops import Worker
 from everstep.protocol.shape import Shape
@@ -167,10 +168,10 @@ class Roster:
     def seat_workers(self, task: Task) -> list[Worker]:
         """Give free slots to places of this task that have none, in the order that keeps it safest.
 
-        Stages without any worker come first. A worker prefers a node that has no other replica of its stage,
-        so that one node's loss leaves a live copy; then one whose memory has most of its state; then one
-        where its own replica already is, to keep its neighbours near. Nothing is given unless every stage
-        then has a worker, and a task that starts has as many as its user wants.
+        Stages without any worker come first, then the busiest (`stages.py`). A worker prefers a node that has
+        no other replica of its stage, so that one node's loss leaves a live copy; then one whose memory has
+        most of its state; then one where its own replica already is, to keep its neighbours near. Nothing is
+        given unless every stage then has a worker, and a task that starts has as many as its user wants.
         """
         shards = task.shape.shards
         if len(task.seats) >= task.wanted() or self._num_free < shards:
@@ -181,14 +182,17 @@ class Roster:
         if lacking > 0 and not _have_room(map(len, self._free.values()), [shards] * lacking):
             return []
         choice = _NodeChoice(self, task)
-        stages = [
-            (seated.replicas[stage], vacant[0], stage) for stage, vacant in enumerate(seated.vacant) if vacant
-        ]
+
+        def need(stage: int) -> tuple[float, int, int, int]:
+            live = seated.replicas[stage]
+            return -load_at(task, stage, live), live, seated.vacant[stage][0], stage
+
+        stages = [need(stage) for stage, vacant in enumerate(seated.vacant) if vacant]
         heapify(stages)
         found: list[Worker] = []
         missing = task.wanted() - len(task.seats)
         while stages and len(found) < missing:
-            _, replica, stage = stages[0]
+            _, _, replica, stage = stages[0]
             worker = Worker(replica, stage)
             node = choice.best_for(worker)
             if node is None:
@@ -198,9 +202,8 @@ class Roster:
             self._put(task, seated, worker, Seat(node, slots[0], more=more))
             choice.seated(worker, node)
             found.append(worker)
-            vacant = seated.vacant[stage]
-            if vacant:
-                heapreplace(stages, (seated.replicas[stage], vacant[0], stage))
+            if seated.vacant[stage]:
+                heapreplace(stages, need(stage))
             else:
                 heappop(stages)
         return found

@@ -8,6 +8,7 @@ from heapq import heapify, heapreplace
 
 from everstep.core.cluster.context import ClusterContext
 from everstep.core.cluster.orders import Actions
+from everstep.core.cluster.stages import costs_of, load_at, moved
 from everstep.core.cluster.task import Seat, Task, TaskState
 from everstep.core.cluster.training import Training
 from everstep.protocol import events as ev
@@ -39,22 +40,28 @@ class Staffing:
         stages: dict[int, list[Worker]] = {}
         for worker in sorted(staying):
             stages.setdefault(worker.stage, []).append(worker)
-        fullest = [(-len(peers), -peers[-1].replica, stage) for stage, peers in stages.items()]
-        heapify(fullest)
+
+        def ease(stage: int) -> tuple[float, int, int, int]:
+            """The stage that is least busy without its last worker comes first."""
+            peers = stages[stage]
+            return load_at(task, stage, len(peers) - 1), -len(peers), -peers[-1].replica, stage
+
+        easiest = [ease(stage) for stage in stages]
+        heapify(easiest)
         going: list[Worker] = []
-        while len(going) < too_many and fullest[0][0] < -1:
-            peers = stages[fullest[0][2]]
+        while len(going) < too_many and len(peers := stages[easiest[0][3]]) > 1:
             going.append(peers.pop())
-            heapreplace(fullest, (-len(peers), -peers[-1].replica, fullest[0][2]))
+            heapreplace(easiest, ease(easiest[0][3]))
         actions: Actions = []
         for worker in going:
             actions += self.ask_to_go(task, worker, because, now)
         return actions
 
     def spread(self, task: Task, because: str, now: Moment) -> Actions:
-        """Workers of the fullest stages leave, out of broken replicas first, until no stage has two more than
-        another; `Roster.seat_workers` gives their slots to the stages that lack most, and those who come copy
-        the state of a live peer while the others train. Slots that are free now are given away before that.
+        """Workers of the stages that can best do without leave, out of broken replicas first, until the
+        busiest stage is as quick as it gets with so many; `Roster.seat_workers` gives their slots to it, and
+        those who come copy the state of a live peer while the others train. Slots that are free now are given
+        away before that.
         """
         staying, shape = task.staying(), task.shape
         if task.state is not TaskState.RUNNING or len({w.stage for w in staying}) < shape.stages:
@@ -69,13 +76,13 @@ class Staffing:
         ]
         counts = [len(peers) for peers in stages]
         for _ in range(min(task.wanted() - len(staying), self._roster.num_free // shape.shards)):
-            counts[counts.index(min(counts))] += 1
+            open_ones = [stage for stage in range(shape.stages) if counts[stage] < shape.replicas]
+            counts[max(open_ones, key=lambda s: (load_at(task, s, counts[s]), -counts[s], -s))] += 1
+        jobs = shape.replicas * shape.microbatches
         actions: Actions = []
-        while max(counts) - min(counts) > 1:
-            fullest = counts.index(max(counts))
-            counts[fullest] -= 1
-            counts[counts.index(min(counts))] += 1
-            actions += self.ask_to_go(task, stages[fullest].pop(), because, now)
+        for stage, _ in moved(counts, shape.replicas, costs_of(task.stage_costs, shape.stages), jobs):
+            if stages[stage]:
+                actions += self.ask_to_go(task, stages[stage].pop(), because, now)
         return actions
 
     def ask_to_go(self, task: Task, worker: Worker, because: str, now: Moment) -> Actions:

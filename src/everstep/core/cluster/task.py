@@ -8,7 +8,6 @@ from enum import StrEnum
 from itertools import takewhile
 
 from everstep.core.cluster.lives import Lives
-from everstep.core.cluster.wishes import WishedShape
 from everstep.core.faults.detector import OverdueReports
 from everstep.core.task.recovery import Recovery
 from everstep.core.task.states import Lived
@@ -350,7 +349,7 @@ class Task:
     leaves: str = ""  # the drained node for which alone it stops
     most: int | None = None  # workers the planner gives it; None: as many as its shape; 0: it waits
     bounds: Bounds = field(default_factory=Bounds)
-    wish: WishedShape | None = None
+    stage_costs: tuple[float, ...] = ()  # of each stage over the largest; empty: alike, or not measured
     seats: Mapping[Worker, Seat] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     starts: HeldStarts = field(default_factory=HeldStarts)

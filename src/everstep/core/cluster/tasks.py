@@ -23,7 +23,6 @@ from everstep.core.cluster.orders import Actions
 from everstep.core.cluster.staffing import CHANGES_STAGE, Staffing
 from everstep.core.cluster.task import OVER, BadLinks, Bounds, Ending, HeldState, NextShape, Task, TaskState
 from everstep.core.cluster.training import Training
-from everstep.core.cluster.wishes import WishedShape, circumstances
 from everstep.core.faults.severity import ErrorKind, known
 from everstep.core.task.states import Member, Running
 from everstep.protocol import events as ev
@@ -131,7 +130,7 @@ class Tasks:
         return self._reshape(task, NextShape(event.job, event.shape), now, because)
 
     def _reshape(self, task: Task, after: NextShape, now: Moment, because: str = "") -> Actions:
-        task.next_shape, task.wish = after, None
+        task.next_shape = after
         if task.state is TaskState.RUNNING:
             shards = f" x {after.shape.shards}" if after.shape.shards > 1 else ""
             shape = f"it takes the shape {after.shape.replicas} x {after.shape.stages}{shards}"
@@ -196,14 +195,7 @@ class Tasks:
         self, task: Task, workers: int, event: msg.AssignmentChosen, is_short: bool, now: Moment
     ) -> Actions:
         """What the planner has chosen for one task. `is_short`: others need slots that are not free."""
-        wished = event.wishes.get(task.name)
-        if wished is None:
-            task.wish = None
-        else:
-            unfinished = [t.name for t in self._roster.tasks.values() if t.state not in OVER]
-            about = circumstances(self._roster.nodes, unfinished)
-            missed = 0.0 if task.wish is None else task.wish.missed_at(now.at, wished, about)
-            task.wish = WishedShape(wished, now.at, event.losses.get(task.name, 0.0), missed, about)
+        task.stage_costs = event.costs.get(task.name, ())
         after = event.shapes.get(task.name)
         if after is not None and not task.bounds.is_shape_kept and task.next_shape is None:
             return self._reshape(task, NextShape(after.job, after.shape), now)
@@ -521,10 +513,10 @@ class Tasks:
         return actions + self._training.inform(task, ev.StopAbandoned(because=because), now)
 
     def review_if_due(self, now: Moment) -> None:
-        """A change of shape has been wished for long enough: the planner is asked again."""
+        """Nothing has happened for so long that another plan may be the best one."""
         if self._question.review_at is not None and self._question.review_at <= now.at:
             self._question.review_at = None
-            self._later.slots_changed("a change of shape has been worth its cost for long enough")
+            self._later.slots_changed("nothing has come or gone for a while")
 
     def unfinished(self) -> Actions:
         """The planner's answer, if one is waited for."""

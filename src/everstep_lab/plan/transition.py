@@ -21,7 +21,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from everstep.plan.task_shape import Floats
+from everstep_lab.plan.task_shape import Floats
 
 
 class StateSource(StrEnum):

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.task_shape import Floats, ParallelShape
+from everstep_lab.plan.task_shape import Floats, ParallelShape
 
 Ints = npt.NDArray[np.int64]
 NEVER = -np.inf

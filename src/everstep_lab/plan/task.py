@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from everstep.errors import UserError
-from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.curve import Curve
-from everstep.plan.offers import ChangeTimes, Offer
-from everstep.plan.reroute import dead_groups, live_per_stage, throughput_ratio
-from everstep.plan.task_shape import ParallelShape
-from everstep.plan.transition import StateSource
 from everstep.protocol.ops import Worker
+from everstep_lab.plan.cluster import Assignment, Cluster
+from everstep_lab.plan.curve import Curve
+from everstep_lab.plan.offers import ChangeTimes, Offer
+from everstep_lab.plan.reroute import dead_groups, live_per_stage, throughput_ratio
+from everstep_lab.plan.task_shape import ParallelShape
+from everstep_lab.plan.transition import StateSource
 
 UNKNOWN_TIMES = ChangeTimes(agree_s=1.0, copy_s=0.0, reshape_s=10.0, restore_s=60.0)
 

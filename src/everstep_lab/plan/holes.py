@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.curve import Curve, SameCut
-from everstep.plan.pipeline_orders import ORDERS
-from everstep.plan.reroute import throughput_ratio
-from everstep.plan.task_shape import Floats
 from everstep.protocol.ops import Worker
+from everstep_lab.plan.curve import Curve, SameCut
+from everstep_lab.plan.pipeline_orders import ORDERS
+from everstep_lab.plan.reroute import throughput_ratio
+from everstep_lab.plan.task_shape import Floats
 
 Ints = npt.NDArray[np.int64]
 

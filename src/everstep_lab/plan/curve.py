@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.pipeline_orders import OURS
-from everstep.plan.task_shape import RECOMPUTE, Floats, ParallelShape, StepShares
+from everstep_lab.plan.pipeline_orders import OURS
+from everstep_lab.plan.task_shape import RECOMPUTE, Floats, ParallelShape, StepShares
 
 Ints = npt.NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from everstep.plan.task_shape import Floats
+from everstep_lab.plan.task_shape import Floats
 
 Ints = npt.NDArray[np.int64]
 SMALL = 200_000  # options x capacity: below this the full program is quicker than thinking

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.plan.capacity_split import best_split
-from everstep.plan.cluster import Assignment, Cluster
-from everstep.plan.explain import gains_of, reasons
-from everstep.plan.option import Horizon, TaskOption
-from everstep.plan.options import Options, options
-from everstep.plan.running import Period, periods
-from everstep.plan.task import TaskSituation, TaskSpec, situation
+from everstep_lab.plan.capacity_split import best_split
+from everstep_lab.plan.cluster import Assignment, Cluster
+from everstep_lab.plan.explain import gains_of, reasons
+from everstep_lab.plan.option import Horizon, TaskOption
+from everstep_lab.plan.options import Options, options
+from everstep_lab.plan.running import Period, periods
+from everstep_lab.plan.task import TaskSituation, TaskSpec, situation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

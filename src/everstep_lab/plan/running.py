@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from everstep.plan.cluster import Cluster
+from everstep_lab.plan.cluster import Cluster
 
 FOREVER_S = 3650 * 86_400.0
 MOST_REPAIRS = 4  # looked at one by one; later ones count as one

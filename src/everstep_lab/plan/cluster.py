@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from everstep.errors import UserError
-from everstep.plan.task_shape import ParallelShape
-from everstep.plan.transition import Costs
+from everstep_lab.plan.task_shape import ParallelShape
+from everstep_lab.plan.transition import Costs
 
 DAY_S = 86_400.0
 FAILURES_PER_1000_NODE_DAYS = 6.5  # Meta RSC-1, 24,000 A100 over 11 months

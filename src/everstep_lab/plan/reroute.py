@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from everstep.plan.pipeline_orders import ORDERS, PipelineOrder
-from everstep.plan.task_shape import ParallelShape, StepShares
 from everstep.protocol.ops import Worker
 from everstep.schedule import Instance, plan, uniform
 from everstep.schedule.bounds import lower_bound
+from everstep_lab.plan.pipeline_orders import ORDERS, PipelineOrder
+from everstep_lab.plan.task_shape import ParallelShape, StepShares
 
 SCHEDULED_OPS = 2_000  # above this the bound is asked
 NO_MORE = StepShares()  # than work

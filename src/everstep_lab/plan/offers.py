@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from everstep.plan.task_shape import ParallelShape
+from everstep_lab.plan.task_shape import ParallelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
