@@ -1,6 +1,7 @@
 """The house has a direction: arrows point up the list, and the pure packages touch nothing but arguments."""
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -268,3 +269,13 @@ def test_rooms_outside_src_keep_apart(room: str, closed: set[str]) -> None:
     for path in sorted((SRC.parents[1] / room).rglob("*.py")):
         for name in imports(path):
             assert name.split(".")[0] not in closed, f"{path}: {room} does not import {name}"
+
+
+def test_what_benches_import_by_a_bare_name_lies_beside_them() -> None:
+    """`bench/scripts/trial.py` was deleted as a double of another file; all scripts there failed."""
+    bench = SRC.parents[1] / "bench"
+    own = {path.stem for path in bench.rglob("*.py")} - {"__init__"}
+    for path in sorted(bench.rglob("*.py")):
+        for name in own & {one.split(".")[0] for one in imports(path)} - sys.stdlib_module_names:
+            there = [folder / f"{name}.py" for folder in (path.parent, path.parent.parent)]
+            assert any(one.is_file() for one in there), f"{path}: no {name}"
