@@ -36,10 +36,6 @@ def tensor_of(stored: Any) -> Tensor:
     return dtypes.tensor_of(read_all(stored), stored.dtype)
 
 
-def has_numbers(truth: Truth) -> bool:
-    return any("#" in name for name in truth)
-
-
 def compare(state: TrainingState, truth: Truth, table: dict[str, Any], spec: Spec, *, exact: bool) -> None:
     """Our state against the truth: names, types, bytes, groups, roles."""
     found = {
