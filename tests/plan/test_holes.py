@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from everstep.protocol.ops import Worker
-from everstep_lab.plan import Assignment, Cluster, PlanNode, SlotPlace, TaskSpec
-from everstep_lab.plan.assign import assign
+from everstep_lab.plan import Assignment, Cluster, PlanNode, SlotPlace
 from everstep_lab.plan.curve import Curve, from_table
 from everstep_lab.plan.hardware import gpu
 from everstep_lab.plan.holes import num_moving, per_stage, ratio, with_holes
 from everstep_lab.plan.models import model
-from everstep_lab.plan.option import OptionKind
 from everstep_lab.plan.reroute import throughput_ratio
 from everstep_lab.plan.stacks import stack
 from everstep_lab.plan.task_shape import ParallelShape, StepShares
@@ -86,49 +84,9 @@ def test_a_cut_of_a_model_says_which_share_of_its_step_comes_once() -> None:
     assert ratio(made, cut, 32, 31) > 16 / 17, "one of 32 is missing: 17 microbatches instead of 16"
 
 
-def test_a_node_that_comes_fills_one_of_three_empty_places() -> None:
-    """Not all three can be filled; before, the newcomer stayed idle."""
-    plan = assign(cluster(6), [TaskSpec(name="t", curve=curve())], sitting(1, 8, 5, 6, 7), "join n5")
-    gain = plan.gains["t"]
-    assert (gain.kind, gain.workers_after) == (OptionKind.GROW, 6)
-    assert gain.shape_after == ParallelShape(8, 1)
-    places = plan.assignment.places["t"]
-    assert len(places) == 8
-    assert sum(place is not None for place in places) == 6
-    assert set(places[:5]) == {SlotPlace(f"n{i}", 0) for i in range(5)}, "who was there stays in its place"
-
-
-def test_a_task_can_start_on_any_number_of_workers() -> None:
-    plan = assign(cluster(7), [TaskSpec(name="t", curve=curve())], Assignment(), "submitted")
-    assert plan.allocation == {"t": 7}
-    assert [p is None for p in plan.assignment.places["t"]].count(True) == 1
-
-
-def test_uneven_losses_are_spread_by_workers_that_change_their_stage() -> None:
-    """Stage 0 lost three of eight, stage 1 none: six and six are as fast as seven and six."""
-    lost = (0, 2, 4)
-    spec = TaskSpec(name="t", curve=curve(stages=2))
-    plan = assign(cluster(16, *lost), [spec], sitting(2, 8), "lost three")
-    gain = plan.gains["t"]
-    assert gain.workers_after == 12
-    places = plan.assignment.places["t"]
-    per = [sum(places[2 * r + s] is not None for r in range(8)) for s in range(2)]
-    assert per == [6, 6]
-    whole = spec.curve.of_shape(ParallelShape(8, 2))
-    assert gain.throughput_after == pytest.approx(whole * 8 / 11), (
-        "64 on six is eleven; left at five, thirteen"
-    )
-
-
 def test_how_many_change_their_stage() -> None:
     assert num_moving([5, 8], np.array([13, 12, 10, 14, 16]), 2).tolist() == [2, 1, 0, 1, 0]
     assert num_moving([8, 8], np.array([16, 15, 9]), 2).tolist() == [0, 0, 0]
-
-
-def test_a_task_whose_states_are_in_one_place_only_has_no_empty_places() -> None:
-    alone = replace(curve(), replicated=False)
-    plan = assign(cluster(7), [TaskSpec(name="t", curve=alone)], Assignment(), "submitted")
-    assert plan.allocation == {"t": 4}
 
 
 def test_a_bubble_that_is_in_the_whole_step_is_charged_once() -> None:

@@ -1,11 +1,9 @@
-"""`decide`: how much each task gets in a cluster as an event left it, for the coordinator, studies and
-`everstep plan`.
+"""`decide`: how much each task of a study gets in a cluster as an event left it.
 
 situation   what each task lost, and where its nearest state is          task.py
 periods     now, and after each repair under way, latest first           running.py
 options     what each task could do, and what it is worth                options.py
-split       the exact best choice for all tasks together                 capacity_split.py
-reasons     what was gained and paid, and when it has paid               explain.py
+split       the exact best choice for all tasks together                 everstep.plan.split
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep_lab.plan.capacity_split import best_split
+from everstep.plan.split import best_split
 from everstep_lab.plan.cluster import Assignment, Cluster
-from everstep_lab.plan.explain import gains_of, reasons
 from everstep_lab.plan.option import Horizon, TaskOption
 from everstep_lab.plan.options import Options, options
 from everstep_lab.plan.running import Period, periods
@@ -63,13 +60,10 @@ def decide(cluster: Cluster, tasks: Sequence[TaskSpec], now: Assignment) -> Deci
     return found
 
 
-def explained(cluster: Cluster, decision: Decision) -> str:
-    """The decision's reason, before places are chosen."""
-    gains = gains_of(decision.situations, decision.choices)
-    return reasons(cluster, "", decision.period, decision.options, decision.choices, gains)[0]
-
-
 def split(cluster: Cluster, every: Mapping[str, Options]) -> dict[str, TaskOption]:
-    """The best choice for all tasks together."""
+    """The best choice for all tasks together, by the coordinator's own program."""
     best = best_split([(o.units, o.worth) for o in every.values()], cluster.capacity // cluster.unit)
-    return {name: every[name].choice(units) for name, units in zip(every, best.units, strict=True)}
+    return {
+        name: options.choice(int(options.units[index]))
+        for (name, options), index in zip(every.items(), best, strict=True)
+    }

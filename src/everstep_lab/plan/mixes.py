@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from everstep_lab.plan.assign import assign
+from everstep_lab.plan.answer import decide
 from everstep_lab.plan.cluster import Assignment, Cluster, PlanNode
 from everstep_lab.plan.curve import Curve
 from everstep_lab.plan.hardware import GPUS
@@ -68,8 +68,9 @@ def share(mix: str, *, nodes: int = 16, slots: int = 8, most_shards: int | None 
     cluster = Cluster(nodes=[PlanNode(name=f"node-{i}", slots=slots) for i in range(nodes)])
     for rule, must_run in (("planned", False), ("planned, all run", True)):
         asked = [replace(task, must_run=must_run) for task in tasks]
-        plan = assign(cluster, asked, Assignment(), second=False)
-        rows.append(Shared(rule, tuple(plan.allocation.values()), plan.waf_after))
+        chosen = decide(cluster, asked, Assignment()).choices
+        waf = sum(task.weight * chosen[task.name].throughput for task in asked)
+        rows.append(Shared(rule, tuple(one.workers for one in chosen.values()), waf))
     return rows
 
 

@@ -17,7 +17,6 @@ from everstep_lab.plan import Assignment, Cluster, Costs, PlanNode, SlotPlace, T
 from everstep_lab.plan.holes import per_stage
 from everstep_lab.plan.option import OptionKind, TaskOption
 from everstep_lab.plan.pipeline_orders import RESCHEDULED
-from everstep_lab.plan.placement import Unplaceable, place
 from everstep_lab.plan.task_shape import Floats
 from everstep_lab.study.failures import Failure, Seen
 from everstep_lab.study.life import Life, StudyTask
@@ -27,7 +26,7 @@ from everstep_lab.study.templates import upper_bound
 RESTART_PROCESS_S = 60.0  # a process with CUDA, its state copied from a peer or from memory: our assumption
 RECONNECT_S = 5.0
 NEVER_S = 1e12  # no repair is promised
-LARGE_NODES = 256  # above this seats are given simply and only the next repair is foreseen
+LARGE_NODES = 256  # above this only the next repair is foreseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,14 +203,6 @@ class PlannedPolicy(Policy):
         return task
 
     def _seat(self, cluster: Cluster, choices: Mapping[str, TaskOption]) -> Assignment:
-        if len(cluster.nodes) > LARGE_NODES:
-            return self._seat_simply(cluster, choices)
-        try:
-            return place(cluster, self.now, choices).assignment
-        except Unplaceable:
-            return self._seat_simply(cluster, choices)
-
-    def _seat_simply(self, cluster: Cluster, choices: Mapping[str, TaskOption]) -> Assignment:
         """Who stays, stays; others in the order of nodes. Counts are right, neighbours may not be."""
         lost = {n.name for n in cluster.nodes if n.lost}
         places: dict[str, list[SlotPlace | None]] = {}

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from everstep.errors import UserError
 from everstep_lab.plan import Assignment, Cluster, Curve, PlanNode, TaskSpec
-from everstep_lab.plan.assign import assign
+from everstep_lab.plan.answer import decide
 from everstep_lab.study.failures import Failure, Trace
 from everstep_lab.study.life import Life, StudyTask, lost_by_kind
 from everstep_lab.study.planned import Ideal, Means, PlannedPolicy, everstep, unicron
@@ -220,10 +220,10 @@ def _first_allocation(
         TaskSpec(name=t.name, curve=curve, weight=t.weight, must_run=True)
         for t, curve in zip(tasks, whole, strict=True)
     ]
-    plan = assign(Cluster(nodes=nodes, whole_nodes=True), specs, Assignment(), second=False)
+    plan = decide(Cluster(nodes=nodes, whole_nodes=True), specs, Assignment())
     free = list(working)
     for task in tasks:
-        workers = plan.allocation[task.name]
+        workers = plan.choices[task.name].workers
         count = -(-workers // setup.slots)
         if count == 0:
             raise UserError(
