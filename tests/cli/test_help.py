@@ -46,7 +46,6 @@ def test_the_version_is_printed(idle_everstep: Callable[..., Any]) -> None:
     [
         (("pause", "gpt"), "/v1/tasks/gpt/pause"),
         (("resume", "gpt"), "/v1/tasks/gpt/unpause"),
-        (("pause", "gpt", "--go-on"), "/v1/tasks/gpt/unpause"),
     ],
 )
 def test_a_paused_task_is_resumed_by_a_command_of_its_own(

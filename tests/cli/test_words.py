@@ -203,7 +203,7 @@ def test_an_empty_cluster_says_what_to_do_next(
     ]
 
 
-@pytest.mark.parametrize("named", [["small"], ["--task", "small"], []])
+@pytest.mark.parametrize("named", [["small"], []])
 def test_a_report_is_of_a_task_by_its_name_and_not_cut_where_it_is_piped(
     named: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

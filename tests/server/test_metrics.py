@@ -230,4 +230,4 @@ def test_goodput_is_in_the_metrics_and_in_the_report(
         ElementTree.fromstring(picture.read_text())
         assert main.run(words) == 0
         assert "wait" in capfd.readouterr().out
-        assert main.run([*words, "--task", "nobody"]) == 2
+        assert main.run([*words, "nobody"]) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,6 @@ from everstep.cli import render
 from everstep.cli.render import AsJson
 from everstep.errors import UserError
 from everstep.server.access import Role, checked_name
-from everstep.server.certificates import CA_DAYS, DAYS, SERVER, issue, make_authority
 
 ca_app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +19,16 @@ ca_app = typer.Typer(
 )
 Dir = Annotated[Path, typer.Option("--dir", help="The directory of the CA: ca.pem and ca.key.")]
 DEFAULT_DIR = Path("everstep-ca")
+SERVER = "coordinator"
+CA_DAYS, DAYS = 3650, 365
+
+
+def _authority() -> Any:
+    try:
+        from everstep.server import authority
+    except ImportError:
+        raise UserError("certificates need cryptography: pip install 'everstep[encrypt]'.") from None
+    return authority
 
 
 @ca_app.command("init")
@@ -34,7 +43,7 @@ def init_command(
 
       everstep ca init --dir everstep-ca
     """
-    make_authority(folder, days=days)
+    _authority().make_authority(folder, days=days)
     render.note(f"the CA is in {folder}; next: everstep ca issue coordinator --host HOST --dir {folder}")
     if as_json:
         render.emit({"ca": str(folder / "ca.pem"), "key": str(folder / "ca.key"), "days": days})
@@ -84,7 +93,7 @@ def issue_command(
     for name in names or [SERVER]:
         known_as = Role(role) if not is_server else None
         place = base / checked_name(name)
-        issue(folder, place, role=known_as, name=name, hosts=host or (), days=days)
+        _authority().issue(folder, place, role=known_as, name=name, hosts=host or (), days=days)
         render.note(f"{role} {name}: {place}")
         made.append({"role": role, "name": name, "folder": str(place), "days": days})
     if as_json:

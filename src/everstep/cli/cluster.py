@@ -497,7 +497,6 @@ def pause_command(
     force: Annotated[
         bool, typer.Option("--force", help="Stop at once, also if its last steps are lost by that.")
     ] = False,
-    go_on: Annotated[bool, typer.Option("--go-on", hidden=True)] = False,  # the old name of `resume`
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     ca: Ca = None,
@@ -516,8 +515,6 @@ def pause_command(
       everstep pause llama-8b --force
     """
     client = Client(address=address, token=token, ca=ca)
-    if go_on:
-        return resume_command(task, address=address, token=token, ca=ca, as_json=as_json)
     row = client.post(f"/v1/tasks/{in_path(task)}/pause", {"force": True} if force else {})
     if row["state"] == "paused":
         return answer(row, f"task {task} is paused at step {row['step']}; everstep resume {task}", as_json)

@@ -99,17 +99,14 @@ def build_app(first: str | None = None) -> typer.Typer:
     ) -> None: ...
 
     places = _COMMANDS | {entry.name: entry.value for entry in entry_points(group=_ADDED)}
-    for name in sorted(places, key=lambda name: "." in name):  # a group before what is added to it
-        group, _, last = name.rpartition(".")
-        if (first in places and first not in (name, group)) or group not in ("", *places):
+    for name, place in places.items():
+        if first in places and first != name:
             continue
-        command = _loaded(places[name]) if name in _COMMANDS else _added(name, places[name])
+        command = _loaded(place) if name in _COMMANDS else _added(name, place)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
-            continue
-        into = _loaded(places[group]) if group else app
-        if last not in {known.name for known in into.registered_commands}:
-            into.command(last, context_settings=_SETTINGS.get(name))(command)
+        else:
+            app.command(name, context_settings=_SETTINGS.get(name))(command)
     return app
 
 

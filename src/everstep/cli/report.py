@@ -34,7 +34,6 @@ COLOURS = {  # name in a terminal, in a picture
 def report_command(
     task: Annotated[str, typer.Argument(help="Only this task.", show_default="all")] = "",
     since: Annotated[str, typer.Option(help="How far back: 90min, 12h, 7d.")] = "7d",
-    only: Annotated[str, typer.Option("--task", hidden=True)] = "",
     picture: Annotated[
         Path | None, typer.Option("--picture", "-o", help="Write an SVG: time by cause, hour by hour.")
     ] = None,
@@ -55,7 +54,6 @@ def report_command(
 
       everstep report --since 7d --picture week.svg
     """
-    task = task or only
     seconds, client = int(duration(since, "--since")), Client(address=address, token=token, ca=ca)
     document: dict[str, Any] = client.get(f"/v1/report?since_s={seconds}")
     if task:
