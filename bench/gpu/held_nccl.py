@@ -80,7 +80,7 @@ class Trial:
 
 
 def trials(size: str) -> list[Trial]:
-    kills3 = [f"2{KILLS[0][1:]}", *KILLS[1:7], f"2{KILLS[7][1:]}"]
+    kills3 = ["2,5,in-bucket,0", *KILLS[1:7], f"2{KILLS[7][1:]}"]  # the small model has two buckets
     return [
         Trial(name="plain2", ranks=2, size=size, steps=60, is_held=False),
         Trial(name="held2", ranks=2, size=size, steps=60, like="plain2"),

@@ -66,7 +66,7 @@ data = torch.randn(4 * 7 * world, wide, generator=torch.Generator().manual_seed(
 rows = TensorDataset(data, data.sum(1, keepdim=True).sin())
 sampler = DistributedSampler(rows, shuffle=True)
 loader = DataLoader(rows, batch_size=4, sampler=sampler)
-accumulate = 1 if given.hsdp else 2
+accumulate = 1 if given.hsdp or given.mode == "static" else 2  # static_graph begins without no_sync
 first, best = 0, 1e9
 
 found = everstep.restore()

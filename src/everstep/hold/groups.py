@@ -240,8 +240,8 @@ class HeldGroup(ProcessGroup):
             one.position = self.ledger.place(held.book.interval)
             self.queue.append(one)
             if held.is_own_answer(self, one):
-                self._commit(one, is_own=True)
-            elif self._answer(one) is not None:
+                return HeldWork(self, one)
+            if self._answer(one) is not None:
                 if len(self.queue) == 1:
                     self._commit(one)
             elif not self.ledger.is_broken:
@@ -289,15 +289,15 @@ class HeldGroup(ProcessGroup):
             mine.detach().copy_(given)
         one.stage = None
 
-    def _commit(self, one: Collective, *, is_own: bool = False) -> bool:
+    def _commit(self, one: Collective) -> bool:
         """Under the lock, the first of the queue. False: the rank is held, and this was never done."""
-        told = None if is_own else self._answer(one)
+        told = self._answer(one)
         is_kept = self.spans_units and one.kind in ALIKE
-        if told is None and not is_own and one.stage is None:
+        if told is None and one.stage is None:
             return False  # it was abandoned
         outputs = told.outputs if told is not None else one.stage if is_kept else None
         if is_kept and self.held.book.interval == PRELUDE:
-            outputs = self.held.kept_in_prelude(one.outputs if is_own else outputs)
+            outputs = self.held.kept_in_prelude(outputs)
         if not self.ledger.finish(one.position, Answer(one.shape, outputs)):
             return False
         if told is not None:
