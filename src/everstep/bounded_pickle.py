@@ -230,7 +230,14 @@ class _Reader:
 
     def _decimal(self) -> None:
         line = self._line()
-        self._push({b"00": False, b"01": True}.get(line) if line in (b"00", b"01") else int(line, 0))
+        number = {b"00": 0, b"01": 1}[line] if line in (b"00", b"01") else int(line, 0)
+        is_flag = len(line) == 2 and number in (0, 1)  # so Python's own reader tells True from 1
+        self._push(bool(number) if is_flag else number)
+
+    def _frame(self) -> None:
+        """Nothing is read ahead here; but all of it must be there, as for Python's own reader."""
+        if self._number(_U64) > len(self._data) - self._at:
+            raise BadPickleError("it ends too early")
 
     def _long(self, size: int) -> None:
         if size < 0:
@@ -369,7 +376,7 @@ def _instructions() -> dict[int, Callable[[_Reader], Any]]:
     found: dict[bytes, Callable[[_Reader], Any]] = {
         b".": _Reader._stop,
         b"\x80": _Reader._protocol,
-        b"\x95": lambda r: r._take(8),  # the length of what follows: nothing is read ahead here
+        b"\x95": _Reader._frame,
         b"0": _Reader._pop,
         b"1": lambda r: r._since_mark(),
         b"2": lambda r: r._push(r._stack[-1]),

@@ -103,6 +103,20 @@ def test_a_torn_one_is_refused_or_read_as_python_does(value: Any, protocol: int,
     assert repr(ours) == repr(_Plain(io.BytesIO(whole)).load())
 
 
+@pytest.mark.parametrize(
+    "frame", [6, 1 << 40, (1 << 64) - 1], ids=["a byte more", "a terabyte", "more than a number holds"]
+)
+def test_a_frame_longer_than_the_file_is_a_torn_file(frame: int) -> None:
+    with pytest.raises(BadPickleError, match="ends too early"):
+        plain(b"\x80\x04\x95" + struct.pack("<Q", frame) + b"]\x94Na.")
+    assert plain(b"\x80\x04\x95" + struct.pack("<Q", 5) + b"]\x94Na.") == [None]
+
+
+def test_true_and_false_of_the_first_version_are_read_as_python_reads_them() -> None:
+    for line in (b"I01\n.", b"I00\n.", b"I\t1\n.", b"I 0\n.", b"I1\n.", b"I+1\n."):
+        assert repr(plain(line)) == repr(_Plain(io.BytesIO(line)).load())
+
+
 def laughs(levels: int, make: Any = lambda x: [x] * 10) -> Any:
     found: Any = "lol"
     for _ in range(levels):
