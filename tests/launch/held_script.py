@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -69,9 +70,21 @@ loader = DataLoader(rows, batch_size=4, sampler=sampler)
 accumulate = 1 if given.hsdp or given.mode == "static" else 2  # static_graph begins without no_sync
 first, best = 0, 1e9
 
+
+def sharded(given: Any, like: Any) -> Any:
+    """A replacement is given shards; if all ranks have restarted, tensors are whole."""
+    is_whole = isinstance(like, DTensor) and not isinstance(given, DTensor) and given.shape == like.shape
+    return (
+        distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None) if is_whole else given
+    )
+
+
 found = everstep.restore()
 if found is not None:
-    plain.load_state_dict(found.state["model"])
+    own, parameters = plain.state_dict(), list(plain.parameters())
+    plain.load_state_dict({name: sharded(each, own[name]) for name, each in found.state["model"].items()})
+    for index, moments in found.state["optimizer"]["state"].items():
+        moments.update({name: sharded(each, parameters[index]) for name, each in moments.items()})
     optimizer.load_state_dict(found.state["optimizer"])
     scheduler.load_state_dict(found.state["scheduler"])
     first, best = found.step, found.state["best"]
