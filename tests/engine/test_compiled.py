@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pipeline import by_name, run_step, stages
-from test_hf import CONFIGS, Masked, without_dropout
+from test_hf import CONFIGS, Masked, config_of, without_dropout
 from torch import Tensor, nn
 
 from everstep.engine.hf.model import hf
@@ -105,7 +105,7 @@ def close(first: tuple[Tensor, dict[str, Tensor]], second: tuple[Tensor, dict[st
 def test_models_of_transformers_have_the_losses_and_gradients_of_eager_layers(
     name: str, cut: int, request: pytest.FixtureRequest
 ) -> None:
-    model = hf(without_dropout(CONFIGS[name]))
+    model = hf(without_dropout(config_of(name)))
     eager = one_step(stages(model, cut, Masked()))
     request.getfixturevalue("compiles")
     assert close(eager, one_step(stages(model, cut, Masked())))
