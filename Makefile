@@ -35,8 +35,8 @@ BUDGET := 1800
 cluster: $(STAMP)        ## coordinator, agents and workers as real processes, each of them killed (half an hour at most)
 	$(PY) -m pytest tests --slow -m slow --budget $(BUDGET)
 
-scenes: $(STAMP)         ## of these, clusters: coordinators, agents and workers that die, leave, return (minutes)
-	$(PY) -m pytest tests/server tests/node tests/cli --slow -m slow -n 2
+scenes: $(STAMP)         ## of these, clusters whose parts die, leave and return, and held scripts (minutes)
+	$(PY) -m pytest tests/server tests/node tests/cli tests/launch/test_held_scripts.py --slow -m slow -n 2
 
 # Kinds of storms, with how many seeds of each: of every 100 that STORMS asks for.
 KINDS := task:100 cluster:100 moves:100 sharded:50 sharded-cluster:50 groups:50 roles:50 crowded:50 deaf:50 \

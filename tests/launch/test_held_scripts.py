@@ -126,6 +126,17 @@ def test_ddp_with_its_options(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", [0, 2])
+def test_exact_sums_are_held_as_plain_ones_are(shards: int, tmp_path: Path) -> None:
+    """DDP's hook issues two collectives per bucket, and the second of one after the first of the next."""
+    (tmp_path / "plain").mkdir()
+    script = ("--hsdp", str(shards)) if shards else ()
+    expected, _ = run(tmp_path / "plain", 4, *script, options=("--exact", *PLAIN))
+    found, document = run(tmp_path, 4, *script, kill="1,4,bucket,1;0,7,opt", options=("--exact",))
+    assert (found, document["restarts"]) == (expected, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", ["3,6,bucket,0", "0,6,opt"])
 def test_a_shard_group_of_fsdp2_is_replaced_whole(kill: str, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
