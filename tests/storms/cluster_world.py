@@ -558,9 +558,8 @@ class ClusterWorld:
         """Every line to the coordinator is cut, or those of this task's nodes."""
         task = self.coordinator.tasks.get(TASK)
         names = {seat.node for seat in task.seats.values()} if task is not None and not to_all else None
-        for agent in self.nodes:
-            if names is None or agent.name in names:
-                self.lines.cut(agent.number, span_us)
+        cut = [agent.number for agent in self.nodes if names is None or agent.name in names]
+        self.lines.cut_together(cut, span_us)
 
     def kill_fork_server(self, number: int) -> None:
         self.scene.note("server", Worker(number, 0), f"the fork server of n{number} is killed")

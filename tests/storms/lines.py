@@ -6,6 +6,7 @@ one is opened. A coordinator that is deposed may not know it: for a while it ans
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from everstep.core.agent.agent import LineOpened, OrderHeard
@@ -65,9 +66,26 @@ class Lines:
 
     # -------------------------------------------------------------- broken
 
-    def cut(self, number: int, span_us: int, *, frozen: bool = False, replaced: bool = False) -> None:
+    def cut_together(self, numbers: Iterable[int], span_us: int) -> None:
+        """A coordinator looks at all nodes with one patience: those that are cut off at one moment are found
+        silent within a heartbeat, however long that takes.
+        """
+        silence = self.scene.weather.spread(self.weather.silence_us)
+        for number in numbers:
+            heartbeat = self.scene.weather.spread(self.weather.silence_us // 10)
+            self.cut(number, span_us, silence_us=silence + min(heartbeat, self.weather.silence_us // 2))
+
+    def cut(
+        self,
+        number: int,
+        span_us: int,
+        *,
+        frozen: bool = False,
+        replaced: bool = False,
+        silence_us: int | None = None,
+    ) -> None:
         """The line is cut, or, `frozen`, the agent's process is stopped; workers keep training. `replaced`:
-        it is killed instead, and another one comes.
+        it is killed instead, and another one comes. `silence_us`: until that is noticed.
         """
         agent = self.world.nodes[number]
         if not agent.is_reachable():
@@ -78,7 +96,7 @@ class Lines:
         what = f"the agent of {agent.name} is gone" if replaced else what
         self.scene.note("mute", Worker(number, 0), f"{what} for {span_us / 1e3:g} ms")
         agent.hold_line()
-        self.watch_silence(agent, span_us)
+        self.watch_silence(agent, span_us, silence_us)
         self.all_back_us = max(self.all_back_us, self.scene.agenda.now_us + span_us)
         self.scene.agenda.after(span_us, self._returns, agent, agent.boot, span_us, replaced)
 
@@ -108,8 +126,8 @@ class Lines:
             agent.close_line()
             self.watch_silence(agent, span_us)
 
-    def watch_silence(self, agent: VirtualAgent, span_us: int) -> None:
-        silence = self.scene.weather.spread(self.weather.silence_us)
+    def watch_silence(self, agent: VirtualAgent, span_us: int, silence_us: int | None = None) -> None:
+        silence = self.scene.weather.spread(self.weather.silence_us) if silence_us is None else silence_us
         if silence < span_us:
             self.scene.agenda.after(silence, self._fell_silent, agent, agent.boot, silence)
 
