@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from everstep.errors import UserError
 
@@ -47,10 +48,10 @@ def attach(model: Any) -> None:
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """`torch.distributed.all_reduce` of floating point numbers, in place, with exact sums: SUM or AVG."""
     if not _can_be_exact(tensor, op):
-        raise UserError("everstep.exact.all_reduce takes SUM or AVG of floating point numbers.")
+        raise UserError("everstep.exact.all_reduce takes SUM or AVG of fp32, bf16 or fp16.")
     size = dist.get_world_size(group)
     units, numbers = _agreed(_in_blocks(tensor.reshape(1, -1)), group, size)
-    _ALL_REDUCE(numbers, group=group)
+    dist.all_reduce(numbers, group=group)
     _write(tensor, numbers, units, size if op == dist.ReduceOp.AVG else 1)
 
 
@@ -64,8 +65,8 @@ def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: dist.ProcessGr
 
 
 def install() -> None:
-    """Make all sums of a script's floating point numbers over ranks exact: DDP's, FSDP2's, and those that it
-    asks for by `torch.distributed`'s functions. Once, before the script begins (`everstep run --exact`).
+    """Make the sums of a script's gradients exact: DDP's and FSDP2's. Once, before the script begins (by
+    `everstep run --exact`). Its other sums stay as they are: beside a count, a loss would lose bits.
     """
     ddp, real = torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel.__init__
 
@@ -73,53 +74,39 @@ def install() -> None:
         real(self, *arguments, **named)
         attach(self)
 
-    def any_all_reduce(
-        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if not _can_be_exact(tensor, op):
-            return _ALL_REDUCE(tensor, op, group, async_op)
-        all_reduce(tensor, op, group)
-        return _Done(tensor) if async_op else None
+    ddp.__init__ = begin  # type: ignore[method-assign]
+    _fsdp_collectives.dist = _OfFsdp()  # type: ignore[assignment,attr-defined]
 
-    def any_reduce_scatter(
-        output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+
+class _OfFsdp:
+    """What FSDP2 takes for `torch.distributed`. It waits for none of these sums but in their stream."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if _can_be_exact(tensor, op):
+            all_reduce(tensor, op, group)
+        else:
+            dist.all_reduce(tensor, op, group)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if not _can_be_exact(input, op):
             return _REDUCE_SCATTER(output, input, op, group, async_op)
         reduce_scatter(output, input, op, group)
-        return _Done(output) if async_op else None
+        return None
 
-    ddp.__init__ = begin  # type: ignore[method-assign]
-    dist.all_reduce = any_all_reduce
-    for name in _REDUCE_SCATTERS:
-        setattr(dist, name, any_reduce_scatter)
+    reduce_scatter_single = reduce_scatter_tensor  # its name from torch 2.13 on
 
 
-_ALL_REDUCE = dist.all_reduce
-_REDUCE_SCATTERS = [
-    name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
-]
-_REDUCE_SCATTER = getattr(dist, _REDUCE_SCATTERS[0])
-
-
-class _Done(dist._Work):  # type: ignore[name-defined,misc]
-    """What an asynchronous sum gives that is issued already; a stream waits for it as for any kernel."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=[tensor.device] if tensor.is_cuda else None
-        )
-        self._future.set_result([tensor])
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Waiting(NamedTuple):
@@ -150,7 +137,7 @@ class _Buckets:
         before, self._waiting = None if is_first else self._waiting, None  # a backward before may have raised
         with self._beside(flat), torch.no_grad():
             exponents = _exponents(_in_blocks(flat.view(1, -1)))
-            agreed = _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            agreed = dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             now = _Waiting(flat, exponents, agreed, mean)
             if before is not None:
                 self._sum(before)
@@ -173,7 +160,7 @@ class _Buckets:
         bucket.agreed.wait()
         flat = bucket.flat
         units, numbers = _to_integers(_in_blocks(flat.view(1, -1)), bucket.exponents, self._size)
-        work = _ALL_REDUCE(numbers, group=self._group, async_op=True)
+        work = dist.all_reduce(numbers, group=self._group, async_op=True)
 
         def finish(sums: torch.futures.Future[Any]) -> None:
             try:
@@ -199,7 +186,8 @@ def _reduce_bucket(
 
 
 def _can_be_exact(tensor: Tensor, op: Any) -> bool:
-    return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.is_floating_point()
+    kinds = (torch.float32, torch.bfloat16, torch.float16)  # fp64 has more bits than are kept here
+    return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and tensor.dtype in kinds
 
 
 def _to_integers(blocks: Tensor, exponents: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
@@ -212,7 +200,7 @@ def _to_integers(blocks: Tensor, exponents: Tensor, ranks: int) -> tuple[Tensor,
 
 def _agreed(blocks: Tensor, group: Any, ranks: int) -> tuple[Tensor, Tensor]:
     exponents = _exponents(blocks)
-    _ALL_REDUCE(exponents, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(exponents, op=dist.ReduceOp.MAX, group=group)
     return _to_integers(blocks, exponents, ranks)
 
 
@@ -240,4 +228,4 @@ def _write(tensor: Tensor, numbers: Tensor, units: Tensor, divisor: int) -> None
     sums = numbers.float().mul_(units[:, None])
     if divisor > 1:
         sums.div_(divisor)
-    tensor.copy_(sums.view(-1)[: tensor.numel()].view(tensor.shape))
+    tensor.detach().copy_(sums.view(-1)[: tensor.numel()].view(tensor.shape))
